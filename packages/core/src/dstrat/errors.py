@@ -1,0 +1,123 @@
+"""Every exception of dstrat.
+
+Each derives from :class:`DstratError` and from the built-in that a caller would expect::
+
+    DstratError
+    ├── CatalogError                       finding and naming components
+    │   ├── UnknownAliasError              LookupError    nothing has that alias
+    │   ├── NotInstalledError              ImportError    a known package offers it, and is not installed
+    │   ├── RetiredAliasError              LookupError    it was renamed or retired
+    │   ├── AmbiguousAliasError            LookupError    two distributions offer it
+    │   ├── MissingRequirementError        ImportError    its distribution lacks something that it needs
+    │   ├── BrokenComponentError           ImportError    its class cannot be imported, or is of another kind
+    │   ├── PluginError                    RuntimeError   a plugin could not be loaded (strict mode)
+    │   └── CatalogMismatchError           RuntimeError   ranks see different catalogs
+    ├── InvalidComponentError              ValueError     a record that a plugin's author got wrong
+    ├── RequestError                       ValueError     what was asked cannot be done as asked
+    │   ├── ConflictError                                 two parts of the request exclude each other
+    │   ├── DeviceError                                   devices that are not there or make no sense
+    │   └── ClusterError                                  the environment contradicts the request or itself
+    ├── MisuseError                        TypeError      user code lacks or returns something
+    ├── LaunchError                        RuntimeError   processes could not be started
+    │   └── RankFailedError                               a rank failed, and the job was ended
+    └── CheckpointError                    OSError        a checkpoint cannot be written or read
+"""
+
+from __future__ import annotations
+
+
+class DstratError(Exception):
+    """Base of every exception that dstrat raises on purpose."""
+
+
+class CatalogError(DstratError):
+    """Base of the errors about finding and naming components."""
+
+
+class UnknownAliasError(CatalogError, LookupError):
+    """No installed distribution offers the alias."""
+
+
+class NotInstalledError(CatalogError, ImportError):
+    """A known distribution offers the alias, and it is not installed."""
+
+
+class RetiredAliasError(CatalogError, LookupError):
+    """The alias was renamed or retired."""
+
+
+class AmbiguousAliasError(CatalogError, LookupError):
+    """Several distributions offer the alias, and none is preferred."""
+
+
+class MissingRequirementError(CatalogError, ImportError):
+    """The component needs a distribution that is not installed, or another version of it."""
+
+
+class BrokenComponentError(CatalogError, ImportError):
+    """The component's class cannot be imported, or is not of the component's kind."""
+
+
+class PluginError(CatalogError, RuntimeError):
+    """A plugin could not be loaded, and strict mode was asked for."""
+
+
+class CatalogMismatchError(CatalogError, RuntimeError):
+    """The ranks of one job see different catalogs."""
+
+
+class InvalidComponentError(DstratError, ValueError):
+    """A component's record contradicts itself or the contract."""
+
+
+class RequestError(DstratError, ValueError):
+    """What was asked for cannot be done as asked."""
+
+
+class ConflictError(RequestError):
+    """Two parts of a request exclude each other, or one part was given twice."""
+
+
+class DeviceError(RequestError):
+    """The devices asked for are not there, or make no sense."""
+
+
+class ClusterError(RequestError):
+    """The environment of a cluster contradicts the request, or itself."""
+
+
+class MisuseError(DstratError, TypeError):
+    """User code lacks something that the operation needs, or returned what cannot be used."""
+
+
+class LaunchError(DstratError, RuntimeError):
+    """The processes of a job could not be started."""
+
+
+class RankFailedError(LaunchError):
+    """A rank failed, and the whole job was ended.
+
+    Attributes:
+        rank: The global rank that failed first.
+        exit_code: Its exit code, negative for a signal; None where it was ended because it hung.
+        rank_traceback: Its own traceback as text, empty where it left none.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, exit_code: int | None = None, rank_traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.rank_traceback = rank_traceback
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rank_failed, (str(self), self.rank, self.exit_code, self.rank_traceback)
+
+
+def _rank_failed(message: str, rank: int, exit_code: int | None, rank_traceback: str) -> RankFailedError:
+    return RankFailedError(message, rank=rank, exit_code=exit_code, rank_traceback=rank_traceback)
+
+
+class CheckpointError(DstratError, OSError):
+    """A checkpoint cannot be written or read."""

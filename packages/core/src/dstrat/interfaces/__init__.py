@@ -1,0 +1,1 @@
+"""What to subclass: strategy, accelerator, precision, checkpoint io, cluster environment, launcher."""

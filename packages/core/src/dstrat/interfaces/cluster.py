@@ -1,0 +1,92 @@
+"""The interface to whatever started, or will start, the processes of a job."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+
+class ClusterEnvironment(ABC):
+    """Where a job runs: who starts its processes, and which one of them this is.
+
+    A cluster environment only reads: no method writes to the environment.  Everything is read from the ``environ``
+    that it is given, once, so that tests pass a dictionary.  The smallest complete subclass::
+
+        class MyCluster(ClusterEnvironment):
+            @classmethod
+            def evidence(cls, environ):
+                return "MY_JOB_ID is set" if "MY_JOB_ID" in environ else None
+
+            main_address = property(lambda self: self.environ["MY_HEAD_NODE"])
+            main_port = property(lambda self: 29500)
+            world_size = property(lambda self: int(self.environ["MY_SIZE"]))
+            global_rank = property(lambda self: int(self.environ["MY_RANK"]))
+            local_rank = property(lambda self: int(self.environ["MY_LOCAL_RANK"]))
+            node_rank = property(lambda self: int(self.environ["MY_NODE"]))
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+
+    @classmethod
+    @abstractmethod
+    def evidence(cls, environ: Mapping[str, str]) -> str | None:
+        """Say in a few words why this environment is the one that we run in; None when it is not.
+
+        For example ``"SLURM_STEP_ID is set"``.
+        """
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether one process per rank exists already, so that dstrat launches none."""
+        return True
+
+    @property
+    @abstractmethod
+    def main_address(self) -> str:
+        """Host name or address of the machine with global rank 0."""
+
+    @property
+    @abstractmethod
+    def main_port(self) -> int:
+        """Port on which global rank 0 listens for the others."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of processes of the whole job."""
+
+    @property
+    @abstractmethod
+    def global_rank(self) -> int:
+        """Rank of this process in the whole job, from 0."""
+
+    @property
+    @abstractmethod
+    def local_rank(self) -> int:
+        """Rank of this process on its machine, from 0."""
+
+    @property
+    @abstractmethod
+    def node_rank(self) -> int:
+        """Rank of this machine, from 0."""
+
+    @property
+    def listening_socket(self) -> int | None:
+        """File descriptor of a socket that listens on ``main_address:main_port`` already, in global rank 0 only.
+
+        With it the rendezvous opens no port of its own, so that nothing else can take the port and it listens on
+        no other interface.
+        """
+        return None
+
+    def validate(self, *, num_devices: int, num_nodes: int) -> None:
+        """Check the environment against the request, before anything starts.
+
+        Args:
+            num_devices: Devices, and so processes, per machine.
+            num_nodes: Machines.
+
+        Raises:
+            ClusterError: The environment contradicts the request or itself.
+        """

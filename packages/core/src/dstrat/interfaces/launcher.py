@@ -1,0 +1,40 @@
+"""The interface that starts the processes of a job."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Launcher(ABC):
+    """Runs a function once in every process of a job.
+
+    The smallest complete subclass, for processes that exist already::
+
+        class HereLauncher(Launcher):
+            def launch(self, function, *args, **kwargs):
+                return function(*args, **kwargs)
+    """
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether ``launch`` runs the function in the calling process.
+
+        Where it does not, objects that the function changes are copies, and only what it returns comes back.
+        """
+        return True
+
+    @abstractmethod
+    def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run the function in every process of the job and wait for all of them.
+
+        Returns:
+            What the function returned in this process; where it did not run here, what it returned in global rank 0.
+
+        Raises:
+            LaunchError: The processes could not be started.
+            RankFailedError: A rank failed; all others have been ended.
+        """

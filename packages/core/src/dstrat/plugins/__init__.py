@@ -1,0 +1,1 @@
+"""Finding and naming components.  Never imports torch."""
