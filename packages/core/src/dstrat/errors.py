@@ -103,9 +103,7 @@ class RankFailedError(LaunchError):
         rank_traceback: Its own traceback as text, empty where it left none.
     """
 
-    def __init__(
-        self, message: str, *, rank: int, exit_code: int | None = None, rank_traceback: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, rank: int, exit_code: int | None = None, rank_traceback: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dstrat.errors import InvalidComponentError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Kind = Literal["strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment"]
 """The kinds of component that a plugin can offer."""

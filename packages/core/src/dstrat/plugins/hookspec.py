@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pluggy
 
-from dstrat.plugins.component import Component, Tombstone
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dstrat.plugins.component import Component, Tombstone
 
 API_VERSION = "v1"
 ENTRY_POINT_GROUP = f"dstrat.{API_VERSION}"

@@ -1,0 +1,1 @@
+"""The strategy that the core brings along."""

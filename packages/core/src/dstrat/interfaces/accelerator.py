@@ -1,0 +1,78 @@
+"""The interface to one type of hardware."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from dstrat.interfaces.precision import Precision
+
+Devices = int | str | Sequence[int]
+"""What a user may write for devices: ``4``, ``"4"``, ``-1``, ``"auto"``, ``[0, 1]``, ``"0,1"``."""
+
+
+class Accelerator(ABC):
+    """One type of hardware: which devices there are, and what each needs before it computes.
+
+    Light to construct: nothing on the hardware is touched before :meth:`setup`.  The smallest complete subclass::
+
+        class MyAccelerator(Accelerator):
+            process_group_backend = "gloo"
+
+            def is_available(self):
+                return True
+
+            def auto_device_count(self):
+                return 1
+
+            def parse_devices(self, devices):
+                return list(range(int(devices)))
+
+            def get_parallel_devices(self, indices):
+                return [torch.device("cpu") for _ in indices]
+    """
+
+    process_group_backend: str
+    """Name of the ``torch.distributed`` backend that carries tensors of this hardware, such as ``"gloo"``."""
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """Return whether this machine has such hardware and torch can use it."""
+
+    @abstractmethod
+    def auto_device_count(self) -> int:
+        """Return how many devices ``"auto"`` stands for."""
+
+    @abstractmethod
+    def parse_devices(self, devices: Devices) -> list[int]:
+        """Return the indices of the devices that the user's words mean.
+
+        Raises:
+            DeviceError: They are not there, or make no sense.
+        """
+
+    @abstractmethod
+    def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
+        """Return one ``torch.device`` for each index."""
+
+    def supports_dtype(self, dtype: torch.dtype) -> bool:  # noqa: ARG002 - most hardware computes in all dtypes
+        """Return whether the hardware computes in this floating-point dtype."""
+        return True
+
+    def precision_for(self, flag: str) -> Precision | None:  # noqa: ARG002 - most hardware has no classes of its own
+        """Return the precision that this hardware wants for a flag; None where the catalog's serves."""
+        return None
+
+    def setup(self, device: torch.device | None = None) -> None:
+        """Make the device ready in this process; ``None`` means the only one there is."""
+
+    def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - not all hardware counts
+        """Return what the hardware reports of itself, such as bytes of memory in use, by name."""
+        return {}
+
+    def teardown(self) -> None:
+        """Release what :meth:`setup` took."""

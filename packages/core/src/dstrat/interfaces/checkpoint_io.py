@@ -1,0 +1,47 @@
+"""The interface that writes and reads checkpoints: dict in, dict out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+
+class CheckpointIO(ABC):
+    """How a checkpoint reaches storage and comes back.
+
+    The smallest complete subclass::
+
+        class JsonCheckpointIO(CheckpointIO):
+            def save_checkpoint(self, checkpoint, path):
+                Path(path).write_text(json.dumps(checkpoint))
+
+            def load_checkpoint(self, path):
+                return json.loads(Path(path).read_text())
+
+            def remove_checkpoint(self, path):
+                Path(path).unlink()
+    """
+
+    @abstractmethod
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write the checkpoint.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Read a checkpoint, its tensors on the CPU.
+
+        Raises:
+            CheckpointError: It is missing, damaged or refused.
+        """
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint file, so that only the best ones are kept."""
+        Path(path).unlink(missing_ok=True)
+
+    def teardown(self) -> None:
+        """Finish what is still being written."""

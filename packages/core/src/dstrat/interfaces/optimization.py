@@ -1,0 +1,125 @@
+"""What ``configure_optimizers`` may return, brought into one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrat.errors import MisuseError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_SHAPES = (
+    "an optimizer, a list of optimizers, (optimizers, schedulers), "
+    'or a dict with "optimizer" and, if wanted, "lr_scheduler"'
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class SchedulerConfig:
+    """A learning-rate scheduler and when it is stepped.
+
+    Attributes:
+        scheduler: Anything with ``step``, ``state_dict`` and ``load_state_dict``.
+        interval: Step it after an optimizer step, or after an epoch.
+        frequency: Step it every so many of those.
+        monitor: Name of the logged value that is passed to ``step``; None passes nothing.
+        strict: Whether a missing monitored value is an error.
+        name: Name under which its learning rate is logged.
+    """
+
+    scheduler: Any
+    interval: Literal["step", "epoch"] = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(getattr(self.scheduler, "step", None)):
+            raise MisuseError(f"a scheduler needs a step method, and {self.scheduler!r} has none")
+        if self.interval not in ("step", "epoch"):
+            raise MisuseError(f"interval {self.interval!r} of a scheduler is not 'step' or 'epoch'")
+        if self.frequency < 1:
+            raise MisuseError(f"frequency {self.frequency!r} of a scheduler must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimization:
+    """The optimizers of a module and their schedulers."""
+
+    optimizers: tuple[Optimizer, ...] = ()
+    schedulers: tuple[SchedulerConfig, ...] = ()
+
+
+def read_optimizers(returned: Any) -> Optimization:
+    """Bring what ``configure_optimizers`` returned into one shape.
+
+    Args:
+        returned: None, an optimizer, a dict, a sequence of either, or a pair of optimizers and schedulers.
+
+    Raises:
+        MisuseError: It has none of these shapes.
+    """
+    if returned is None:
+        return Optimization()
+    if _is_optimizer(returned):
+        return Optimization(optimizers=(returned,))
+    if isinstance(returned, Mapping):
+        return _read_dict(returned)
+    if isinstance(returned, Sequence) and not isinstance(returned, str):
+        return _read_sequence(returned)
+    raise MisuseError(f"configure_optimizers returned {returned!r}; it must return {_SHAPES}")
+
+
+def _read_sequence(returned: Sequence[Any]) -> Optimization:
+    if len(returned) == 2 and all(isinstance(part, list | tuple) for part in returned):
+        optimizers, schedulers = returned
+        return Optimization(
+            optimizers=tuple(map(_optimizer, optimizers)), schedulers=tuple(map(_scheduler, schedulers))
+        )
+    parts = [read_optimizers(part) for part in returned]
+    return Optimization(
+        optimizers=tuple(optimizer for part in parts for optimizer in part.optimizers),
+        schedulers=tuple(scheduler for part in parts for scheduler in part.schedulers),
+    )
+
+
+def _read_dict(returned: Mapping[str, Any]) -> Optimization:
+    unknown = sorted(set(returned) - {"optimizer", "lr_scheduler", "monitor"})
+    if "optimizer" not in returned or unknown:
+        problem = f"has unknown keys {unknown}" if unknown else 'has no "optimizer"'
+        raise MisuseError(f"the dict that configure_optimizers returned {problem}; it must return {_SHAPES}")
+    optimizer = _optimizer(returned["optimizer"])
+    if returned.get("lr_scheduler") is None:
+        return Optimization(optimizers=(optimizer,))
+    config = _scheduler(returned["lr_scheduler"])
+    config.monitor = config.monitor or returned.get("monitor")
+    return Optimization(optimizers=(optimizer,), schedulers=(config,))
+
+
+def _scheduler(given: Any) -> SchedulerConfig:
+    if isinstance(given, SchedulerConfig):
+        return given
+    if not isinstance(given, Mapping):
+        return SchedulerConfig(scheduler=given)
+    known = [field.name for field in fields(SchedulerConfig)]
+    unknown = sorted(set(given) - set(known))
+    if "scheduler" not in given or unknown:
+        problem = f"has unknown keys {unknown}" if unknown else 'has no "scheduler"'
+        raise MisuseError(f"a scheduler's dict {problem}; possible keys are {', '.join(known)}")
+    return SchedulerConfig(**given)
+
+
+def _optimizer(given: Any) -> Optimizer:
+    if not _is_optimizer(given):
+        raise MisuseError(f"configure_optimizers returned {given!r} where an optimizer is expected")
+    return given  # type: ignore[no-any-return]  # checked on the line above
+
+
+def _is_optimizer(given: Any) -> bool:
+    from torch.optim import Optimizer
+
+    return isinstance(given, Optimizer)

@@ -1,0 +1,109 @@
+"""The interface to one numerical precision: dtypes, conversion, loss scaling, and the optimizer's step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+ClipAlgorithm = Literal["norm", "value"]
+"""How gradients are clipped: by the norm of all of them together, or each value by itself."""
+
+
+class Precision(ABC):
+    """Which dtypes a training uses, and what follows from them.
+
+    The smallest complete subclass::
+
+        class MyPrecision(Precision):
+            flag = "32-true"
+            param_dtype = compute_dtype = reduce_dtype = property(lambda self: torch.float32)
+    """
+
+    flag: str
+    """The name that a user writes, such as ``"bf16-mixed"``."""
+
+    @property
+    @abstractmethod
+    def param_dtype(self) -> torch.dtype:
+        """Dtype in which parameters are kept and optimized."""
+
+    @property
+    @abstractmethod
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype in which matrix products and convolutions are computed."""
+
+    @property
+    @abstractmethod
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype in which gradients are summed across ranks."""
+
+    def connect(self, module: Module) -> Module:
+        """Convert the module to :attr:`param_dtype` where this precision asks for it; return the module to train."""
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new floating-point tensors have :attr:`param_dtype`."""
+        return nullcontext()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of every training, validation, test and prediction step."""
+        return nullcontext()
+
+    def convert_input(self, batch: Any) -> Any:
+        """Convert the floating-point tensors of a batch to the dtype that the module computes in."""
+        return batch
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss (a scalar tensor), scaled where this precision scales them."""
+        loss.backward(*args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Undo the loss scale in the gradients of an optimizer, before anyone looks at them."""
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure, which computes the gradients, and the optimizer's step.
+
+        Args:
+            optimizer: The optimizer to step.
+            closure: Computes loss and gradients and returns the loss.
+            **kwargs: Passed to the optimizer's ``step``.
+
+        Returns:
+            What the closure returned.
+        """
+        return optimizer.step(closure=closure, **kwargs)
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
+        """Clip the (unscaled) gradients of an optimizer's parameters in place.
+
+        Args:
+            optimizer: Whose parameters' gradients are clipped.
+            clip_val: The largest norm, or the largest absolute value.
+            algorithm: Which of the two.
+        """
+        from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if algorithm == "value":
+            clip_grad_value_(parameters, clip_val)
+        else:
+            clip_grad_norm_(parameters, clip_val)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must be in a checkpoint, such as the loss scale."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+
+    def teardown(self) -> None:
+        """Undo whatever this precision changed outside the module."""

@@ -1,0 +1,358 @@
+"""The interface to one way of distributing a training over devices and processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import move_to_device
+from dstrat.interfaces.parts import Parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.launcher import Launcher
+    from dstrat.interfaces.optimization import SchedulerConfig
+    from dstrat.interfaces.parts import TrainerLike
+    from dstrat.interfaces.precision import ClipAlgorithm, Precision
+
+T = TypeVar("T")
+
+
+class Strategy(ABC):
+    """One way of distributing training, evaluation and prediction.
+
+    A strategy is composed of an accelerator, a precision plugin and a checkpoint io.  It launches and ends processes,
+    opens communication, owns the module and its optimizers, and runs the steps.  Whoever runs it calls, in this
+    order: :meth:`receive` and :meth:`connect`; ``launcher.launch`` when there is a launcher; then in each process
+    :meth:`setup_environment`, :meth:`setup`, the steps, and :meth:`teardown` (:meth:`on_exception` before it when
+    something broke).  The methods that are not abstract are right for one device.  The smallest complete subclass::
+
+        class MyStrategy(Strategy):
+            root_device = property(lambda self: torch.device("cpu"))
+            is_global_zero = True
+
+            def model_to_device(self):
+                self.module.to(self.root_device)
+
+            def reduce(self, tensor, group=None, reduce_op="mean"):
+                return tensor
+
+            def broadcast(self, obj, src=0):
+                return obj
+
+            def barrier(self, name=None):
+                pass
+
+            def all_gather(self, tensor, group=None, sync_grads=False):
+                return tensor.unsqueeze(0)
+
+    Args:
+        accelerator: The hardware; chosen by whoever builds the strategy where it is not given, like the others.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes and what follows from them.
+
+    Attributes:
+        start_method: How the processes of this machine are started; None where the strategy starts none.
+        accumulates_gradients: Whether the backend decides itself when accumulated gradients are applied.
+        allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
+        optimizers: The optimizers, after :meth:`setup` of a training.
+        lr_schedulers: Their schedulers.
+    """
+
+    start_method: str | None = None
+    accumulates_gradients: bool = False
+    allows_inference_mode: bool = True
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self.given_parts = Parts(
+            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
+        self.parts = self.given_parts
+        self.optimizers: list[Optimizer] = []
+        self.lr_schedulers: list[SchedulerConfig] = []
+        self._module: Module | None = None
+        self.model: Any = None
+
+    # The parts
+
+    def receive(self, parts: Parts) -> None:
+        """Take the parts that the constructor was not given; those that it was given stay."""
+        given = {
+            field.name: value
+            for field in dataclasses.fields(Parts)
+            if (value := getattr(self.given_parts, field.name)) is not None
+        }
+        self.parts = dataclasses.replace(parts, **given)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The hardware."""
+        return self._present(self.parts.accelerator, "accelerator")
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The dtypes and what follows from them."""
+        return self._present(self.parts.precision_plugin, "precision plugin")
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """How checkpoints reach storage."""
+        return self._present(self.parts.checkpoint_io, "checkpoint io")
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """What starts the processes; None when everything runs in this one."""
+        return self.parts.launcher
+
+    def precision_for(self, flag: str) -> Precision | None:  # noqa: ARG002 - most strategies have none of their own
+        """Return the precision that this strategy wants for a flag; None where the accelerator's serves."""
+        return None
+
+    # Where this process is
+
+    @property
+    @abstractmethod
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+
+    @property
+    @abstractmethod
+    def is_global_zero(self) -> bool:
+        """Whether this process has global rank 0."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the job."""
+        return 1
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process in the job."""
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        """Rank of this machine."""
+        return 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """``num_replicas`` and ``rank`` for a sampler; empty when every process reads all of the data."""
+        return {}
+
+    # The module
+
+    def connect(self, module: Module) -> None:
+        """Take the user's module; it is still on its own device and not wrapped."""
+        self._module = module
+        self.model = module
+
+    @property
+    def module(self) -> Any:
+        """The user's module, never wrapped; :attr:`model` is the wrapped one."""
+        return self._present(self._module, "module")
+
+    @abstractmethod
+    def model_to_device(self) -> None:
+        """Move the module to :attr:`root_device`."""
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new tensors have the precision's dtype."""
+        return self.precision_plugin.tensor_init_context()
+
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which a module creates layers that are sharded from the start."""
+        return nullcontext()
+
+    # The life cycle
+
+    def setup_environment(self) -> None:
+        """Make the device ready and open communication, before any hook of the module runs."""
+        self.accelerator.setup(self.root_device)
+
+    def setup(self, trainer: TrainerLike) -> None:
+        """Make the module ready to run: precision, device, wrapping, optimizers."""
+        self._module = self.model = self.precision_plugin.connect(self.module)
+        self.model_to_device()
+        self.wrap_model(trainer)
+        if trainer.is_fitting:
+            self.setup_optimizers(trainer)
+
+    def wrap_model(self, trainer: TrainerLike) -> None:
+        """Put the module, which is on its device, into what synchronises or shards it, as :attr:`model`."""
+
+    def setup_optimizers(self, trainer: TrainerLike) -> None:
+        """Create the optimizers and schedulers."""
+        optimization = trainer.configure_optimizers()
+        self.optimizers = list(optimization.optimizers)
+        self.lr_schedulers = list(optimization.schedulers)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Free what would keep others waiting; called when the run breaks, before :meth:`teardown`."""
+
+    def teardown(self) -> None:
+        """Unwrap the module, bring it back to the CPU and close what was opened."""
+        if self._module is not None:
+            self.model = self._module.cpu()
+        self.optimizers, self.lr_schedulers = [], []
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # Steps
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return the loader that feeds this process, for backends that bring one of their own."""
+        return dataloader
+
+    def batch_to_device(self, batch: Any) -> Any:
+        """Return the batch on :attr:`root_device`, in the precision's dtype."""
+        return self.precision_plugin.convert_input(move_to_device(batch, self.root_device))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step``."""
+        with self.precision_plugin.forward_context():
+            return self.module.training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``validation_step``."""
+        with self.precision_plugin.forward_context():
+            return self.module.validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``test_step``."""
+        with self.precision_plugin.forward_context():
+            return self.module.test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``predict_step``."""
+        with self.precision_plugin.forward_context():
+            return self.module.predict_step(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss (a scalar tensor)."""
+        self.precision_plugin.backward(loss, *args, **kwargs)
+
+    def no_backward_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients accumulate without being synchronised."""
+        return nullcontext()
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Undo a loss scale in the gradients, before hooks or clipping look at them."""
+        self.precision_plugin.unscale_gradients(optimizer)
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
+        """Clip the unscaled gradients of an optimizer's parameters in place."""
+        self.precision_plugin.clip_gradients(optimizer, clip_val, algorithm)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Module | None = None,  # noqa: ARG002 - for strategies whose engine steps the model
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, which computes loss and gradients, and step the optimizer; return what it returned."""
+        return self.precision_plugin.optimizer_step(optimizer, closure, **kwargs)
+
+    # Communication
+
+    @abstractmethod
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
+        """Return the tensor reduced over all processes; what is not a tensor is returned as it is.
+
+        Args:
+            tensor: Of the same shape on every process.
+            group: The processes to reduce over; None is all of them.
+            reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"max"``, ``"min"``.
+        """
+
+    @abstractmethod
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return the object of the source rank on every process."""
+
+    @abstractmethod
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process has come here; the name is for error messages."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all processes, stacked: ``(*shape)`` on each becomes ``(world_size, *shape)``.
+
+        Args:
+            tensor: Of the same shape on every process.
+            group: The processes to gather from; None is all of them.
+            sync_grads: Whether gradients flow back through the gathering.
+        """
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name
+        """Return whether all processes (or any of them) decided for it."""
+        import torch
+
+        votes = torch.tensor(int(decision), device=self.root_device)
+        total = int(self.reduce(votes, reduce_op="sum"))
+        return total == self.world_size if all else total > 0
+
+    # State
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the module under its own (unwrapped) names; collective."""
+        state: dict[str, Any] = self.module.state_dict()
+        return state
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what :meth:`module_state_dict` returned; collective."""
+        self.module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state of an optimizer; collective."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`optimizer_state` returned; collective."""
+        optimizer.load_state_dict(dict(state))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write a checkpoint once for the whole job; every process calls it and waits until it is there."""
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path)
+        self.barrier("save_checkpoint")
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Read a checkpoint in every process."""
+        return self.checkpoint_io.load_checkpoint(path)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint."""
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(path)
+
+    def _present(self, part: T | None, name: str) -> T:
+        if part is None:
+            raise MisuseError(
+                f"{type(self).__name__} has no {name} yet: give it to the constructor, "
+                "or let a Trainer complete the strategy first"
+            )
+        return part

@@ -1,0 +1,57 @@
+"""Collectives on tensors and objects over a process group of torch.distributed."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dstrat.errors import RequestError
+
+T = TypeVar("T")
+
+_OPERATIONS = {
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def reduce_tensor(tensor: Tensor, *, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> Tensor:
+    """Return the tensor reduced over the group; the argument is not changed.
+
+    Args:
+        tensor: Of the same shape and dtype on every rank.  A mean of integers is a float.
+        group: None is all ranks.
+        reduce_op: ``"mean"`` or ``"avg"``, ``"sum"``, ``"max"``, ``"min"``.
+    """
+    try:
+        operation = _OPERATIONS[reduce_op.lower()]
+    except KeyError:
+        raise RequestError(f"reduce_op {reduce_op!r} is not one of {', '.join(_OPERATIONS)}") from None
+    reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(reduced, op=operation, group=group)
+    return reduced / dist.get_world_size(group) if reduce_op.lower() in ("mean", "avg") else reduced
+
+
+def gather_tensors(tensor: Tensor, *, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
+    """Return the tensors of all ranks stacked along a new first dimension; ``(*shape)`` to ``(world_size, *shape)``."""
+    if sync_grads and torch.is_grad_enabled():
+        from torch.distributed.nn.functional import all_gather
+
+        return torch.stack(list(all_gather(tensor, group=group or dist.group.WORLD)))
+    tensor = tensor.detach().contiguous()
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return torch.stack(gathered)
+
+
+def broadcast_object(obj: T, *, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Return the source rank's object (which must pickle) on every rank."""
+    objects = [obj]
+    dist.broadcast_object_list(objects, src=src, group=group)
+    return objects[0]

@@ -1,0 +1,84 @@
+"""Opening and closing the process group of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from dstrat.errors import ClusterError
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from dstrat.interfaces.cluster import ClusterEnvironment
+
+_stores: dict[tuple[str, int], dist.Store] = {}
+_openings = itertools.count()
+
+
+def open_process_group(
+    cluster: ClusterEnvironment, *, backend: str, timeout: timedelta, pg_options: object | None = None
+) -> dist.Store:
+    """Open the default process group, or join the one that the user has opened already.
+
+    Args:
+        cluster: Says where rank 0 listens, and which rank this is.
+        backend: Name of the ``torch.distributed`` backend.
+        timeout: How long a collective waits for the other ranks before it fails.
+        pg_options: The backend's own options.
+
+    Returns:
+        The store that all ranks share, under a prefix of its own for this opening.
+
+    Raises:
+        ClusterError: The process group that exists already is of another size or rank.
+    """
+    store = dist.PrefixStore(f"dstrat/{next(_openings)}", _rendezvous(cluster, timeout))
+    if dist.is_initialized():
+        _check_existing(cluster)
+    else:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=cluster.global_rank,
+            world_size=cluster.world_size,
+            timeout=timeout,
+            pg_options=pg_options,
+        )
+    return store
+
+
+def close_process_group() -> None:
+    """Close the default process group, if it is open; a peer that is gone already is no error."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _rendezvous(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
+    """Return the store of the job; it is opened once in a process, and every process group uses a prefix of it."""
+    address = (cluster.main_address, cluster.main_port)
+    if address not in _stores:
+        listening = cluster.listening_socket
+        _stores[address] = dist.TCPStore(
+            *address,
+            cluster.world_size,
+            is_master=cluster.global_rank == 0,
+            timeout=timeout,
+            multi_tenant=True,
+            **({} if listening is None else {"master_listen_fd": listening}),
+        )
+    return _stores[address]
+
+
+def _check_existing(cluster: ClusterEnvironment) -> None:
+    existing = (dist.get_rank(), dist.get_world_size())
+    expected = (cluster.global_rank, cluster.world_size)
+    if existing != expected:
+        raise ClusterError(
+            f"a process group is open already, with rank {existing[0]} of {existing[1]}, and the cluster environment "
+            f"says rank {expected[0]} of {expected[1]}: close it with torch.distributed.destroy_process_group()"
+        )

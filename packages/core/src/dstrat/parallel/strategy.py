@@ -1,0 +1,154 @@
+"""The base class of strategies that run one process per device over torch.distributed."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dstrat.interfaces.strategy import Strategy
+from dstrat.parallel.agreement import check_same_catalog
+from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor
+from dstrat.parallel.process_group import close_process_group, open_process_group
+from dstrat.plugins.catalog import get_catalog
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.precision import Precision
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = timedelta(seconds=1800)
+
+
+class ParallelStrategy(Strategy):
+    """A strategy with one process per device, communicating through torch.distributed.
+
+    Everything but the synchronisation of gradients is here: a subclass overrides :meth:`wrap_model` and whatever
+    its wrapper changes.  For example, one that averages gradients by hand after each backward pass::
+
+        class Averaging(ParallelStrategy):
+            def optimizer_step(self, optimizer, closure, model=None, **kwargs):
+                def averaged():
+                    loss = closure()
+                    for parameter in self.module.parameters():
+                        parameter.grad = self.reduce(parameter.grad)
+                    return loss
+
+                return super().optimizer_step(optimizer, averaged, model, **kwargs)
+
+    Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: Where the job runs.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes and what follows from them.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a collective waits for the other ranks before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+    """
+
+    start_method = "popen"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str | None = None,
+    ) -> None:
+        super().__init__(accelerator, checkpoint_io, precision_plugin)
+        self.given_parts = dataclasses.replace(
+            self.given_parts,
+            parallel_devices=None if parallel_devices is None else tuple(parallel_devices),
+            cluster_environment=cluster_environment,
+        )
+        self.parts = self.given_parts
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout or DEFAULT_TIMEOUT
+        if start_method is not None:
+            self.start_method = start_method
+
+    # Where this process is
+
+    @property
+    def parallel_devices(self) -> tuple[torch.device, ...]:
+        """The devices of this machine, one for each local rank."""
+        return self._present(self.parts.parallel_devices, "devices")
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment:
+        """Where the job runs."""
+        return self._present(self.parts.cluster_environment, "cluster environment")
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster_environment.world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self.cluster_environment.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.cluster_environment.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self.cluster_environment.node_rank
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    # The life cycle
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        backend = self.process_group_backend or self.accelerator.process_group_backend
+        store = open_process_group(self.cluster_environment, backend=backend, timeout=self.timeout)
+        check_same_catalog(get_catalog(), store, self.global_rank)
+
+    def model_to_device(self) -> None:
+        self.module.to(self.root_device)
+
+    def teardown(self) -> None:
+        super().teardown()
+        close_process_group()
+
+    # Communication
+
+    def reduce(self, tensor: Any, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> Any:
+        return reduce_tensor(tensor, group=group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return broadcast_object(obj, src=src)
+
+    def barrier(self, name: str | None = None) -> None:  # noqa: ARG002 - torch's barrier has no name
+        if self.root_device.type == "cuda":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
+        return gather_tensors(tensor, group=group, sync_grads=sync_grads)
