@@ -62,14 +62,13 @@ def _rendezvous(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
     """Return the store of the job; it is opened once in a process, and every process group uses a prefix of it."""
     address = (cluster.main_address, cluster.main_port)
     if address not in _stores:
-        listening = cluster.listening_socket
         _stores[address] = dist.TCPStore(
             *address,
             cluster.world_size,
             is_master=cluster.global_rank == 0,
             timeout=timeout,
             multi_tenant=True,
-            **({} if listening is None else {"master_listen_fd": listening}),
+            master_listen_fd=cluster.listening_socket,
         )
     return _stores[address]
 
