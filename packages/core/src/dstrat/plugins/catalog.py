@@ -1,0 +1,215 @@
+"""The catalog: every component that can be named, looked up by kind and alias."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import InvalidComponentError, PluginError
+from dstrat.plugins import requirements
+from dstrat.plugins.component import KINDS, Component, Kind
+from dstrat.plugins.discovery import discover
+from dstrat.plugins.fingerprint import catalog_lines, digest
+from dstrat.plugins.misses import miss
+from dstrat.plugins.names import normalized
+from dstrat.plugins.offer import THIS_PROCESS, Offer, Plugin, kind_label
+from dstrat.plugins.selection import choose, of_owner, visible
+from dstrat.plugins.settings import DISABLE, STRICT, PluginSettings
+from dstrat.plugins.target import load_class
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Catalog:
+    """All components of the installed distributions, and those registered in this process.
+
+    Args:
+        environ: Where the settings come from.
+
+    Raises:
+        RequestError: A setting cannot be understood.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._settings = PluginSettings.from_environ(environ)
+        self._registered: tuple[Offer, ...] = ()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again at what is installed; what was registered in this process stays.
+
+        Modules that are imported already are not imported anew: an upgraded plugin needs a new process.
+        """
+        importlib.invalidate_caches()
+        self._plugins = discover(self._settings)
+        self._installed = tuple(
+            Offer(component=component, owner=plugin.distribution, version=plugin.version)
+            for plugin in self._plugins
+            for component in plugin.components
+        )
+
+    @property
+    def plugins(self) -> tuple[Plugin, ...]:
+        """Every plugin that was found, in whatever state, in the order of distribution, entry point and value."""
+        return self._plugins
+
+    def find(self, kind: Kind, name: str) -> Offer:
+        """Look up a component.
+
+        Args:
+            kind: What it is.
+            name: Its alias or a synonym of it, or ``"alias@distribution"``.
+
+        Raises:
+            AmbiguousAliasError: Several distributions offer it and none is preferred, or not the one that was named.
+            RetiredAliasError: It was renamed or retired.
+            NotInstalledError: A known distribution offers it, and is not installed.
+            UnknownAliasError: Nothing is known that offers it.
+            PluginError: Strict mode is on, and a plugin does not work.
+        """
+        self._check_strict()
+        alias, at, owner = name.partition("@")
+        candidates = [offer for offer in self._all(kind) if alias in offer.names]
+        if at:
+            found = of_owner(kind, alias, owner, candidates)
+        elif candidates:
+            found = choose(kind, alias, candidates, self._settings.preferred.get(alias))
+        else:
+            found = None
+        if found is None:
+            raise miss(kind, alias, {other: self._names(other) for other in KINDS}, self._plugins)
+        return found
+
+    def offers(self, kind: Kind) -> tuple[Offer, ...]:
+        """Return what can be used, sorted by alias and owner.
+
+        An alias that several distributions offer is there several times, unless one of them is preferred.
+
+        Raises:
+            PluginError: Strict mode is on, and a plugin does not work.
+        """
+        self._check_strict()
+        by_alias = groupby(self._all(kind), key=lambda offer: offer.component.alias)
+        preferred = self._settings.preferred
+        return tuple(offer for alias, group in by_alias for offer in visible(list(group), preferred.get(alias)))
+
+    def load(self, offer: Offer) -> type[Any]:
+        """Import and return the class of an offered component.
+
+        Raises:
+            MissingRequirementError: It cannot be imported, and something that it requires is missing.
+            BrokenComponentError: It cannot be imported, or is not a complete class of its kind.
+        """
+        return load_class(offer)
+
+    def missing_requirements(self, offer: Offer) -> tuple[str, ...]:
+        """Return the requirements of the component that nothing installed satisfies."""
+        return requirements.missing_requirements(offer)
+
+    def check_requirements(self, offer: Offer) -> None:
+        """Raise MissingRequirementError, with the command that helps, unless all requirements are satisfied."""
+        requirements.check_requirements(offer)
+
+    def register(self, component: Component, *, override: bool = False) -> Offer:
+        """Add a component to this process.
+
+        Args:
+            component: Its target may be the class itself, which is checked.
+            override: Whether it may take an alias that is offered already.
+
+        Raises:
+            InvalidComponentError: The alias is taken.
+            BrokenComponentError: The class is not a complete class of its kind.
+        """
+        offer = Offer(component=component, owner=THIS_PROCESS, version="")
+        for name in offer.names:
+            taken = next((other for other in self._all(component.kind) if name in other.names), None)
+            if taken is not None and not override:
+                raise InvalidComponentError(
+                    f"{kind_label(component.kind)} {name!r} is offered already, by {taken.owner_label}: "
+                    "choose another name, or pass override=True to replace it in this process"
+                )
+        load_class(offer)
+        self._registered = (*self._others(component.kind, component.alias), offer)
+        return offer
+
+    def unregister(self, kind: Kind, alias: str) -> None:
+        """Take back what was registered in this process.
+
+        Raises:
+            CatalogError: Nothing has that name.
+            InvalidComponentError: It was not registered in this process.
+        """
+        offer = self.find(kind, alias)
+        if offer.owner != THIS_PROCESS:
+            raise InvalidComponentError(
+                f"{offer.title} was not registered in this process: uninstall {offer.owner}, "
+                f"or set {DISABLE}={offer.owner}"
+            )
+        self._registered = self._others(kind, offer.component.alias)
+
+    @property
+    def fingerprint_lines(self) -> tuple[str, ...]:
+        """All that resolution depends on, one line per fact, sorted; the same for equal catalogs on any machine."""
+        return catalog_lines((*self._installed, *self._registered), self._plugins, self._settings)
+
+    @property
+    def fingerprint(self) -> str:
+        """A short digest of :attr:`fingerprint_lines`, for comparing the catalogs of two processes."""
+        return digest(self.fingerprint_lines)
+
+    def _all(self, kind: Kind) -> list[Offer]:
+        offers = (offer for offer in (*self._registered, *self._installed) if offer.component.kind == kind)
+        return sorted(offers, key=lambda offer: (offer.component.alias, normalized(offer.owner)))
+
+    def _others(self, kind: Kind, alias: str) -> tuple[Offer, ...]:
+        return tuple(
+            offer for offer in self._registered if (offer.component.kind, offer.component.alias) != (kind, alias)
+        )
+
+    def _names(self, kind: Kind) -> set[str]:
+        return {name for offer in self._all(kind) for name in (*offer.names, *offer.component.groups)}
+
+    def _check_strict(self) -> None:
+        broken = [f"{plugin.label} ({plugin.reason})" for plugin in self._plugins if plugin.is_broken]
+        if broken and self._settings.strict:
+            raise PluginError(
+                f"{STRICT} is on, and these plugins do not work: {'; '.join(broken)}. "
+                f"Repair or uninstall them, or name them in {DISABLE}"
+            )
+
+
+_lock = threading.RLock()
+_current: Catalog | None = None
+_is_building = False
+
+
+def get_catalog() -> Catalog:
+    """Return the catalog of this process, built on first use from ``os.environ``.
+
+    Raises:
+        RequestError: A setting cannot be understood.
+        PluginError: A plugin asks for the catalog while it is being loaded.
+    """
+    global _current, _is_building  # noqa: PLW0603 - one catalog per process is the point
+    with _lock:
+        if _is_building:
+            raise PluginError("the catalog is being built: a plugin must return its components from the hook instead")
+        if _current is None:
+            _is_building = True
+            try:
+                _current = Catalog(os.environ)
+            finally:
+                _is_building = False
+        return _current
+
+
+def refresh_catalog() -> Catalog:
+    """Return the catalog of this process after it has looked again at what is installed."""
+    catalog = get_catalog()
+    catalog.refresh()
+    return catalog

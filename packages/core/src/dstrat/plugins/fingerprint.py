@@ -1,0 +1,75 @@
+"""What a catalog's answers depend on, as text, so that the ranks of a job can compare theirs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from dstrat.plugins.component import Component
+from dstrat.plugins.settings import PREFER, PluginSettings
+
+if TYPE_CHECKING:
+    from dstrat.plugins.offer import Offer, Plugin
+
+_SHOWN_FIRST = ("kind", "alias", "target", "summary")
+
+
+def catalog_lines(offers: Iterable[Offer], plugins: Iterable[Plugin], settings: PluginSettings) -> tuple[str, ...]:
+    """Return one line per component, retired alias and preference, sorted."""
+    components = (_component_line(offer) for offer in offers)
+    retired = (
+        f"retired {stone.kind} {stone.alias} in favour of {stone.replacement}, by {plugin.label}"
+        for plugin in plugins
+        for stone in plugin.tombstones
+    )
+    preferences = (f"{PREFER} {alias}={owner}" for alias, owner in settings.preferred.items())
+    return tuple(sorted([*components, *retired, *preferences]))
+
+
+def digest(lines: Iterable[str]) -> str:
+    """Return 16 hexadecimal digits that stand for the lines."""
+    import hashlib
+
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def describe_difference(lines_by_rank: Sequence[Sequence[str]]) -> str | None:
+    """Say which rank has what the others lack, one line for each; None when all have the same.
+
+    Args:
+        lines_by_rank: The :attr:`Catalog.fingerprint_lines` of each rank, in the order of ranks.
+    """
+    ranks = range(len(lines_by_rank))
+    by_line: dict[str, list[int]] = {}
+    for rank in ranks:
+        for line in lines_by_rank[rank]:
+            by_line.setdefault(line, []).append(rank)
+    differing = sorted((line, have) for line, have in by_line.items() if len(have) != len(ranks))
+    texts = [f"only rank {', '.join(map(str, have))}: {line}" for line, have in differing]
+    return "\n".join(texts) or None
+
+
+def _component_line(offer: Offer) -> str:
+    component = offer.component
+    facts = {
+        field.name: getattr(component, field.name)
+        for field in fields(Component)
+        if field.name not in _SHOWN_FIRST and getattr(component, field.name) != field.default
+    }
+    details = json.dumps(_plain(facts), sort_keys=True)
+    return f"{component.kind} {component.alias} from {offer.owner_label}: {component.target_name} {details}"
+
+
+def _plain(value: Any) -> Any:
+    """Reduce a value to what is equal in every process: no addresses, no order of hashes."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_plain(item), sort_keys=True) for item in value)
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"

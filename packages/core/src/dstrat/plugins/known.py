@@ -1,0 +1,88 @@
+"""Install hints: which distribution brings an alias that is not installed.
+
+The one place where the core names strategy families.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dstrat.plugins.component import Kind
+
+_ACCELERATORS = {
+    "hpu": "dstrat-hpu",
+    "ipu": "dstrat-ipu",
+    "tpu": "dstrat-xla",
+}
+
+_STRATEGIES = {
+    "bagua": "dstrat-bagua",
+    "colossalai": "dstrat-colossalai",
+    "ddp": "dstrat-ddp",
+    "ddp2": "dstrat-ddp",
+    "ddp_find_unused_parameters_false": "dstrat-ddp",
+    "ddp_find_unused_parameters_true": "dstrat-ddp",
+    "ddp_fork": "dstrat-ddp",
+    "ddp_fork_find_unused_parameters_false": "dstrat-ddp",
+    "ddp_fork_find_unused_parameters_true": "dstrat-ddp",
+    "ddp_fully_sharded": "dstrat-fsdp[fairscale]",
+    "ddp_notebook": "dstrat-ddp",
+    "ddp_notebook_find_unused_parameters_false": "dstrat-ddp",
+    "ddp_notebook_find_unused_parameters_true": "dstrat-ddp",
+    "ddp_sharded": "dstrat-fsdp[fairscale]",
+    "ddp_sharded_find_unused_parameters_false": "dstrat-fsdp[fairscale]",
+    "ddp_sharded_spawn": "dstrat-fsdp[fairscale]",
+    "ddp_sharded_spawn_find_unused_parameters_false": "dstrat-fsdp[fairscale]",
+    "ddp_spawn": "dstrat-ddp",
+    "ddp_spawn_find_unused_parameters_false": "dstrat-ddp",
+    "ddp_spawn_find_unused_parameters_true": "dstrat-ddp",
+    "deepspeed": "dstrat-deepspeed",
+    "deepspeed_stage_0": "dstrat-deepspeed",
+    "deepspeed_stage_1": "dstrat-deepspeed",
+    "deepspeed_stage_1_offload": "dstrat-deepspeed",
+    "deepspeed_stage_2": "dstrat-deepspeed",
+    "deepspeed_stage_2_offload": "dstrat-deepspeed",
+    "deepspeed_stage_3": "dstrat-deepspeed",
+    "deepspeed_stage_3_offload": "dstrat-deepspeed",
+    "deepspeed_stage_3_offload_nvme": "dstrat-deepspeed",
+    "dp": "dstrat-ddp",
+    "fsdp": "dstrat-fsdp",
+    "fsdp_cpu_offload": "dstrat-fsdp",
+    "fsdp_hybrid_shard": "dstrat-fsdp",
+    "fsdp_native": "dstrat-fsdp",
+    "fsdp_native_full_shard_offload": "dstrat-fsdp",
+    "hivemind": "dstrat-hivemind",
+    "horovod": "dstrat-horovod",
+    "hpu_parallel": "dstrat-hpu",
+    "hpu_single": "dstrat-hpu",
+    "ipu_strategy": "dstrat-ipu",
+    "model_parallel": "dstrat-fsdp",
+    "single_tpu": "dstrat-xla",
+    "single_xla": "dstrat-xla",
+    "tpu_spawn": "dstrat-xla",
+    "tpu_spawn_debug": "dstrat-xla",
+    "xla": "dstrat-xla",
+    "xla_debug": "dstrat-xla",
+}
+
+KNOWN: Mapping[Kind, Mapping[str, str]] = {"accelerator": _ACCELERATORS, "strategy": _STRATEGIES}
+"""For a kind and an alias, what to give to ``pip install``, in the order of the alphabet."""
+
+
+def known_requirement(kind: Kind, alias: str) -> str | None:
+    """Return what brings the alias, as ``pip install`` wants it; None where nothing is known to."""
+    return KNOWN.get(kind, {}).get(alias)
+
+
+def known_distribution(requirement: str) -> str:
+    """Return the distribution of a known requirement, without its extra."""
+    return requirement.partition("[")[0]
+
+
+def pip_command(*requirements: str, upgrade: bool = False) -> str:
+    """Return the command that installs the requirements, quoted for a shell."""
+    quoted = (f'"{text}"' if set(text) & set("[]<>=!~; ") else text for text in requirements)
+    return " ".join(["pip install", *(["--upgrade"] if upgrade else []), *quoted])
