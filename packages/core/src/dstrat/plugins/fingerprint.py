@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -33,22 +33,6 @@ def digest(lines: Iterable[str]) -> str:
     import hashlib
 
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def describe_difference(lines_by_rank: Sequence[Sequence[str]]) -> str | None:
-    """Say which rank has what the others lack, one line for each; None when all have the same.
-
-    Args:
-        lines_by_rank: The :attr:`Catalog.fingerprint_lines` of each rank, in the order of ranks.
-    """
-    ranks = range(len(lines_by_rank))
-    by_line: dict[str, list[int]] = {}
-    for rank in ranks:
-        for line in lines_by_rank[rank]:
-            by_line.setdefault(line, []).append(rank)
-    differing = sorted((line, have) for line, have in by_line.items() if len(have) != len(ranks))
-    texts = [f"only rank {', '.join(map(str, have))}: {line}" for line, have in differing]
-    return "\n".join(texts) or None
 
 
 def _component_line(offer: Offer) -> str:

@@ -1,0 +1,177 @@
+"""Registering components in the running process, through the same catalog as everyone's."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dstrat.errors import CatalogError, InvalidComponentError, MisuseError
+from dstrat.plugins.catalog import get_catalog
+from dstrat.plugins.component import Component
+from dstrat.plugins.inheritance import inherited_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from dstrat.plugins.component import Kind
+
+C = TypeVar("C", bound=type)
+
+_GIVEN_OTHERWISE = frozenset({"kind", "alias", "target", "summary", "options"})
+_FACTS = tuple(field.name for field in fields(Component) if field.name not in _GIVEN_OTHERWISE)
+
+
+class _Registry:
+    """One kind of component in the catalog of this process, by alias."""
+
+    kind: Kind
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a new object of the component's class, made with the arguments that its alias presets.
+
+        Args:
+            name: The alias.
+            default: What to return where nothing has that name; None raises instead.
+
+        Raises:
+            CatalogError: Nothing usable has that name.
+        """
+        if default is not None and name not in self:
+            return default
+        catalog = get_catalog()
+        offer = catalog.find(self.kind, name)
+        return catalog.load(offer)(**offer.component.options)
+
+    def remove(self, name: str) -> None:
+        """Take back what was registered in this process."""
+        get_catalog().unregister(self.kind, name)
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            get_catalog().find(self.kind, str(name))
+        except CatalogError:
+            return False
+        return True
+
+    def __getitem__(self, name: str) -> Component:
+        """Return the record of a component: its summary, preset arguments and facts."""
+        return get_catalog().find(self.kind, name).component
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def _names(self) -> list[str]:
+        return sorted({offer.component.alias for offer in get_catalog().offers(self.kind)})
+
+    def _register(
+        self,
+        name: str,
+        cls: C | None,
+        description: str | None,
+        override: bool,
+        facts: Mapping[str, Any] | None,
+        init_params: dict[str, Any],
+    ) -> Any:
+        def add(cls: C) -> C:
+            if not isinstance(cls, type):
+                raise MisuseError(f"{self.kind} {name!r} must be registered with a class, not with {cls!r}")
+            component = _component(self.kind, name, cls, description, facts or {}, init_params)
+            get_catalog().register(component, override=override)
+            return cls
+
+        return add if cls is None else add(cls)
+
+
+class _StrategyRegistry(_Registry):
+    kind = "strategy"
+
+    def register(
+        self,
+        name: str,
+        strategy: type | None = None,
+        description: str | None = None,
+        override: bool = False,
+        facts: Mapping[str, Any] | None = None,
+        **init_params: Any,
+    ) -> Any:
+        """Give a strategy class an alias in this process; without the class, return a decorator for it.
+
+        Args:
+            name: The alias.
+            strategy: The class.
+            description: One line for tables; the first line of the class's docstring where it is not given.
+            override: Whether it may take an alias that is offered already.
+            facts: Facts of the :class:`~dstrat.plugins.component.Component` that differ from those of the class's
+                own record, or from that of its nearest base that has one.
+            **init_params: Arguments that the alias presets.
+
+        Returns:
+            The class.
+
+        Raises:
+            InvalidComponentError: The alias is taken or no alias, or a fact does not exist.
+            BrokenComponentError: The class does not implement what every strategy must.
+            MisuseError: It is not a class.
+        """
+        return self._register(name, strategy, description, override, facts, init_params)
+
+    def available_strategies(self) -> list[str]:
+        """Return the aliases of all strategies, in the order of the alphabet."""
+        return self._names()
+
+
+class _AcceleratorRegistry(_Registry):
+    kind = "accelerator"
+
+    def register(
+        self,
+        name: str,
+        accelerator: type | None = None,
+        description: str | None = None,
+        override: bool = False,
+        facts: Mapping[str, Any] | None = None,
+        **init_params: Any,
+    ) -> Any:
+        """Give an accelerator class an alias in this process, as :meth:`StrategyRegistry.register` does a strategy."""
+        return self._register(name, accelerator, description, override, facts, init_params)
+
+    def available_accelerators(self) -> list[str]:
+        """Return the aliases of all accelerators, in the order of the alphabet."""
+        return self._names()
+
+
+StrategyRegistry = _StrategyRegistry()
+"""The strategies that can be named in this process."""
+
+AcceleratorRegistry = _AcceleratorRegistry()
+"""The accelerators that can be named in this process."""
+
+
+def _component(
+    kind: Kind,
+    alias: str,
+    cls: type,
+    description: str | None,
+    facts: Mapping[str, Any],
+    init_params: dict[str, Any],
+) -> Component:
+    unknown = sorted(set(facts) - set(_FACTS))
+    if unknown:
+        raise InvalidComponentError(f"facts {unknown} of {kind} {alias!r} do not exist: there are {', '.join(_FACTS)}")
+    known = inherited_record(get_catalog(), kind, cls, init_params)
+    inherited = {name: getattr(known, name) for name in _FACTS} if known else {}
+    return Component(
+        kind=kind,
+        alias=alias,
+        target=cls,
+        summary=description or _first_line(cls),
+        options=init_params,
+        **{**inherited, "synonyms": (), "auto": None, **facts},
+    )
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").strip().partition("\n")[0] or cls.__name__
