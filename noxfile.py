@@ -1,0 +1,144 @@
+"""The sessions of the workspace: checks, tests and programs.
+
+``python3 noxfile.py`` needs nothing but Python: it makes itself a small private environment with nox and goes on in
+it, with the same arguments. ``nox`` does the same where it is installed. All environments are in ``.nox``.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+if sys.version_info < (3, 10):  # noqa: UP036 - the file is what an older Python is given first
+    sys.exit(
+        "dstrat needs Python 3.10 or newer, and {} is Python {}.{}: "
+        "run noxfile.py with a newer one, such as python3.12 noxfile.py".format(sys.executable, *sys.version_info)
+    )
+
+ROOT = Path(__file__).resolve().parent
+NOX = "nox>=2025.5.1,<2027"
+
+
+def environment(name: str, *requirements: str, inputs: tuple[Path, ...] = ()) -> Path:
+    """Make a private environment, unless it is there, complete, and made from the same things.
+
+    Args:
+        name: Its folder in ``.nox``.
+        requirements: Arguments of ``pip install``.
+        inputs: Files that the requirements refer to; a change of their text makes the environment anew.
+
+    Returns:
+        The folder of its programs.
+    """
+    folder = ROOT / ".nox" / name
+    programs = folder / "bin"
+    stamp = folder / "made-from"
+    wanted = "\n".join([sys.version, str(ROOT), *requirements, *(path.read_text(encoding="utf-8") for path in inputs)])
+    if not ((programs / "python").exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted):
+        make_environment(folder, *requirements)
+        stamp.write_text(wanted, encoding="utf-8")  # last, so that an interrupted environment is made again
+    return programs
+
+
+def make_environment(folder: Path, *requirements: str) -> None:
+    """Make an environment in place of what is in the folder, or end with a message that says what is missing."""
+    print("making the environment", folder.relative_to(ROOT), flush=True)
+    if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
+        sys.exit(
+            f"{sys.executable} cannot make environments: its modules venv and ensurepip are not installed. "
+            "On Debian and Ubuntu: apt install python3-venv"
+        )
+    if folder.exists():
+        shutil.rmtree(folder)
+    if subprocess.run([sys.executable, "-m", "venv", folder], check=False).returncode != 0:
+        sys.exit(f"{sys.executable} could not make an environment in {folder}: see the lines above")
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    pip = [folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", *quiet]
+    if subprocess.run([*pip, *requirements], cwd=ROOT, check=False).returncode != 0:
+        sys.exit(
+            f"pip could not fill the environment {folder}: see the lines above. It needs a package index: check the "
+            "network, or name a mirror to pip (PIP_INDEX_URL=https://...)"
+        )
+
+
+if __name__ == "__main__":
+    private_nox = environment("bootstrap", NOX) / "nox"
+    os.execv(private_nox, [private_nox, "--noxfile", ROOT / "noxfile.py", *sys.argv[1:]])  # does not return
+
+import nox  # noqa: E402 - not there before the lines above
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "types", "layers", "wheels", "tests"]
+
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+CONSTRAINTS = ROOT / "constraints.txt"
+
+
+def workspace(name: str = "shared", *more: str) -> Path:
+    """Return the programs of the environment that has all packages, installed editable, and the tools."""
+    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
+    editable = [f"--editable={package.relative_to(ROOT)}" for package in PACKAGES]
+    inputs = (CONSTRAINTS, *(package / "pyproject.toml" for package in PACKAGES))
+    return environment(name, "--constraint=constraints.txt", *editable, *tools, *more, inputs=inputs)
+
+
+def run(session: nox.Session, programs: Path, program: str, *arguments: str, **env: str) -> None:
+    """Run a program of an environment, with the environment's other programs on its path."""
+    path = os.pathsep.join([str(programs), os.environ["PATH"]])
+    session.run(str(programs / program), *arguments, env={"PATH": path, **env})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's rules and its format."""
+    run(session, workspace(), "ruff", "check", ".")
+    run(session, workspace(), "ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """The types of all packages, with mypy."""
+    run(session, workspace(), "mypy")
+
+
+@nox.session
+def layers(session: nox.Session) -> None:
+    """Who may import whom, with import-linter."""
+    run(session, workspace(), "lint-imports")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The tests of all packages; arguments after -- go to pytest."""
+    run(session, workspace(), "pytest", "-m", "not wheels", *session.posargs)
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build sdists and wheels, install the wheels into a fresh environment, and use them there."""
+    dist = ROOT / ".nox" / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for package in PACKAGES:
+        run(session, workspace(), "pyproject-build", "--quiet", "--no-isolation", f"--outdir={dist}", str(package))
+    fresh = ROOT / ".nox" / "wheels"
+    # Nothing is borrowed from the other environment. torch comes out of pip's cache, and is not compiled ahead.
+    make_environment(fresh, "--no-compile", "--constraint=constraints.txt", *map(str, sorted(dist.glob("*.whl"))))
+    run(session, workspace(), "pytest", "-m", "wheels", "tests", DSTRAT_TEST_WHEELS=str(fresh))
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train a small GPT with the ddp strategy on two processes; arguments after -- go to the program."""
+    program = str(ROOT / "examples" / "gpt" / "train.py")
+    run(session, workspace(), "python", program, "--strategy", "ddp", "--devices", "2", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure against hand-written loops, and with ``-- --with-lightning`` against Lightning."""
+    arguments = [argument for argument in session.posargs if argument != "--with-lightning"]
+    lightning = ["lightning>=2.6,<2.7"] if "--with-lightning" in session.posargs else []
+    programs = workspace("lightning", *lightning) if lightning else workspace()
+    run(session, programs, "python", "-m", "benchmarks", *arguments)
