@@ -38,11 +38,11 @@ def digest(lines: Iterable[str]) -> str:
 def _component_line(offer: Offer) -> str:
     component = offer.component
     facts = {
-        field.name: getattr(component, field.name)
+        field.name: _plain(getattr(component, field.name))
         for field in fields(Component)
-        if field.name not in _SHOWN_FIRST and getattr(component, field.name) != field.default
+        if field.name not in _SHOWN_FIRST and getattr(component, field.name) not in (field.default, {})
     }
-    details = json.dumps(_plain(facts), sort_keys=True)
+    details = json.dumps(facts, sort_keys=True)
     return f"{component.kind} {component.alias} from {offer.owner_label}: {component.target_name} {details}"
 
 

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _SEPARATORS = re.compile(r"[-_.]+")
+_LEAST_SCORE = 0.6
+_SCORE_MARGIN = 0.15  # what is so much worse than the best one is noise beside it
 _NOT_LETTERS = re.compile(r"[^a-z0-9]+")
 
 
@@ -23,14 +25,17 @@ def nearest(name: str, candidates: Iterable[str], *, count: int = 3) -> tuple[st
     Case, separators and a class name's ending are looked through: ``"DDPStrategy"`` is near ``"ddp"``.  Where one
     candidate is the same but for those, it is the only answer.
     """
-    from difflib import get_close_matches
+    from difflib import SequenceMatcher
 
-    by_folded: dict[str, list[str]] = {}
+    matcher = SequenceMatcher(b=_folded(name))
+    scores: dict[str, float] = {}
     for candidate in sorted(set(candidates)):
-        by_folded.setdefault(_folded(candidate), []).append(candidate)
-    wanted = _folded(name)
-    folded = [wanted] if wanted in by_folded else get_close_matches(wanted, by_folded, n=count)
-    return tuple(candidate for match in folded for candidate in by_folded[match])[:count]
+        matcher.set_seq1(_folded(candidate))
+        scores[candidate] = matcher.ratio()
+    best = max(scores.values(), default=0.0)
+    least = 1.0 if best == 1.0 else max(_LEAST_SCORE, best - _SCORE_MARGIN)
+    near = (candidate for candidate, score in scores.items() if score >= least)
+    return tuple(sorted(near, key=lambda candidate: -scores[candidate])[:count])
 
 
 def _folded(name: str) -> str:

@@ -1,0 +1,66 @@
+"""Requirements against installed metadata."""
+
+
+def installed(site, **versions):
+    for name, version in versions.items():
+        site.write(f"{name}-{version}.dist-info/METADATA", f"Name: {name}\nVersion: {version}\n")
+        site.write(f"{name}.py", "raise ValueError('never imported')")
+
+
+def check(site, *requires):
+    site.add("acme", site.component("acme", requires=requires))
+    return site.ask(
+        "offer = get_catalog().find('strategy', 'acme')\n"
+        "catalog = get_catalog()\n"
+        "[attempt(catalog.missing_requirements, offer), attempt(catalog.check_requirements, offer)]"
+    )
+
+
+def test_what_is_installed_is_not_missing(site):
+    installed(site, engine="1.5", local="2.0+cu126", early="3.0rc1")
+    held = ("engine>=1.0", "engine", "local==2.0", "early>=2.9", "Engine<2")
+    assert check(site, *held) == [[], None]
+
+
+def test_what_is_not_installed_is_named_with_its_command(site):
+    assert check(site, "engine>=1.0") == [
+        ["engine>=1.0"],
+        (
+            "MissingRequirementError: strategy 'acme' from acme 1.0 needs engine>=1.0, which is not installed: "
+            'pip install "engine>=1.0"'
+        ),
+    ]
+
+
+def test_another_version_than_required_is_missing(site):
+    installed(site, engine="0.9")
+    assert check(site, "engine>=1.0", "wheels") == [
+        ["engine>=1.0", "wheels"],
+        (
+            "MissingRequirementError: strategy 'acme' from acme 1.0 needs engine>=1.0, but 0.9 is installed, "
+            'and wheels, which is not installed: pip install "engine>=1.0" wheels'
+        ),
+    ]
+
+
+def test_markers_are_evaluated(site):
+    assert check(site, "engine; python_version < '3'", "wheels ; python_version > '3'") == [
+        ["wheels ; python_version > '3'"],
+        (
+            "MissingRequirementError: strategy 'acme' from acme 1.0 needs wheels ; python_version > '3', "
+            "which is not installed: pip install wheels"
+        ),
+    ]
+
+
+def test_a_requirement_that_is_none_is_the_plugins_mistake(site):
+    missing, checked = check(site, "engine >> 1")
+    assert missing == checked
+    assert checked.startswith(
+        "InvalidComponentError: strategy 'acme' from acme 1.0 requires 'engine >> 1', which is not a requirement: "
+    )
+
+
+def test_metadata_without_a_version_counts_as_missing(site):
+    site.write("engine-1.0.dist-info/METADATA", "Name: engine\n")
+    assert check(site, "engine")[0] == ["engine"]
