@@ -1,0 +1,1 @@
+"""The hardware that torch itself brings along."""

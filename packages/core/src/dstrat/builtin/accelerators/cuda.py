@@ -1,0 +1,53 @@
+"""The accelerator for GPUs that torch calls cuda."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dstrat.builtin.accelerators.devices import parse_indices
+from dstrat.interfaces.accelerator import Accelerator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dstrat.interfaces.accelerator import Devices
+
+
+class CUDAAccelerator(Accelerator):
+    """NVIDIA's GPUs, and AMD's with a ROCm build of torch.
+
+    GPUs are counted through the driver's management library where torch can, because a process that has initialised
+    CUDA cannot fork.  ``CUDA_VISIBLE_DEVICES`` is respected: indices count what is visible.
+    """
+
+    process_group_backend = "nccl"
+
+    def is_available(self) -> bool:
+        return self.auto_device_count() > 0  # torch.cuda.is_available() would initialise the driver
+
+    def auto_device_count(self) -> int:
+        return torch.cuda.device_count()
+
+    def parse_devices(self, devices: Devices) -> list[int]:
+        count = self.auto_device_count()
+        return parse_indices(devices, everything=count, limit=count, name="cuda")
+
+    def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
+        return [torch.device("cuda", index) for index in indices]
+
+    def setup(self, device: torch.device | None = None) -> None:
+        torch.cuda.set_device(device if device is not None else 0)
+
+    def get_device_stats(self, device: torch.device) -> dict[str, float]:
+        """Return bytes of memory: in use, most in use so far, and held by torch."""
+        return {
+            "memory_allocated": float(torch.cuda.memory_allocated(device)),
+            "max_memory_allocated": float(torch.cuda.max_memory_allocated(device)),
+            "memory_reserved": float(torch.cuda.memory_reserved(device)),
+        }
+
+    def teardown(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()

@@ -1,0 +1,89 @@
+"""What a user's words for devices mean."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from dstrat.errors import DeviceError
+
+if TYPE_CHECKING:
+    from dstrat.interfaces.accelerator import Devices
+
+_FORMS = 'ask for "auto", a number such as 2, indices such as [0, 1] or "0,1", or -1 for all'
+_NUMBER = re.compile(r"\s*-?[0-9]{1,9}\s*")
+
+
+def parse_indices(devices: Devices, *, everything: int, limit: int, name: str) -> list[int]:
+    """Return the indices of the devices that are meant.
+
+    Args:
+        devices: The user's words: ``"auto"``, ``4``, ``"4"``, ``-1``, ``[0, 1]`` or ``"0,1"``; ``"1,"`` is the one
+            device with index 1.
+        everything: How many devices ``"auto"`` and ``-1`` stand for.
+        limit: How many devices there can be.
+        name: What they are, for error messages, such as ``"cuda"``.
+
+    Raises:
+        DeviceError: They are not there, or make no sense.
+    """
+    if limit == 0:
+        raise DeviceError(f"devices={devices!r} cannot be had: this machine has no {name} device that torch can use")
+    meant = _read(devices)
+    if isinstance(meant, list):
+        _check_indices(meant, devices, limit, name)
+        return meant
+    count = everything if meant == -1 else meant
+    if count < 1:
+        raise DeviceError(f"devices={devices!r} is not a number of {name} devices: {_FORMS}")
+    if count > limit:
+        raise DeviceError(f"devices={devices!r} is more than there are: at most {limit} of {name} can be used here")
+    return list(range(count))
+
+
+def _read(devices: object) -> int | list[int]:
+    """Return a number of devices (-1 for all) or a list of indices."""
+    if isinstance(devices, str):
+        return _read_text(devices)
+    number = _whole_number(devices)
+    if number is not None:
+        return number
+    if isinstance(devices, Iterable) and not isinstance(devices, bytes | dict | set):
+        indices = [_whole_number(index) for index in devices]
+        found = [index for index in indices if index is not None]
+        if len(found) == len(indices):
+            return found
+    raise DeviceError(f"devices={devices!r} makes no sense: {_FORMS}")
+
+
+def _read_text(text: str) -> int | list[int]:
+    if text.strip() == "auto":
+        return -1
+    parts = text.removesuffix(",").split(",")
+    if not all(_NUMBER.fullmatch(part) for part in parts):
+        raise DeviceError(f"devices={text!r} makes no sense: {_FORMS}")
+    numbers = [int(part) for part in parts]
+    return numbers if "," in text else numbers[0]
+
+
+def _whole_number(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # what has no index raises the TypeError
+    except TypeError:
+        return None
+
+
+def _check_indices(indices: list[int], devices: object, limit: int, name: str) -> None:
+    if not indices:
+        raise DeviceError(f"devices={devices!r} names no device: {_FORMS}")
+    if len(set(indices)) < len(indices):
+        raise DeviceError(f"devices={devices!r} names a device twice: name each index once")
+    missing = [index for index in indices if not 0 <= index < limit]
+    if missing:
+        raise DeviceError(
+            f"devices={devices!r} names {name} {missing[0]}, which is not there: indices go from 0 to {limit - 1}"
+        )

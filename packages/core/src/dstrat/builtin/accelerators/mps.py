@@ -1,0 +1,47 @@
+"""The accelerator for the GPU of Apple silicon."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dstrat.builtin.accelerators.devices import parse_indices
+from dstrat.interfaces.accelerator import Accelerator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dstrat.interfaces.accelerator import Devices
+
+
+class MPSAccelerator(Accelerator):
+    """The one GPU of Apple silicon; it has no float64."""
+
+    process_group_backend = "gloo"
+
+    def is_available(self) -> bool:
+        return torch.backends.mps.is_available()
+
+    def auto_device_count(self) -> int:
+        return int(self.is_available())
+
+    def parse_devices(self, devices: Devices) -> list[int]:
+        count = self.auto_device_count()
+        return parse_indices(devices, everything=count, limit=count, name="mps")
+
+    def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
+        return [torch.device("mps", index) for index in indices]
+
+    def supports_dtype(self, dtype: torch.dtype) -> bool:
+        return dtype != torch.float64
+
+    def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - there is only one
+        """Return bytes of memory: in use, and held by the driver."""
+        return {
+            "memory_allocated": float(torch.mps.current_allocated_memory()),
+            "driver_memory_allocated": float(torch.mps.driver_allocated_memory()),
+        }
+
+    def teardown(self) -> None:
+        torch.mps.empty_cache()

@@ -1,0 +1,1 @@
+"""Where a job runs: started by dstrat itself, by torchrun, by a scheduler, or by hand."""

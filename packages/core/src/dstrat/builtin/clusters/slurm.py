@@ -1,0 +1,132 @@
+"""The cluster environment for tasks that SLURM's srun started."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import TYPE_CHECKING
+
+from dstrat.builtin.clusters.external import ExternalEnvironment, RankNames
+from dstrat.builtin.clusters.nodelist import first_host
+from dstrat.builtin.clusters.variables import port_of_job
+from dstrat.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SHELL_NAMES = ("bash", "interactive")
+_REMEDY = "put srun before python, or choose the cluster environment 'local' to start processes on this machine only"
+
+
+class SLURMEnvironment(ExternalEnvironment):
+    """One task of a step that srun started.
+
+    A shell that salloc or ``srun --pty`` opened is no such task: dstrat starts processes of its own there.  A batch
+    script that was given several tasks and starts python without srun is refused.
+    """
+
+    names = RankNames(
+        world_size="SLURM_NTASKS", global_rank="SLURM_PROCID", local_rank="SLURM_LOCALID", node_rank="SLURM_NODEID"
+    )
+    cure = "start the script with srun"
+
+    @classmethod
+    def evidence(cls, environ: Mapping[str, str]) -> str | None:
+        if _is_shell(environ):
+            return None
+        if "SLURM_STEP_ID" in environ:
+            return "SLURM_STEP_ID is set"
+        return "SLURM_NTASKS is set in a batch script" if environ.get("SLURM_NTASKS", "1") != "1" else None
+
+    def start_command(self, *, num_devices: int, num_nodes: int) -> str:
+        return f"srun --nodes={num_nodes} --ntasks-per-node={num_devices}"
+
+    @property
+    def main_address(self) -> str:
+        if self.environ.get("MASTER_ADDR"):
+            return self.environ["MASTER_ADDR"]
+        if self._num_nodes == 1:
+            return "127.0.0.1"
+        return self._reachable(first_host(self._nodelist))
+
+    @property
+    def main_port(self) -> int:
+        if "MASTER_PORT" in self.environ:
+            return self.variables.port()
+        return port_of_job(self.variables.text("SLURM_JOB_ID"), self.variables.text("SLURM_STEP_ID"))
+
+    @property
+    def _num_nodes(self) -> int:
+        return self.variables.integer("SLURM_NNODES", minimum=1)
+
+    @property
+    def _nodelist(self) -> str:
+        return self.environ.get("SLURM_STEP_NODELIST") or self.variables.text("SLURM_JOB_NODELIST")
+
+    def validate(self, *, num_devices: int, num_nodes: int) -> None:
+        if "SLURM_STEP_ID" not in self.environ:
+            raise ClusterError(
+                f"SLURM_STEP_ID is not set, so this process is none of the job's tasks "
+                f"(SLURM_NTASKS is {self.environ.get('SLURM_NTASKS')!r}): {_REMEDY}"
+            )
+        if _is_shell(self.environ):
+            raise ClusterError(
+                f"this is an interactive shell of SLURM (SLURM_JOB_NAME is {self.environ.get('SLURM_JOB_NAME')!r}) "
+                f"and none of the job's tasks: {_REMEDY}"
+            )
+        super().validate(num_devices=num_devices, num_nodes=num_nodes)
+
+    def check_address(self) -> None:
+        _ = self.main_port
+        if self._num_nodes > 1 and not self.environ.get("MASTER_ADDR"):
+            first_host(self._nodelist)  # that it can be found by this name is asked when it is used, not for a plan
+
+    def _check_sizes(self, num_devices: int, num_nodes: int) -> None:
+        super()._check_sizes(num_devices, num_nodes)
+        tasks = self.environ.get("SLURM_STEP_TASKS_PER_NODE", str(num_devices))
+        counts = {re.sub(r"\(x[0-9]+\)$", "", part) for part in tasks.split(",")}
+        for name, running, fits in (
+            ("SLURM_NNODES", self._num_nodes, self._num_nodes == num_nodes),
+            ("SLURM_STEP_TASKS_PER_NODE", tasks, counts == {str(num_devices)}),
+        ):
+            if not fits:
+                raise ClusterError(
+                    f"{name} is {running}, and devices={num_devices} with num_nodes={num_nodes} were asked for: "
+                    f"start with {self.start_command(num_devices=num_devices, num_nodes=num_nodes)}"
+                )
+
+    def _reachable(self, host: str) -> str:
+        """Return the host, or the address of the batch script where that runs on this host and the name is unknown."""
+        if _resolves(host):
+            return host
+        address = self.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        if address and self.environ.get("ENVIRONMENT") == "BATCH" and self._starts_on_first_node(host):
+            return address
+        raise ClusterError(
+            f"SLURM names {host!r} as the machine of rank 0, and this machine finds no address of that name: "
+            "set MASTER_ADDR to the machine's address"
+        )
+
+    def _starts_on_first_node(self, host: str) -> bool:
+        return first_host(self.variables.text("SLURM_JOB_NODELIST")) == host
+
+
+def _is_shell(environ: Mapping[str, str]) -> bool:
+    """Return whether salloc or ``srun --pty`` opened a shell that this process was typed into.
+
+    What such a shell starts with srun inherits its name and its terminal; several tasks tell them apart.  A batch
+    script has a rank, and a shell of salloc has none.
+    """
+    has_shell_name = environ.get("SLURM_JOB_NAME") in _SHELL_NAMES
+    if "SLURM_STEP_ID" not in environ:
+        return has_shell_name or "SLURM_PROCID" not in environ
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
+    return num_tasks == "1" and (has_shell_name or "SLURM_PTY_PORT" in environ)
+
+
+def _resolves(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):  # an empty or overlong label is a UnicodeError
+        return False
+    return True

@@ -1,0 +1,30 @@
+"""The cluster environment for processes that torchrun started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dstrat.builtin.clusters.external import ExternalEnvironment, RankNames
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class TorchElasticEnvironment(ExternalEnvironment):
+    """Ranks that torchrun gives, also where torchrun itself was started by a scheduler."""
+
+    names = RankNames(
+        world_size="WORLD_SIZE",
+        global_rank="RANK",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        node_rank="GROUP_RANK",
+    )
+    cure = "start the script with torchrun, and leave the variables that it sets as they are"
+
+    @classmethod
+    def evidence(cls, environ: Mapping[str, str]) -> str | None:
+        return "TORCHELASTIC_RUN_ID is set" if "TORCHELASTIC_RUN_ID" in environ else None
+
+    def start_command(self, *, num_devices: int, num_nodes: int) -> str:
+        return f"torchrun --nnodes={num_nodes} --nproc-per-node={num_devices}"

@@ -1,0 +1,112 @@
+"""The records of the core's own components."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dstrat.plugins.component import Component
+from dstrat.plugins.hookspec import hookimpl
+
+_SINGLE_DEVICE = Component(
+    kind="strategy",
+    alias="single_device",
+    target="dstrat.builtin.strategies.single_device:SingleDeviceStrategy",
+    summary="one process on one device, without communication",
+    auto=100,  # where one device is enough nothing beats it; for more it cannot be chosen
+    max_devices=1,
+)
+
+_CPU = Component(
+    kind="accelerator",
+    alias="cpu",
+    target="dstrat.builtin.accelerators.cpu:CPUAccelerator",
+    summary="the processor; devices are processes",
+    auto=10,
+)
+_CUDA = Component(
+    kind="accelerator",
+    alias="cuda",
+    target="dstrat.builtin.accelerators.cuda:CUDAAccelerator",
+    summary="NVIDIA GPUs, and AMD GPUs with a ROCm build of torch",
+    auto=50,
+    groups=("gpu",),
+)
+_MPS = Component(
+    kind="accelerator",
+    alias="mps",
+    target="dstrat.builtin.accelerators.mps:MPSAccelerator",
+    summary="the GPU of Apple silicon",
+    auto=40,
+    groups=("gpu",),
+)
+
+_TRUE = Component(
+    kind="precision",
+    alias="32-true",
+    target="dstrat.builtin.precision.true:TruePrecision",
+    summary="everything in float32",
+    synonyms=("32",),
+    options={"flag": "32-true"},
+    auto=10,
+)
+_MIXED = Component(
+    kind="precision",
+    alias="bf16-mixed",
+    target="dstrat.builtin.precision.mixed:MixedPrecision",
+    summary="parameters in float32, products in bfloat16",
+    synonyms=("bf16",),
+    options={"flag": "bf16-mixed"},
+)
+
+_TORCH_CHECKPOINT = Component(
+    kind="checkpoint_io",
+    alias="torch",
+    target="dstrat.builtin.checkpoint.torch_file:TorchCheckpointIO",
+    summary="one file, written by torch.save",
+    auto=10,
+)
+
+
+def _cluster(module: str, class_name: str, summary: str, *, alias: str | None = None, auto: int) -> Component:
+    return Component(
+        kind="cluster_environment",
+        alias=alias or module,
+        target=f"dstrat.builtin.clusters.{module}:{class_name}",
+        summary=summary,
+        auto=auto,
+    )
+
+
+# The environment nearest to the process wins: dstrat's own launcher runs inside all others, torchrun and variables
+# set by hand inside a scheduler's task, mpirun inside a task of SLURM.  jsrun sets Open MPI's variables as well.
+_CLUSTERS = [
+    _cluster("local", "LocalEnvironment", "processes that dstrat starts on this machine", auto=80),
+    _cluster("torchelastic", "TorchElasticEnvironment", "processes that torchrun started", auto=70),
+    _cluster("kubeflow", "KubeflowEnvironment", "pods of a Kubeflow PyTorchJob", auto=60),
+    _cluster("plain", "PlainEnvironment", "RANK, WORLD_SIZE and the like, set by anyone", alias="env", auto=50),
+    _cluster("lsf", "LSFEnvironment", "tasks that LSF's jsrun started", auto=40),
+    _cluster("mpi", "MPIEnvironment", "processes that mpirun started", auto=30),
+    _cluster("slurm", "SLURMEnvironment", "tasks that SLURM's srun started", auto=20),
+]
+
+
+@hookimpl
+def dstrat_components() -> list[Component]:
+    """Return the core's own components."""
+    return [
+        _SINGLE_DEVICE,
+        _CPU,
+        _CUDA,
+        _MPS,
+        _TRUE,
+        dataclasses.replace(_TRUE.variant("64-true", "everything in float64", flag="64-true"), synonyms=("64",)),
+        _TRUE.variant("16-true", "everything in float16", flag="16-true"),
+        _TRUE.variant("bf16-true", "everything in bfloat16", flag="bf16-true"),
+        _MIXED,
+        dataclasses.replace(
+            _MIXED.variant("16-mixed", "parameters in float32, products in float16, scaled loss", flag="16-mixed"),
+            synonyms=("16",),
+        ),
+        _TORCH_CHECKPOINT,
+        *_CLUSTERS,
+    ]

@@ -1,0 +1,1 @@
+"""The precisions that run on all hardware."""

@@ -1,0 +1,84 @@
+"""The precision with one dtype throughout."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.errors import RequestError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.precision import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from torch.nn import Module
+
+_DTYPES = {
+    "64-true": torch.float64,
+    "32-true": torch.float32,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+}
+
+
+class TruePrecision(Precision):
+    """One dtype for parameters, computation, gradients and their reduction.
+
+    ``"32-true"`` leaves everything as it is, because float32 is what torch does by itself; the others convert the
+    module and its inputs, and make their dtype the default inside steps.  Float16 has no loss scaling here: small
+    gradients become zero, and ``"16-mixed"`` or ``"bf16-true"`` is what most trainings want.
+
+    Args:
+        flag: ``"64-true"``, ``"32-true"``, ``"bf16-true"`` or ``"16-true"``.
+    """
+
+    def __init__(self, flag: str = "32-true") -> None:
+        if flag not in _DTYPES:
+            raise RequestError(f"TruePrecision({flag!r}) is not possible: choose one of {', '.join(_DTYPES)}")
+        self.flag = flag
+        self._converts = flag != "32-true"
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return _DTYPES[self.flag]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return _DTYPES[self.flag]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return _DTYPES[self.flag]
+
+    def connect(self, module: Module) -> Module:
+        if self._converts:
+            convert = {torch.float64: module.double, torch.float16: module.half, torch.bfloat16: module.bfloat16}
+            convert[self.param_dtype]()  # unlike module.to(dtype), these leave complex tensors as they are
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return default_dtype(self.param_dtype) if self._converts else nullcontext()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self.tensor_init_context()
+
+    def convert_input(self, batch: Any) -> Any:
+        return apply_to_tensors(batch, self._converted) if self._converts else batch
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let new floating-point tensors have this dtype, until the context ends."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
