@@ -1,0 +1,78 @@
+"""Distributed-training strategies for PyTorch as a plugin ecosystem.
+
+Public names are resolved on first use, so that ``import dstrat`` loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO as TorchCheckpointIO
+    from dstrat.builtin.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
+    from dstrat.errors import DstratError as DstratError
+    from dstrat.interfaces.accelerator import Accelerator as Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment as ClusterEnvironment
+    from dstrat.interfaces.launcher import Launcher as Launcher
+    from dstrat.interfaces.precision import Precision as Precision
+    from dstrat.interfaces.strategy import Strategy as Strategy
+    from dstrat.parallel.strategy import ParallelStrategy as ParallelStrategy
+    from dstrat.plugins.component import Component as Component
+    from dstrat.plugins.component import Tombstone as Tombstone
+    from dstrat.plugins.hookspec import hookimpl as hookimpl
+    from dstrat.plugins.registry import AcceleratorRegistry as AcceleratorRegistry
+    from dstrat.plugins.registry import StrategyRegistry as StrategyRegistry
+    from dstrat.training.callbacks.callback import Callback as Callback
+    from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from dstrat.training.data_module import DataModule as DataModule
+    from dstrat.training.loggers.csv_logger import CSVLogger as CSVLogger
+    from dstrat.training.loggers.logger import Logger as Logger
+    from dstrat.training.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
+    from dstrat.training.module import TrainModule as TrainModule
+    from dstrat.training.trainer import Trainer as Trainer
+
+_HOMES = {
+    "Accelerator": "dstrat.interfaces.accelerator",
+    "AcceleratorRegistry": "dstrat.plugins.registry",
+    "CSVLogger": "dstrat.training.loggers.csv_logger",
+    "Callback": "dstrat.training.callbacks.callback",
+    "CheckpointIO": "dstrat.interfaces.checkpoint_io",
+    "ClusterEnvironment": "dstrat.interfaces.cluster",
+    "Component": "dstrat.plugins.component",
+    "DataModule": "dstrat.training.data_module",
+    "DstratError": "dstrat.errors",
+    "Launcher": "dstrat.interfaces.launcher",
+    "Logger": "dstrat.training.loggers.logger",
+    "ModelCheckpoint": "dstrat.training.callbacks.model_checkpoint",
+    "ParallelStrategy": "dstrat.parallel.strategy",
+    "Precision": "dstrat.interfaces.precision",
+    "SingleDeviceStrategy": "dstrat.builtin.strategies.single_device",
+    "Strategy": "dstrat.interfaces.strategy",
+    "StrategyRegistry": "dstrat.plugins.registry",
+    "TensorBoardLogger": "dstrat.training.loggers.tensorboard_logger",
+    "Tombstone": "dstrat.plugins.component",
+    "TorchCheckpointIO": "dstrat.builtin.checkpoint.torch_file",
+    "TrainModule": "dstrat.training.module",
+    "Trainer": "dstrat.training.trainer",
+    "hookimpl": "dstrat.plugins.hookspec",
+}
+
+__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604 - the keys of a table of strings
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("dstrat")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -29,6 +29,14 @@ class Launcher(ABC):
         """
         return True
 
+    @property
+    def repeats_the_script(self) -> bool:
+        """Whether this process only repeats what another one did, up to the launch that it was started for.
+
+        What is printed once for the job is not printed here until then.
+        """
+        return False
+
     @abstractmethod
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the function in every process of the job and wait for all of them.

@@ -1,0 +1,1 @@
+"""The Trainer: module, data, loops, callbacks and loggers."""

@@ -1,0 +1,1 @@
+"""What runs beside a training: checkpoints, progress, and whatever users add."""

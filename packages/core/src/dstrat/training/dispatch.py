@@ -1,0 +1,70 @@
+"""Calling hooks: which ones are overridden is found once, so that the others cost nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dstrat.training.callbacks.callback import Callback
+    from dstrat.training.module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+
+def overrides(owner: object, name: str, base: type) -> bool:
+    """Return whether a hook is implemented, by the owner's class or on the instance, rather than inherited from base."""
+    if name in getattr(owner, "__dict__", {}):
+        return True
+    return getattr(type(owner), name, None) is not getattr(base, name, None)
+
+
+class Dispatch:
+    """The overridden hooks of the callbacks and the module, by name.
+
+    Callbacks come first, in their order, then the module.  Callbacks that save checkpoints come after the module, so
+    that they see what it logged.
+    """
+
+    def __init__(self, trainer: Trainer, module: TrainModule, callbacks: Sequence[Callback]) -> None:
+        from dstrat.training.callbacks.callback import Callback
+        from dstrat.training.module import TrainModule
+
+        self._trainer, self._module = trainer, module
+        self._early = [callback for callback in callbacks if not callback.runs_last]
+        self._late = [callback for callback in callbacks if callback.runs_last]
+        self._callback_base, self._module_base = Callback, TrainModule
+        self._found: dict[str, tuple[Callable[..., Any], ...]] = {}
+
+    def of(self, name: str) -> tuple[Callable[..., Any], ...]:
+        """Return the callables of a hook, in the order in which they are called."""
+        if name not in self._found:
+            self._found[name] = (*self.early(name), *self.late(name))
+        return self._found[name]
+
+    def early(self, name: str) -> tuple[Callable[..., Any], ...]:
+        """Return the callables of a hook but for the callbacks that run last."""
+        module_hook = [getattr(self._module, name)] if overrides(self._module, name, self._module_base) else []
+        return (*self._of_callbacks(self._early, name), *module_hook)
+
+    def late(self, name: str) -> tuple[Callable[..., Any], ...]:
+        """Return the callables of a hook of the callbacks that run last."""
+        return tuple(self._of_callbacks(self._late, name))
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a hook."""
+        for hook in self.of(name):
+            hook(*args)
+
+    def call_callbacks(self, name: str, *args: Any) -> None:
+        """Call a hook of the callbacks alone."""
+        for hook in self._of_callbacks([*self._early, *self._late], name):
+            hook(*args)
+
+    def _of_callbacks(self, callbacks: Sequence[Callback], name: str) -> list[Callable[..., Any]]:
+        return [
+            partial(getattr(callback, name), self._trainer, self._module)
+            for callback in callbacks
+            if overrides(callback, name, self._callback_base)
+        ]

@@ -1,0 +1,126 @@
+"""The loop of validation, testing and prediction: steps without gradients over one or several loaders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from dstrat.training.batches import Batches, batch_mover
+from dstrat.training.loaders import as_list, length_of, limit_of, prepare_evaluation_loader
+from dstrat.training.logged import LoggedValues
+from dstrat.training.optimization import takes_index
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from dstrat.training.module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+Purpose = Literal["validation", "test", "predict"]
+
+
+class EvaluationLoop:
+    """Runs a step of the module over every batch of its loaders, once.
+
+    Args:
+        trainer: Whose settings apply.
+        module: Set up by the strategy.
+        loaders: The user's loader, or a list of them.
+        purpose: Which step and hooks are meant.
+    """
+
+    def __init__(self, trainer: Trainer, module: TrainModule, loaders: Any, purpose: Purpose) -> None:
+        self._trainer, self._module, self._purpose = trainer, module, purpose
+        strategy = trainer.strategy
+        prepared = [
+            prepare_evaluation_loader(loader, strategy, distribute=trainer.use_distributed_sampler)
+            for loader in as_list(loaders)
+        ]
+        self._loaders = [loader for loader, _ in prepared]
+        self._divided = [divided for _, divided in prepared]
+        self._limit, self._limit_name = trainer.evaluation_limit(purpose)
+        self._step = getattr(strategy, f"{purpose}_step")
+        self._takes_index = takes_index(getattr(module, f"{purpose}_step"))
+        self._mover = batch_mover(trainer, module)
+        self.logged = LoggedValues(training=False)
+        self._outputs: list[list[Any]] = []
+
+    @property
+    def num_batches(self) -> list[int | None]:
+        """Number of batches of each loader; None where it is unknown."""
+        return [limit_of(self._limit, length_of(loader), self._limit_name) for loader in self._loaders]
+
+    def run(self, at_most: int | None = None) -> None:
+        """Evaluate; the values over the epoch are then published, predictions come from :meth:`predictions`.
+
+        Args:
+            at_most: Number of batches to take of each loader, below the Trainer's limit.
+        """
+        trainer, dispatch, purpose = self._trainer, self._trainer.dispatch, self._purpose
+        trainer.logged = self.logged
+        self.logged.start_epoch()
+        self._outputs = []
+        was_training = self._module.training
+        self._module.eval()
+        dispatch.call(f"on_{purpose}_start")
+        dispatch.call(f"on_{purpose}_epoch_start")
+        with self._no_gradients():
+            for dataloader_idx, (loader, count) in enumerate(zip(self._loaders, self.num_batches, strict=True)):
+                self._run_loader(dataloader_idx, loader, _smaller(count, at_most))
+        dispatch.call(f"on_{purpose}_epoch_end")
+        trainer.publish_epoch(self.logged)
+        dispatch.call(f"on_{purpose}_end")
+        self._module.train(was_training)
+
+    def predictions(self) -> list[list[Any]]:
+        """Return what the steps returned, for each loader in the order of its batches; collective.
+
+        Every process returns the predictions of the whole job, or its own where a loader was not divided.
+        """
+        strategy = self._trainer.strategy
+        if not any(self._divided):
+            return self._outputs
+        everyone = [strategy.broadcast(self._outputs, src=rank) for rank in range(strategy.world_size)]
+        return [
+            _interleaved([outputs[index] for outputs in everyone]) if divided else self._outputs[index]
+            for index, divided in enumerate(self._divided)
+        ]
+
+    def _no_gradients(self) -> AbstractContextManager[Any]:
+        if self._trainer.inference_mode and self._trainer.strategy.allows_inference_mode:
+            return torch.inference_mode()
+        return torch.no_grad()
+
+    def _run_loader(self, dataloader_idx: int, loader: Any, count: int | None) -> None:
+        outputs_of_loader: list[Any] = []
+        self._outputs.append(outputs_of_loader)
+        several = len(self._loaders) > 1
+        which = (dataloader_idx,) if several else ()
+        logged, keeps = self.logged, self._purpose == "predict"
+        batch_start = self._trainer.dispatch.of(f"on_{self._purpose}_batch_start")
+        batch_end = self._trainer.dispatch.of(f"on_{self._purpose}_batch_end")
+        logged.in_step, logged.dataloader_idx = True, dataloader_idx if several else None
+        for batch_idx, (host_batch, _) in enumerate(Batches(loader, count)):
+            batch = self._mover(host_batch, dataloader_idx)
+            logged.batch = batch
+            for hook in batch_start:
+                hook(batch, batch_idx, dataloader_idx)
+            outputs = self._step(batch, batch_idx, *which) if self._takes_index else self._step(batch)
+            for hook in batch_end:
+                hook(outputs, batch, batch_idx, dataloader_idx)
+            if keeps:
+                outputs_of_loader.append(outputs)
+        logged.in_step, logged.dataloader_idx, logged.batch = False, None, None
+
+
+def _interleaved(parts: list[list[Any]]) -> list[Any]:
+    """Put batches back in order: the first of each process, then the second of each, and so on."""
+    longest = max(map(len, parts))
+    return [part[index] for index in range(longest) for part in parts if index < len(part)]
+
+
+def _smaller(count: int | None, at_most: int | None) -> int | None:
+    if at_most is None:
+        return count
+    return at_most if count is None else min(count, at_most)

@@ -1,0 +1,249 @@
+"""The module that a user writes: an ``nn.Module`` with its steps, optimizers and hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dstrat.errors import MisuseError
+from dstrat.training.hooks import DataHooks, ModuleHooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.precision import ClipAlgorithm
+    from dstrat.training.trainer import Trainer
+
+
+class TrainModule(ModuleHooks, DataHooks, nn.Module):
+    """An ``nn.Module`` that says how it is trained and evaluated.
+
+    The smallest complete one::
+
+        class Net(TrainModule):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(32, 2)
+
+            def training_step(self, batch, batch_idx):
+                x, y = batch
+                return nn.functional.cross_entropy(self.layer(x), y)
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    """
+
+    def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(32, 2)
+
+            def training_step(self, batch, batch_idx):
+                x, y = batch
+                return nn.functional.cross_entropy(self.layer(x), y)
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    Attributes:
+        automatic_optimization: Whether the Trainer runs backward and the optimizer's step; where it is False,
+            ``training_step`` does so through :meth:`manual_backward` and :meth:`optimizers`.
+    """
+
+    automatic_optimization: bool = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._trainer: Trainer | None = None
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor | Mapping[str, Any] | None:
+        """Compute the loss of one batch.
+
+        Args:
+            *args: The batch and its index in the epoch.
+            **kwargs: Nothing; for subclasses.
+
+        Returns:
+            A scalar tensor, or a dict with it as ``"loss"``.
+        """
+        raise MisuseError(f"{type(self).__name__} has no training_step: define training_step(self, batch, batch_idx)")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one validation batch; values are kept through :meth:`log`."""
+        raise MisuseError(
+            f"{type(self).__name__} has no validation_step: define validation_step(self, batch, batch_idx)"
+        )
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one test batch; values are kept through :meth:`log`."""
+        raise MisuseError(f"{type(self).__name__} has no test_step: define test_step(self, batch, batch_idx)")
+
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - the index, for subclasses
+        """Return the predictions of one batch; the module's output unless overridden."""
+        return self(batch)
+
+    # Optimization
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer; also several, with or without schedulers.
+
+        Returns:
+            An optimizer, a list of optimizers, a pair of lists (optimizers, schedulers), or a dict with
+            ``"optimizer"`` and, if wanted, ``"lr_scheduler"``, which is a scheduler or a dict of the attributes of
+            :class:`~dstrat.interfaces.optimization.SchedulerConfig`.
+        """
+        raise MisuseError(
+            f"{type(self).__name__} has no configure_optimizers: define it and return an optimizer, "
+            "such as torch.optim.AdamW(self.parameters())"
+        )
+
+    def optimizer_step(
+        self,
+        epoch: int,  # noqa: ARG002 - for subclasses
+        batch_idx: int,  # noqa: ARG002 - for subclasses
+        optimizer: Optimizer,
+        optimizer_closure: Callable[[], Any],
+    ) -> None:
+        """Run the closure, which computes the gradients, and step the optimizer."""
+        self.trainer.strategy.optimizer_step(optimizer, optimizer_closure, self)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:  # noqa: ARG002
+        """Clear the gradients of an optimizer."""
+        optimizer.zero_grad()
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None, gradient_clip_algorithm: ClipAlgorithm
+    ) -> None:
+        """Clip the gradients of an optimizer; they are not scaled."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(
+        self, optimizer: Optimizer, gradient_clip_val: float | None, gradient_clip_algorithm: ClipAlgorithm = "norm"
+    ) -> None:
+        """Clip the gradients of an optimizer to a norm or a value; None does nothing."""
+        if gradient_clip_val is not None:
+            self.trainer.strategy.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Step a scheduler, with its monitored value where it has one."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def optimizers(self) -> Any:
+        """Return the optimizer, or the list of them where there are several."""
+        found = self.trainer.strategy.optimizers
+        return found[0] if len(found) == 1 else list(found)
+
+    def lr_schedulers(self) -> Any:
+        """Return the scheduler, the list of them where there are several, or None."""
+        found = [config.scheduler for config in self.trainer.strategy.lr_schedulers]
+        return found[0] if len(found) == 1 else (found or None)
+
+    # Logging
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str = "mean",
+        sync_dist: bool | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        """Keep a value for the progress bar, the loggers and callbacks; does nothing outside a run.
+
+        A tensor stays on its device until something shows or writes it.
+
+        Args:
+            name: Its name; with both ``on_step`` and ``on_epoch`` there are ``<name>_step`` and ``<name>_epoch`` too.
+            value: A number or a tensor with one element.
+            prog_bar: Whether the progress bar shows it.
+            logger: Whether the loggers write it.
+            on_step: Whether the value of each step counts; by default only in training steps.
+            on_epoch: Whether the value over the epoch counts; by default everywhere but in training steps.
+            reduce_fx: How values become the one of an epoch: mean (weighted by batch size), sum, max or min.
+            sync_dist: Whether it is reduced over all processes; by default the value over an epoch is, one of a
+                step is not.
+            batch_size: Weight of the value in the mean; by default the size of the batch's first tensor.
+        """
+        if self._trainer is not None:
+            self._trainer.logged.log(
+                name,
+                value,
+                prog_bar=prog_bar,
+                logger=logger,
+                on_step=on_step,
+                on_epoch=on_epoch,
+                reduce_fx=reduce_fx,
+                sync_dist=sync_dist,
+                batch_size=batch_size,
+            )
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Log several values with the same options as in :meth:`log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, **options)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once for the whole job."""
+        self.trainer.print(*args, **kwargs)
+
+    # Where it runs
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that runs this module.
+
+        Raises:
+            MisuseError: None does.
+        """
+        if self._trainer is None:
+            raise MisuseError(f"{type(self).__name__} is not attached to a Trainer: this works only during a run")
+        return self._trainer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module's first parameter or buffer."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    @property
+    def current_epoch(self) -> int:
+        """Index of the epoch, from 0."""
+        return self._trainer.current_epoch if self._trainer else 0
+
+    @property
+    def global_step(self) -> int:
+        """Number of optimizer steps taken."""
+        return self._trainer.global_step if self._trainer else 0
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process in the job."""
+        return self._trainer.global_rank if self._trainer else 0
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self._trainer.local_rank if self._trainer else 0
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, None without one."""
+        return self._trainer.logger if self._trainer else None
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all processes, stacked along a new first dimension."""
+        return self.trainer.strategy.all_gather(tensor, group=group, sync_grads=sync_grads)

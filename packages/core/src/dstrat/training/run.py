@@ -1,0 +1,124 @@
+"""One run in one process of a job: everything between the launch and the end, in its order."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from dstrat.training.checkpoint import restore_checkpoint
+from dstrat.training.evaluation_loop import EvaluationLoop
+from dstrat.training.outcome import Outcome
+
+_log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from dstrat.training.module import TrainModule
+    from dstrat.training.sources import Sources
+    from dstrat.training.trainer import Trainer
+
+
+def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: str | Path | None) -> Outcome:
+    """Run the trainer's stage (fit, validate, test or predict) in this process.
+
+    Args:
+        trainer: Its settings, strategy and stage.
+        module: The user's module.
+        sources: Where batches come from.
+        ckpt_path: A checkpoint to load first.
+
+    Returns:
+        What the process that called the Trainer needs of this one.
+    """
+    trainer.begin(module, sources)
+    work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[trainer.stage]
+    try:
+        _prepare(trainer, module, sources)
+        if ckpt_path is not None:
+            restore_checkpoint(trainer, ckpt_path)
+        result = work(trainer, module, sources)
+    except BaseException as exception:
+        _on_exception(trainer, exception)
+        raise
+    outcome = Outcome.of(trainer, result)
+    _finish(trainer, module, sources)
+    return outcome
+
+
+def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+    strategy, dispatch = trainer.strategy, trainer.dispatch
+    strategy.setup_environment()
+    if strategy.local_rank == 0:
+        sources.prepare_data()
+    strategy.barrier("prepare_data")
+    trainer.agree_on_log_dir()
+    dispatch.call_callbacks("setup", trainer.stage)
+    sources.setup(trainer.stage)
+    with strategy.tensor_init_context(), strategy.model_sharded_context():
+        module.configure_model()
+    strategy.setup(trainer)
+
+
+def _fit(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+    dispatch = trainer.dispatch
+    dispatch.call("on_fit_start")
+    validation = _validation(trainer, module, sources)
+    if validation is not None and trainer.num_sanity_val_steps:
+        _sanity_check(trainer, validation)
+    trainer.fit_loop.run(module, sources.loader("train"), validation)
+    dispatch.call("on_fit_end")
+
+
+def _validation(trainer: Trainer, module: TrainModule, sources: Sources) -> EvaluationLoop | None:
+    if not sources.has("val") or trainer.limit_val_batches == 0 or not sources.has_step("validation_step"):
+        return None
+    return EvaluationLoop(trainer, module, sources.loader("val"), "validation")
+
+
+def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
+    trainer.sanity_checking = True
+    trainer.dispatch.call_callbacks("on_sanity_check_start")
+    validation.run(trainer.num_sanity_val_steps)
+    trainer.dispatch.call_callbacks("on_sanity_check_end")
+    trainer.sanity_checking = False
+
+
+def _evaluate(trainer: Trainer, module: TrainModule, sources: Sources) -> list[dict[str, float]]:
+    purpose, source = ("validation", "val") if trainer.stage == "validate" else ("test", "test")
+    loop = EvaluationLoop(trainer, module, sources.loader(source), purpose)
+    loop.run()
+    return trainer.evaluation_results(len(loop.num_batches))
+
+
+def _predict(trainer: Trainer, module: TrainModule, sources: Sources) -> list[Any]:
+    loop = EvaluationLoop(trainer, module, sources.loader("predict"), "predict")
+    loop.run()
+    predictions = loop.predictions()
+    return predictions[0] if len(predictions) == 1 else predictions
+
+
+def _on_exception(trainer: Trainer, exception: BaseException) -> None:
+    """Tell everyone, and free what would keep other processes waiting; the exception itself goes on."""
+    status = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
+    steps: list[Callable[[], None]] = [
+        lambda: trainer.strategy.on_exception(exception),
+        lambda: trainer.dispatch.call_callbacks("on_exception", exception),
+        *(lambda logger=logger: logger.finalize(status) for logger in trainer.writing_loggers),
+        trainer.strategy.teardown,
+    ]
+    for step in steps:
+        try:
+            step()
+        except Exception:  # noqa: BLE001 - the first exception is the one that the user must see
+            _log.exception("cleaning up after %s failed", type(exception).__name__)
+
+
+def _finish(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+    for logger in trainer.writing_loggers:
+        logger.finalize("success")
+    trainer.dispatch.call_callbacks("teardown", trainer.stage)
+    sources.teardown(trainer.stage)
+    trainer.strategy.teardown()
+    trainer.end(module)

@@ -1,0 +1,104 @@
+"""Which part of the data each process reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import RandomSampler, Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+class RankSampler(Sampler[int]):
+    """Every n-th index of an order that all processes agree on, for training.
+
+    All processes get the same number of indices: where the order does not divide evenly it is continued from its
+    start, so that no process waits for a batch that another one lacks.
+
+    Args:
+        order: Returns the indices of an epoch (its number is the argument), the same in every process.
+        length: Number of indices in the order.
+        num_replicas: Number of processes.
+        rank: Rank of this process.
+    """
+
+    def __init__(self, order: Callable[[int], Iterable[int]], *, length: int, num_replicas: int, rank: int) -> None:
+        self._order = order
+        self._length = length
+        self._num_replicas, self._rank = num_replicas, rank
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-self._length // self._num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        indices = list(self._order(self.epoch))
+        wanted = len(self) * self._num_replicas
+        while indices and len(indices) < wanted:
+            indices += indices[: wanted - len(indices)]
+        return iter(indices[self._rank :: self._num_replicas])
+
+
+class RankBatchSampler(Sampler[Any]):
+    """Every n-th batch of another batch sampler, for evaluation: each sample is read once in the whole job.
+
+    Batches are the same ones as on one device; processes may differ by one batch.
+
+    Args:
+        batches: The batches of the whole job, in the same order in every process.
+        num_replicas: Number of processes.
+        rank: Rank of this process.
+    """
+
+    def __init__(self, batches: Any, *, num_replicas: int, rank: int) -> None:
+        self._batches = batches
+        self._num_replicas, self._rank = num_replicas, rank
+
+    def __len__(self) -> int:
+        return max(0, -(-(len(self._batches) - self._rank) // self._num_replicas))
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self._batches):
+            if index % self._num_replicas == self._rank:
+                yield batch
+
+
+class ShuffledOrder:
+    """The shuffled indices of an epoch, from a seed that all processes share."""
+
+    def __init__(self, data_source: Any, seed: int) -> None:
+        self._data_source = data_source
+        self._seed = seed
+
+    def __call__(self, epoch: int) -> Iterable[int]:
+        generator = torch.Generator().manual_seed(self._seed + epoch)
+        return RandomSampler(self._data_source, generator=generator)
+
+
+class SequentialOrder:
+    """All indices in their order, in every epoch."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __call__(self, epoch: int) -> Iterable[int]:  # noqa: ARG002 - every epoch is alike
+        return range(self._length)
+
+
+class BroadcastOrder:
+    """The order of a user's own sampler, as rank 0 drew it."""
+
+    def __init__(self, sampler: Iterable[int], broadcast: Callable[[list[int]], list[int]]) -> None:
+        self._sampler = sampler
+        self._broadcast = broadcast
+
+    def __call__(self, epoch: int) -> Iterable[int]:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        return self._broadcast(list(self._sampler))

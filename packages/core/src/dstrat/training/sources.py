@@ -1,0 +1,96 @@
+"""Where the batches of a run come from: loaders that were passed, a data module, or the module's own hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrat.errors import MisuseError
+from dstrat.training.data_module import DataModule
+from dstrat.training.dispatch import overrides
+from dstrat.training.loaders import as_list, check_iterable
+from dstrat.training.module import TrainModule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Source = Literal["train", "val", "test", "predict"]
+
+
+class Sources:
+    """The loaders of a run.
+
+    Args:
+        module: Its own loader hooks are used where nothing else is given.
+        datamodule: Its loader hooks come first.
+        passed: Loaders that were passed to the Trainer's method, by source; they come before everything else.
+    """
+
+    def __init__(self, module: TrainModule, datamodule: DataModule | None, passed: Mapping[Source, Any]) -> None:
+        self._module = module
+        self.datamodule = datamodule
+        self._passed = {source: loaders for source, loaders in passed.items() if loaders is not None}
+        if datamodule is not None and self._passed:
+            raise MisuseError(
+                f"loaders were passed for {', '.join(self._passed)}, and a datamodule too: pass one or the other"
+            )
+        for source, loaders in self._passed.items():
+            for loader in as_list(loaders):
+                check_iterable(loader, f"the {source} loader")
+
+    def has(self, source: Source) -> bool:
+        """Return whether there is a loader."""
+        return source in self._passed or self._owner(source) is not None
+
+    def has_step(self, name: str) -> bool:
+        """Return whether the module implements a step."""
+        return overrides(self._module, name, TrainModule)
+
+    def require(self, source: Source, step: str) -> None:
+        """Raise MisuseError unless the module has the step and there is a loader for it."""
+        name = type(self._module).__name__
+        if step != "predict_step" and not self.has_step(step):
+            getattr(self._module, step)()
+        if not self.has(source):
+            raise MisuseError(
+                f"there is no {source} loader: pass one, pass a datamodule, or define {name}.{source}_dataloader"
+            )
+
+    def require_optimizers(self) -> None:
+        """Raise MisuseError unless the module configures its optimizers."""
+        if not overrides(self._module, "configure_optimizers", TrainModule):
+            self._module.configure_optimizers()
+
+    def loader(self, source: Source) -> Any:
+        """Return the loader, or the list of them."""
+        if source in self._passed:
+            return self._passed[source]
+        owner = self._owner(source)
+        loaders = getattr(owner, f"{source}_dataloader")()
+        for loader in as_list(loaders):
+            check_iterable(loader, f"what {type(owner).__name__}.{source}_dataloader returned")
+        return loaders
+
+    def _owner(self, source: Source) -> DataModule | TrainModule | None:
+        name = f"{source}_dataloader"
+        if self.datamodule is not None and overrides(self.datamodule, name, DataModule):
+            return self.datamodule
+        return self._module if overrides(self._module, name, TrainModule) else None
+
+    def prepare_data(self) -> None:
+        """Call the hooks that download data."""
+        for owner in self._owners:
+            owner.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        """Call the hooks that every process needs."""
+        for owner in self._owners:
+            owner.setup(stage)
+
+    def teardown(self, stage: str) -> None:
+        """Call the hooks that undo :meth:`setup`."""
+        for owner in self._owners:
+            owner.teardown(stage)
+
+    @property
+    def _owners(self) -> list[DataModule | TrainModule]:
+        return [owner for owner in (self.datamodule, self._module) if owner is not None]
