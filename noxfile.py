@@ -50,12 +50,10 @@ def make_environment(folder: Path, *requirements: str) -> None:
             f"{sys.executable} cannot make environments: its modules venv and ensurepip are not installed. "
             "On Debian and Ubuntu: apt install python3-venv"
         )
-    if folder.exists():
-        shutil.rmtree(folder)
-    if subprocess.run([sys.executable, "-m", "venv", folder], check=False).returncode != 0:
+    if subprocess.run([sys.executable, "-I", "-m", "venv", "--clear", folder], check=False).returncode != 0:
         sys.exit(f"{sys.executable} could not make an environment in {folder}: see the lines above")
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    pip = [folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", *quiet]
+    pip = [folder / "bin" / "python", "-I", "-m", "pip", "install", "--disable-pip-version-check", *quiet]
     if subprocess.run([*pip, *requirements], cwd=ROOT, check=False).returncode != 0:
         sys.exit(
             f"pip could not fill the environment {folder}: see the lines above. It needs a package index: check the "
@@ -87,7 +85,9 @@ def workspace(name: str = "shared", *more: str) -> Path:
 def run(session: nox.Session, programs: Path, program: str, *arguments: str, **env: str) -> None:
     """Run a program of an environment, with the environment's other programs on its path."""
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
-    session.run(str(programs / program), *arguments, env={"PATH": path, **env})
+    # Modules from elsewhere would hide what is installed; without compiled files each import takes far longer.
+    unset = dict.fromkeys(["PYTHONPATH", "PYTHONDONTWRITEBYTECODE"])
+    session.run(str(programs / program), *arguments, env={**unset, "PATH": path, **env})
 
 
 @nox.session
@@ -106,7 +106,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def layers(session: nox.Session) -> None:
     """Who may import whom, with import-linter."""
-    run(session, workspace(), "lint-imports")
+    run(session, workspace(), "lint-imports", "--no-logo")
 
 
 @nox.session

@@ -1,0 +1,65 @@
+"""noxfile.py, run by a Python that has nothing installed, makes itself an environment with nox and goes on in it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+NOXFILE = Path(__file__).parents[1] / "noxfile.py"
+WHEEL = {
+    "nox.py": "import sys\ndef main(): print('nox was given', sys.argv[3:])\n",
+    "nox-2026.1.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: nox\nVersion: 2026.1.1\n",
+    "nox-2026.1.1.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    "nox-2026.1.1.dist-info/entry_points.txt": "[console_scripts]\nnox = nox:main\n",
+    "nox-2026.1.1.dist-info/RECORD": "",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with nothing but noxfile.py, beside an index with nothing but a nox that prints its arguments."""
+    index = tmp_path / "index"
+    index.mkdir()
+    with zipfile.ZipFile(index / "nox-2026.1.1-py3-none-any.whl", "w") as wheel:
+        for name, text in WHEEL.items():
+            wheel.writestr(name, text)
+    folder = tmp_path / "check out"
+    folder.mkdir()
+    shutil.copy(NOXFILE, folder)
+    return folder
+
+
+def run(checkout: Path, index: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environ |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": index.as_uri()}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_environment_is_made_once_and_again_after_a_failure(checkout: Path) -> None:
+    made, goes_on = "making the environment .nox/bootstrap\n", "nox was given ['-s', 'demo', '--', '--steps', '3']\n"
+    command = ["noxfile.py", "-s", "demo", "--", "--steps", "3"]
+
+    without_index = run(checkout, checkout.parent, *command)
+    assert without_index.returncode == 1
+    assert "No matching distribution found for nox" in without_index.stderr
+    assert without_index.stderr.endswith("name a mirror to pip (PIP_INDEX_URL=https://...)\n")
+    assert "Traceback" not in without_index.stderr
+
+    half_made = checkout / ".nox" / "bootstrap" / "half-made"
+    half_made.touch()
+    assert run(checkout, checkout.parent / "index", *command).stdout == made + goes_on
+    assert not half_made.exists()
+    assert run(checkout, checkout.parent / "index", *command).stdout == goes_on
+
+
+def test_without_ensurepip_the_message_says_what_to_install(checkout: Path) -> None:
+    code = "import runpy, sys; sys.modules['ensurepip'] = None; runpy.run_path('noxfile.py', run_name='__main__')"
+    result = run(checkout, checkout.parent / "index", "-c", code)
+    assert result.returncode == 1
+    assert "cannot make environments" in result.stderr
+    assert result.stderr.endswith("apt install python3-venv\n")
