@@ -1,0 +1,101 @@
+"""The cluster environment of jobs whose ranks dstrat starts itself."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from dstrat.builtin.clusters.variables import Variables
+from dstrat.builtin.launchers.job import JOB_VARIABLE, LISTENER_VARIABLE, LOOPBACK, PID_VARIABLE
+from dstrat.errors import ClusterError
+from dstrat.interfaces.cluster import ClusterEnvironment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_CURE = "with num_nodes above 1, set MASTER_ADDR, MASTER_PORT and NODE_RANK on each machine"
+
+
+class LocalEnvironment(ClusterEnvironment):
+    """Processes that dstrat starts on this machine.
+
+    Before the launch it describes a single process.  In a rank it describes that rank; what a rank itself has started
+    is not one.  With several machines the script is started on each of them, and ``MASTER_ADDR``, ``MASTER_PORT`` and
+    ``NODE_RANK`` say which one it is.
+
+    An environment that was made from ``os.environ`` and travels to another process describes that process.
+    """
+
+    @classmethod
+    def evidence(cls, environ: Mapping[str, str]) -> str | None:
+        return "dstrat has started this process" if JOB_VARIABLE in environ else None
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        super().__init__(environ)
+        self._variables = Variables(environ=environ, cure=_CURE)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), ()) if self.environ is os.environ else (type(self), (dict(self.environ),))
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether this process is a rank that dstrat has started."""
+        return JOB_VARIABLE in self.environ and self.environ.get(PID_VARIABLE) == str(os.getpid())
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return self.is_rank
+
+    @property
+    def main_address(self) -> str:
+        return self.environ["MASTER_ADDR"] if self.is_rank else LOOPBACK
+
+    @property
+    def main_port(self) -> int:
+        """Port on which global rank 0 listens for the others; before the launch 0, as any free one will be taken."""
+        return int(self.environ["MASTER_PORT"]) if self.is_rank else 0
+
+    @property
+    def world_size(self) -> int:
+        return self._in_rank("WORLD_SIZE", 1)
+
+    @property
+    def global_rank(self) -> int:
+        return self._in_rank("RANK", 0)
+
+    @property
+    def local_rank(self) -> int:
+        return self._in_rank("LOCAL_RANK", 0)
+
+    @property
+    def node_rank(self) -> int:
+        return self._in_rank("NODE_RANK", 0)
+
+    @property
+    def listening_socket(self) -> int | None:
+        return self._in_rank(LISTENER_VARIABLE, -1) if self.is_rank and LISTENER_VARIABLE in self.environ else None
+
+    def validate(self, *, num_devices: int, num_nodes: int) -> None:
+        if self.is_rank:
+            self._check_size(num_devices, num_nodes)
+        elif num_nodes > 1:
+            self._check_machines(num_nodes)
+
+    def _in_rank(self, name: str, otherwise: int) -> int:
+        return int(self.environ[name]) if self.is_rank else otherwise
+
+    def _check_size(self, num_devices: int, num_nodes: int) -> None:
+        if (started := self.world_size) != num_devices * num_nodes:
+            raise ClusterError(
+                f"this rank is one of {started} that dstrat has started, and the script now asks for "
+                f"devices={num_devices}, num_nodes={num_nodes}: ask for the same in each fit, validate, test and "
+                "predict of a script, or use a strategy that runs only the function in its ranks (start_method='spawn')"
+            )
+
+    def _check_machines(self, num_nodes: int) -> None:
+        self._variables.text("MASTER_ADDR")
+        self._variables.port()
+        if (node_rank := self._variables.integer("NODE_RANK")) >= num_nodes:
+            raise ClusterError(
+                f"NODE_RANK is {node_rank}, and the machines of num_nodes={num_nodes} are 0 to {num_nodes - 1}"
+            )

@@ -1,0 +1,105 @@
+"""How this interpreter was started, so that a rank can be started the same way."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from dstrat.errors import LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command line of Python, in its parts.
+
+    Attributes:
+        flags: The interpreter's own options, such as ``-u``.
+        kind: What ``target`` is.
+        target: Path of the script, name of the module, or the code.
+        arguments: What the program finds in ``sys.argv[1:]``.
+    """
+
+    flags: tuple[str, ...]
+    kind: Literal["script", "module", "code", "interactive"]
+    target: str = ""
+    arguments: tuple[str, ...] = ()
+
+
+def parse_command(words: Sequence[str]) -> Command:
+    """Take a command line apart as the interpreter does (https://docs.python.org/3/using/cmdline.html)."""
+    flags: list[str] = []
+    rest = list(words[1:])
+    while rest:
+        word = rest.pop(0)
+        if word == "--" and rest:
+            word = rest.pop(0)
+        elif word == "--check-hash-based-pycs":
+            flags += [word, rest.pop(0)]
+            continue
+        elif word.startswith("-") and word != "-":
+            kept, ending, value = _split_options(word[1:])
+            flags += ["-" + kept] if kept else []
+            if not ending:
+                continue
+            value = value or rest.pop(0)
+            if ending in "cm":
+                kind: Literal["code", "module"] = "code" if ending == "c" else "module"
+                return Command(flags=tuple(flags), kind=kind, target=value, arguments=tuple(rest))
+            flags += ["-" + ending, value]
+            continue
+        if word == "-":
+            break
+        return Command(flags=tuple(flags), kind="script", target=word, arguments=tuple(rest))
+    return Command(flags=tuple(flags), kind="interactive")
+
+
+def interpreter_flags() -> tuple[str, ...]:
+    """Return the options that this interpreter was started with."""
+    return parse_command(sys.orig_argv).flags
+
+
+def rerun_command(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleType) -> Command:
+    """Return the command that runs the user's script once more.
+
+    A debugger or coverage tool that runs the script stays out of it.
+
+    Args:
+        orig_argv: The interpreter's command line.
+        argv: ``sys.argv``.
+        main: The module ``__main__``.
+
+    Raises:
+        LaunchError: There is no script.
+    """
+    command = parse_command(orig_argv)
+    if command.kind == "module" and getattr(main, "__spec__", None) is not None:
+        return command
+    path = getattr(main, "__file__", None)
+    if path is None or not Path(path).is_file() or hasattr(sys, "ps1"):
+        raise LaunchError(
+            "start_method='popen' runs the script once more in each rank, and this is no script but a notebook, an "
+            "interactive session or 'python -c': take a strategy that `dstrat strategies` shows as notebook-safe, or "
+            "start_method='fork'"
+        )
+    own = command.kind == "script" and Path(command.target).name == Path(path).name
+    arguments = command.arguments if own else tuple(argv[1:])
+    return Command(flags=command.flags, kind="script", target=str(Path(path).absolute()), arguments=arguments)
+
+
+def _split_options(letters: str) -> tuple[str, str, str]:
+    """Split ``uWerror`` into what stands alone, the option that takes a value, and the value."""
+    for position, letter in enumerate(letters):
+        if letter in "cmWX":
+            return _repeatable(letters[:position]), letter, letters[position + 1 :]
+    return _repeatable(letters), "", ""
+
+
+def _repeatable(letters: str) -> str:
+    """Drop what makes no sense for a rank: staying interactive, and skipping the file's first line."""
+    return letters.replace("i", "").replace("x", "")

@@ -1,0 +1,116 @@
+"""What a rank leaves behind when it fails, and which of several failures was the cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+FailureKind = Literal["own", "lost", "timeout"]
+"""A failure of the rank's own, a lost connection to a peer, or a peer that did not answer in time."""
+
+_LOST = re.compile(
+    r"connection (reset|closed) by peer|connection refused|broken pipe|socket closed|recvValue failed|"
+    r"failed to recv|connectFullMesh failed|remote process exit|ncclRemoteError|communicator was aborted",
+    re.IGNORECASE,
+)
+_TIMEOUT = re.compile(
+    r"timed out waiting|wait timeout after|socket timeout|timed out after|failed to pass monitoredBarrier|"
+    r"collective operation timeout|watchdog (got stuck|caught collective)",
+    re.IGNORECASE,
+)
+_OWN_FILES = (str(Path(__file__).parent), "<frozen runpy>", "runpy.py", "multiprocessing")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """An exception that ended a rank.
+
+    Attributes:
+        kind: Whether a peer was the reason.
+        error: Name of the exception's class.
+        message: What it says.
+        traceback: The rank's own traceback, as text.
+        time_ns: When it was caught, nanoseconds since the epoch.
+    """
+
+    kind: FailureKind
+    error: str
+    message: str
+    traceback: str
+    time_ns: int
+
+    @property
+    def headline(self) -> str:
+        """The exception in one line."""
+        first_line = self.message.strip().partition("\n")[0]
+        return f"{self.error}: {first_line}" if first_line else self.error
+
+
+def kind_of(error: BaseException) -> FailureKind:
+    """Tell whether a rank failed by itself, or because a peer was gone or late.
+
+    torch raises RuntimeError or a subclass of it (torch.distributed.DistError) for both, so that only the text tells
+    them apart.  Whatever was raised while such an error was handled follows from it.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, RuntimeError):
+            if _TIMEOUT.search(str(link)):
+                return "timeout"
+            if _LOST.search(str(link)):
+                return "lost"
+        link = link.__cause__ or link.__context__
+    return "own"
+
+
+def write_failure(folder: Path, error: BaseException) -> None:
+    """Leave an exception of this process in the job's folder; a file that exists is complete."""
+    failure = Failure(
+        kind=kind_of(error),
+        error=_class_name(type(error)),
+        message=str(error),
+        traceback="".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__))).rstrip(),
+        time_ns=time.time_ns(),
+    )
+    path = _path(folder, os.getpid())
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8", errors="backslashreplace")
+    unfinished.replace(path)
+
+
+def read_failure(folder: Path, pid: int) -> Failure | None:
+    """Return what a process has left in the job's folder, if anything."""
+    try:
+        return Failure(**json.loads(_path(folder, pid).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def _path(folder: Path, pid: int) -> Path:
+    return folder / f"failure-{pid}.json"
+
+
+def _class_name(error: type[BaseException]) -> str:
+    """Return the class as a traceback shows it."""
+    return (
+        error.__qualname__
+        if error.__module__ in ("builtins", "__main__")
+        else f"{error.__module__}.{error.__qualname__}"
+    )
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the outermost frames, which belong to the launcher."""
+    link = trace
+    while link is not None and link.tb_frame.f_code.co_filename.startswith(_OWN_FILES):
+        link = link.tb_next
+    return link or trace

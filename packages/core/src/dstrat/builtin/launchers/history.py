@@ -1,0 +1,39 @@
+"""Which launches of this program have failed, so that ranks which re-run it pass them in the same way."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_counter = itertools.count()
+_failed: dict[int, BaseException] = {}
+_FILE = "history.pickle"
+
+
+def next_launch() -> int:
+    """Return the number of the launch that begins now, from 0, and count on."""
+    return next(_counter)
+
+
+def record_failure(launch: int, error: BaseException) -> None:
+    """Remember how a launch ended."""
+    _failed[launch] = error
+
+
+def past_failure(launch: int) -> BaseException | None:
+    """Return what a launch has raised in the process that started this rank."""
+    return _failed.get(launch)
+
+
+def save(folder: Path) -> None:
+    """Write what has failed so far, for ranks that re-run the program."""
+    (folder / _FILE).write_bytes(pickle.dumps(_failed))
+
+
+def load(folder: Path) -> None:
+    """Take over what had failed in the process that started this rank."""
+    _failed.update(pickle.loads((folder / _FILE).read_bytes()))  # noqa: S301 - written by our own supervisor

@@ -1,0 +1,158 @@
+"""The launcher that starts the ranks of this machine and watches over them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+
+from dstrat.builtin.launchers import command, history, payload, processes, rank
+from dstrat.builtin.launchers.interrupts import Interrupts
+from dstrat.builtin.launchers.job import Job, open_job
+from dstrat.builtin.launchers.processes import RankProcess, StartMethod
+from dstrat.builtin.launchers.supervisor import Supervisor
+from dstrat.builtin.launchers.watchdog import Watchdog
+from dstrat.errors import LaunchError, RankFailedError, RequestError
+from dstrat.interfaces.launcher import Launcher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+T = TypeVar("T")
+
+
+class LocalLauncher(Launcher):
+    """Starts one process per local rank, all of them children that the calling process watches.
+
+    The calling process becomes their supervisor: it runs no rank itself, and so it is there when one fails.  A rank
+    that raises, dies or hangs ends the whole job, and the error names it.  With ``"popen"`` the ranks run the user's
+    script once more, so that ``launch`` never returns here: when the script has ended in all ranks it raises
+    ``SystemExit(0)``.
+
+    Args:
+        num_processes: Ranks on this machine.
+        start_method: ``"popen"`` runs the script once more in each rank.  The others run only the function:
+            ``"spawn"`` in fresh interpreters, ``"forkserver"`` in copies of a process that has loaded torch, and
+            ``"fork"`` in copies of this one, where each is limited to one thread.
+        num_nodes: Machines; with more than one, the script is started on each, with ``MASTER_ADDR``, ``MASTER_PORT``
+            and ``NODE_RANK`` in the environment.
+        environ: The environment; the ranks find out from it what the user has set.
+        grace: Seconds between asking a rank to end and killing it.
+        stop_grace: Seconds for all ranks to stop in order, after the first SIGINT, SIGTERM or SIGHUP.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_processes: int,
+        start_method: StartMethod = "popen",
+        num_nodes: int = 1,
+        environ: Mapping[str, str] = os.environ,
+        grace: float = 1.5,
+        stop_grace: float = 30.0,
+    ) -> None:
+        if start_method not in get_args(StartMethod):
+            raise RequestError(f"start_method {start_method!r} is not one of {', '.join(get_args(StartMethod))}")
+        self.num_processes = num_processes
+        self.start_method = start_method
+        self.num_nodes = num_nodes
+        self.environ = environ
+        self.grace = grace
+        self.stop_grace = stop_grace
+
+    @property
+    def runs_here(self) -> bool:
+        return False
+
+    def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        launch = history.next_launch()
+        try:
+            return cast("T", self._launch(partial(function, *args, **kwargs)))
+        except RankFailedError as error:
+            history.record_failure(launch, error)
+            raise error.with_traceback(None) from None  # the rank's own traceback is what helps
+        except BaseException as error:
+            history.record_failure(launch, error)
+            raise
+
+    def _launch(self, call: partial[T]) -> Any:
+        with open_job(num_processes=self.num_processes, num_nodes=self.num_nodes, environ=self.environ) as job:
+            with Interrupts() as interrupts, Watchdog(job.folder) as watchdog:
+                start = self._prepare(job, call, interrupts, watchdog)
+                self._supervise(job, start, interrupts, watchdog)
+            if self.start_method == "popen":
+                raise SystemExit(0)
+            return self._result(job)
+
+    def _prepare(
+        self, job: Job, call: partial[T], interrupts: Interrupts, watchdog: Watchdog
+    ) -> Callable[[int], RankProcess]:
+        """Do what can fail before any process is there; return what starts a local rank."""
+        if self.start_method == "popen":
+            script = command.rerun_command(sys.orig_argv, sys.argv, sys.modules["__main__"])
+            history.save(job.folder)
+            return partial(processes.start_script, job, script=script)
+        if self.start_method == "fork":
+            _refuse_cuda()
+            return partial(processes.start_forked, job, call=call, interrupts=interrupts, watchdog=watchdog)
+        self._write_function(job, call)
+        if self.start_method == "spawn":
+            return partial(processes.start_spawned, job)
+        return partial(processes.start_served, job)
+
+    def _supervise(
+        self, job: Job, start: Callable[[int], RankProcess], interrupts: Interrupts, watchdog: Watchdog
+    ) -> None:
+        ranks: list[RankProcess] = []
+        supervisor = Supervisor(
+            ranks,
+            job.folder,
+            world_size=job.world_size,
+            interrupts=interrupts,
+            grace=self.grace,
+            stop_grace=self.stop_grace,
+        )
+        try:
+            for local_rank in range(self.num_processes):
+                ranks.append(start(local_rank))
+                watchdog.guard(ranks[-1].pid)
+        except OSError as error:
+            supervisor.end_all()
+            raise LaunchError(f"local rank {len(ranks)} of {self.num_processes} cannot be started: {error}") from error
+        if job.listener is not None:
+            job.listener.close()  # rank 0 has it now; were it open here too, nobody would notice that rank 0 is gone
+        supervisor.run()
+
+    def _write_function(self, job: Job, call: partial[T]) -> None:
+        contents = (call.func, call.args, call.keywords)
+        try:
+            payload.write_payload(rank.function_file(job.folder), contents)
+        except Exception as error:
+            raise _pickle_error(call, self.start_method, error) from error
+
+    def _result(self, job: Job) -> Any:
+        """Return what rank 0 has left; on other machines than its own there is nothing."""
+        return payload.read_payload(rank.result_file(job.folder)) if job.node_rank == 0 else None
+
+
+def _pickle_error(call: partial[Any], start_method: str, error: Exception) -> LaunchError:
+    parts = {
+        "the function": call.func,
+        **{f"argument {position}": argument for position, argument in enumerate(call.args)},
+        **{f"argument {name!r}": argument for name, argument in call.keywords.items()},
+    }
+    return LaunchError(
+        f"start_method={start_method!r} sends the function and its arguments to new processes, and "
+        f"{payload.unpicklable_part(parts)} cannot be pickled ({error}): make it where it is used, define it at the "
+        "top of a module, or choose start_method='fork' or 'popen'"
+    )
+
+
+def _refuse_cuda() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise LaunchError(
+            "start_method='fork' cannot be used after CUDA has been initialised in this process, as copies of it "
+            "cannot use CUDA: do nothing on a GPU before, or choose start_method='spawn' or 'popen'"
+        )

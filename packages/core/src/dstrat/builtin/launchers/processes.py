@@ -1,0 +1,167 @@
+"""Starting the ranks of a job, by each of the start methods."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from multiprocessing import spawn
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrat.builtin.launchers import command, rank
+from dstrat.builtin.launchers.job import LISTENER_VARIABLE, Job
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator
+
+    from dstrat.builtin.launchers.interrupts import Interrupts
+    from dstrat.builtin.launchers.watchdog import Watchdog
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankProcess:
+    """A rank, as its supervisor sees it.
+
+    Attributes:
+        rank: Its global rank.
+        pid: Its process id, which is also that of its process group.
+        poll: Returns its exit code, negative for a signal, or None while it runs.
+    """
+
+    rank: int
+    pid: int
+    poll: Callable[[], int | None]
+
+
+def start_script(job: Job, local_rank: int, script: command.Command) -> RankProcess:
+    """Start a rank that runs the user's script once more."""
+    words = [script.kind, script.target, *script.arguments]
+    return _start_interpreter(job, local_rank, script.flags, words, directory=_first_directory())
+
+
+def start_spawned(job: Job, local_rank: int) -> RankProcess:
+    """Start a fresh interpreter that runs the function in the job's folder."""
+    words = ["function", json.dumps(_main_module(job.global_rank(local_rank)))]
+    return _start_interpreter(job, local_rank, command.interpreter_flags(), words, directory=None)
+
+
+def start_served(job: Job, local_rank: int) -> RankProcess:
+    """Let multiprocessing's fork server start a rank that runs the function in the job's folder."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", __name__])  # has an effect before the server's start only
+    environ = {**os.environ, **job.rank_variables(local_rank)}  # the server may have been started with another one
+    listener = job.listener if job.global_rank(local_rank) == 0 else None
+    arguments = (job.folder, _main_module(job.global_rank(local_rank)), environ, listener)
+    process = context.Process(target=_run_served, args=arguments)
+    with _hidden_main():
+        process.start()
+    return _rank_process(job, local_rank, process)
+
+
+def start_forked(
+    job: Job, local_rank: int, call: Callable[[], object], interrupts: Interrupts, watchdog: Watchdog
+) -> RankProcess:
+    """Fork a rank off this process."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_run_forked, args=(job, local_rank, call, interrupts, watchdog, os.getpid())
+    )
+    with warnings.catch_warnings():
+        # A parent with torch always has threads; that those which matter are not used is _run_forked's care.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    return _rank_process(job, local_rank, process)
+
+
+def _start_interpreter(
+    job: Job, local_rank: int, flags: tuple[str, ...], words: list[str], directory: str | None
+) -> RankProcess:
+    environ = {**os.environ, **job.rank_variables(local_rank)}
+    passed: tuple[int, ...] = ()
+    if job.listener is not None and job.global_rank(local_rank) == 0:
+        passed = (job.listener.fileno(),)
+        environ[LISTENER_VARIABLE] = str(job.listener.fileno())
+    process = subprocess.Popen(  # noqa: S603 - it is the command that the user has started
+        [sys.executable, *flags, str(_BOOTSTRAP), str(job.folder), str(os.getpid()), *words],
+        env=environ,
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        pass_fds=passed,
+        start_new_session=True,  # a session: a background group that writes to the terminal can be stopped by it
+    )
+    return RankProcess(rank=job.global_rank(local_rank), pid=process.pid, poll=process.poll)
+
+
+def _rank_process(job: Job, local_rank: int, process: Any) -> RankProcess:
+    return RankProcess(rank=job.global_rank(local_rank), pid=process.pid, poll=lambda: process.exitcode)
+
+
+def _run_forked(
+    job: Job,
+    local_rank: int,
+    call: Callable[[], object],
+    interrupts: Interrupts,
+    watchdog: Watchdog,
+    parent: int,
+) -> None:
+    os.setsid()
+    interrupts.restore()
+    watchdog.let_go()
+    os.environ.update(job.rank_variables(local_rank))
+    if job.listener is not None and job.global_rank(local_rank) == 0:
+        os.environ[LISTENER_VARIABLE] = str(job.listener.fileno())
+    elif job.listener is not None:
+        job.listener.close()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)  # the parent's thread pool is not there any more, and using it would hang
+    rank.enter_rank(job.folder, runs_script=False, parent=parent)
+    sys.exit(rank.exit_code_of(job.folder, lambda: rank.return_result(job.folder, call())))
+
+
+def _run_served(folder: Path, main: dict[str, Any], environ: dict[str, str], listener: socket.socket | None) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environ)
+    if listener is not None:
+        os.environ[LISTENER_VARIABLE] = str(listener.detach())
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # read when torch was loaded, by the server
+    rank.enter_rank(folder, runs_script=False, parent=None)
+    sys.exit(rank.exit_code_of(folder, lambda: rank.run_function(folder, main)))
+
+
+def _main_module(global_rank: int) -> dict[str, Any]:
+    main = spawn.get_preparation_data(f"rank {global_rank}")
+    main.pop("authkey")  # secret, and of use only to processes that talk through multiprocessing
+    return main
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the user's script in the new process.
+
+    The rank does it itself, after it has been set up, so that a script that fails there leaves its traceback.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _first_directory() -> str | None:
+    """Return where the interpreter was started, as the script will change the directory once more if it did so."""
+    directory = multiprocessing.process.ORIGINAL_DIR  # type: ignore[attr-defined]  # not in typeshed
+    return directory if directory and Path(directory).is_dir() else None

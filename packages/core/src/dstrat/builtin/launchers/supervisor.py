@@ -1,0 +1,218 @@
+"""Watching the ranks of a job until all of them have ended, well or badly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from dstrat.builtin.launchers.culprit import RankEnd, failure_error
+from dstrat.builtin.launchers.failures import read_failure
+from dstrat.builtin.launchers.interrupts import STOP_SIGNALS
+from dstrat.builtin.launchers.rank import STACK_SIGNAL, stack_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from dstrat.builtin.launchers.interrupts import Interrupts
+    from dstrat.builtin.launchers.processes import RankProcess
+
+_POLL = 0.01  # seconds between two looks
+_SETTLE = 0.75  # seconds for the rank that failed first to be seen, after another one has lost it
+_DUMP = 0.5  # seconds for a rank to write its stack
+_REAP = 5.0  # seconds for killed processes to go
+
+
+class Supervisor:
+    """The one who starts nothing and trains nothing, and therefore is there when a rank fails.
+
+    Args:
+        processes: The ranks.
+        folder: The job's folder.
+        world_size: Ranks of the whole job.
+        interrupts: Collects the signals to stop.
+        grace: Seconds between asking a rank to end and killing it.
+        stop_grace: Seconds for the ranks to stop in order, after the first signal to stop.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[RankProcess],
+        folder: Path,
+        *,
+        world_size: int,
+        interrupts: Interrupts,
+        grace: float,
+        stop_grace: float,
+    ) -> None:
+        self.processes = processes
+        self.folder = folder
+        self.world_size = world_size
+        self.interrupts = interrupts
+        self.grace = grace
+        self.stop_grace = stop_grace
+        self.ends: dict[int, RankEnd] = {}
+        self.stop_signal: signal.Signals | None = None
+        self._enough = 1  # signals received here after which the ranks are ended at once
+        self._deadline = float("inf")
+
+    def run(self) -> None:
+        """Wait until all ranks have ended well.
+
+        Raises:
+            RankFailedError: A rank failed; all are ended.
+            KeyboardInterrupt: The job was stopped by Ctrl-C; all are ended.
+            SystemExit: The job was stopped by another signal; all are ended.
+        """
+        stacks: dict[int, str] = {}
+        try:
+            while not self._is_over():
+                time.sleep(_POLL)
+            if self._failures():
+                stacks = self._stacks_of_running()
+        finally:
+            self.end_all()
+        self._report(stacks)
+
+    def _is_over(self) -> bool:
+        self._look()
+        self._note_stop()
+        if self._all_exited():
+            self._look()
+            return True
+        if self.stop_signal is not None:
+            return (
+                len(self.interrupts.received) >= self._enough or time.monotonic() > self._deadline or self._has_cause()
+            )
+        if not self._failures():
+            return False
+        self._wait_until(lambda: self._has_cause() or self._all_exited(), _SETTLE)
+        self._look()
+        self._note_stop()
+        return self.stop_signal is None
+
+    # Looking
+
+    def _look(self) -> None:
+        """Note which ranks have ended or left a failure since the last look."""
+        for process in self.processes:
+            known = self.ends.get(process.rank)
+            if known is None or known.exit_code is None:
+                self._look_at(process)
+
+    def _look_at(self, process: RankProcess) -> None:
+        exit_code = process.poll()  # before the file is read: what has ended writes no more
+        failure = read_failure(self.folder, process.pid)
+        if exit_code is None and failure is None:
+            return
+        stacks = stack_file(self.folder, process.pid)
+        crashed = exit_code is not None and exit_code < 0
+        self.ends[process.rank] = RankEnd(
+            rank=process.rank,
+            exit_code=exit_code,
+            failure=failure,
+            time_ns=failure.time_ns if failure is not None else time.time_ns(),
+            was_set_up=stacks.exists(),
+            stack=_read_stack(stacks) if crashed else "",
+        )
+
+    def _failures(self) -> list[RankEnd]:
+        return [end for end in self.ends.values() if end.is_failure and not self._obeyed(end)]
+
+    def _has_cause(self) -> bool:
+        self._look()
+        return any(end.remoteness == 0 for end in self._failures())
+
+    def _all_exited(self) -> bool:
+        return not self._running()
+
+    def _running(self) -> list[RankProcess]:
+        return [process for process in self.processes if process.poll() is None]
+
+    def _wait_until(self, is_true: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_true() and time.monotonic() < deadline:
+            time.sleep(_POLL)
+
+    # Stopping in order
+
+    def _note_stop(self) -> None:
+        """Begin to stop when a signal has arrived here, or when ranks have obeyed one that reached them directly."""
+        if self.stop_signal is not None:
+            return
+        if self.interrupts.received:
+            self.stop_signal = self.interrupts.received[0]
+            self._enough = 2
+            self._send(self.stop_signal, self._running())
+            print(
+                f"{self.stop_signal.name}: all ranks stop at the next step; a second one ends them at once",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            self.stop_signal = next(filter(None, map(_stopped_by, self.ends.values())), None)
+        if self.stop_signal is not None:
+            self._deadline = time.monotonic() + self.stop_grace
+
+    def _obeyed(self, end: RankEnd) -> bool:
+        """Whether a rank's end is what was asked for."""
+        killed = self.stop_signal is not None and end.exit_code == -self.stop_signal
+        return killed or _stopped_by(end) is not None
+
+    # Ending
+
+    def _stacks_of_running(self) -> dict[int, str]:
+        """Let the ranks that have neither ended nor failed show where they are."""
+        running = [process for process in self._running() if process.rank not in self.ends]
+        files = {process.rank: stack_file(self.folder, process.pid) for process in running}
+        self._send(STACK_SIGNAL, [process for process in running if files[process.rank].exists()])
+        self._wait_until(lambda: all(map(_read_stack, files.values())), _DUMP)
+        time.sleep(_POLL)  # the last one may still be writing
+        return {rank: _read_stack(file) for rank, file in files.items()}
+
+    def end_all(self) -> None:
+        """End every rank, and whatever it has started: ask, wait a little, kill."""
+        self._send(signal.SIGTERM, [process for process in self._running() if process.rank not in self.ends])
+        self._wait_until(self._all_exited, self.grace)
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        self._send(signal.SIGKILL, self._running())  # a rank that had not yet made its group
+        self._wait_until(self._all_exited, _REAP)
+
+    def _send(self, number: signal.Signals, processes: Iterable[RankProcess]) -> None:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    # Telling
+
+    def _report(self, stacks: dict[int, str]) -> None:
+        """Raise what the end of the job means; nothing when all ranks have ended well, even if they were asked to."""
+        if len(self.ends) == len(self.processes) and not any(end.is_failure for end in self.ends.values()):
+            return
+        error = None
+        if failures := self._failures():
+            well = [end for end in self.ends.values() if not end.is_failure]
+            error = failure_error([*failures, *well], stacks, self.world_size)
+        if self.stop_signal is None and error is not None:
+            raise error
+        cause = error if any(end.remoteness == 0 for end in failures) else None
+        if self.stop_signal in (signal.SIGINT, None):
+            raise KeyboardInterrupt from cause
+        raise SystemExit(128 + self.stop_signal) from cause
+
+
+def _stopped_by(end: RankEnd) -> signal.Signals | None:
+    """Return the signal that a rank has obeyed when it stopped in order, by the exit code that shells use."""
+    if end.failure is not None or end.exit_code is None:
+        return None
+    return next((number for number in STOP_SIGNALS if end.exit_code == 128 + number), None)
+
+
+def _read_stack(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace").strip() if file.exists() else ""
