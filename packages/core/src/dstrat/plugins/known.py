@@ -71,6 +71,9 @@ _STRATEGIES = {
 KNOWN: Mapping[Kind, Mapping[str, str]] = {"accelerator": _ACCELERATORS, "strategy": _STRATEGIES}
 """For a kind and an alias, what to give to ``pip install``, in the order of the alphabet."""
 
+FOR_SEVERAL_DEVICES = "ddp"
+"""The strategy to install where several devices or processes find none that can use them."""
+
 
 def known_requirement(kind: Kind, alias: str) -> str | None:
     """Return what brings the alias, as ``pip install`` wants it; None where nothing is known to."""

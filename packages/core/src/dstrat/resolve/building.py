@@ -1,0 +1,94 @@
+"""From a plan to live objects."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from dstrat.builtin.launchers.external import ExternalLauncher
+from dstrat.builtin.launchers.local import LocalLauncher
+from dstrat.interfaces.parts import Parts
+from dstrat.plugins.catalog import get_catalog
+from dstrat.resolve.given import SUBJECTS, given_parts
+from dstrat.resolve.part import part_from, part_of_offer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.launcher import Launcher
+    from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.plugins.catalog import Catalog
+    from dstrat.plugins.component import Kind
+    from dstrat.resolve.part import Part
+    from dstrat.resolve.plan import Plan
+    from dstrat.resolve.request import Request
+
+
+def build(
+    plan: Plan, request: Request, *, catalog: Catalog | None = None, environ: Mapping[str, str] | None = None
+) -> Strategy:
+    """Construct the strategy and its parts; no device is touched and no process started.
+
+    Args:
+        plan: What will run.
+        request: What the plan was made from; it holds what the user constructed.
+        catalog: What there is; None is the catalog of this process.
+        environ: The environment variables; None is those of this process.
+
+    Returns:
+        The strategy with all its parts; the user's own where the request holds one.
+
+    Raises:
+        CatalogError: The catalog has changed since the plan was made.
+        MisuseError: A class cannot be constructed.
+    """
+    catalog = get_catalog() if catalog is None else catalog
+    environ = os.environ if environ is None else environ
+    parts = _planned_parts(plan, request, catalog)
+    strategy: Strategy = parts["strategy"].construct()
+    accelerator: Accelerator = parts["accelerator"].construct()
+    strategy.receive(
+        Parts(
+            accelerator=accelerator,
+            parallel_devices=tuple(accelerator.get_parallel_devices(plan.device_indices)) or None,
+            cluster_environment=parts["cluster_environment"].construct(environ),
+            checkpoint_io=parts["checkpoint_io"].construct(),
+            precision_plugin=_precision(plan, parts["precision"], strategy, accelerator),
+            launcher=_launcher(plan, environ),
+        )
+    )
+    return strategy
+
+
+def _planned_parts(plan: Plan, request: Request, catalog: Catalog) -> dict[Kind, Part[Any]]:
+    """Return every part of the plan: from the catalog, or what the user gave."""
+    planned: dict[Kind, Part[Any]] = {
+        kind: part_of_offer(catalog.find(kind, name), catalog) for kind, name in plan.catalog_names
+    }
+    if "strategy" not in planned:
+        planned["strategy"] = part_from("strategy", request.strategy, catalog, place="strategy=")
+    given = given_parts(request, planned["strategy"], catalog)
+    for kind, subject in SUBJECTS.items():
+        if kind not in planned:
+            planned[kind] = part_from(kind, given[subject].value, catalog, place=given[subject].place)
+    return planned
+
+
+def _precision(plan: Plan, part: Part[Precision], strategy: Strategy, accelerator: Accelerator) -> Precision:
+    """Return the precision for a flag: the strategy's, else the accelerator's, else the catalog's."""
+    if not part.catalog_name:
+        return part.construct()
+    return strategy.precision_for(plan.precision) or accelerator.precision_for(plan.precision) or part.construct()
+
+
+def _launcher(plan: Plan, environ: Mapping[str, str]) -> Launcher | None:
+    if plan.start_method is not None:
+        return LocalLauncher(
+            num_processes=plan.processes_per_node,
+            start_method=plan.start_method,
+            num_nodes=plan.num_nodes,
+            environ=environ,
+        )
+    return ExternalLauncher(environ) if plan.started_by == "cluster" else None

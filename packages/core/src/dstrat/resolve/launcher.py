@@ -1,0 +1,108 @@
+"""Choosing who starts the processes, and how many there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from dstrat.builtin.launchers.processes import StartMethod
+from dstrat.errors import ClusterError, ConflictError, RequestError
+from dstrat.resolve.ability import ability_of, start_method_of
+from dstrat.resolve.choice import Choice
+
+if TYPE_CHECKING:
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.resolve.obstacles import Situation
+    from dstrat.resolve.part import Part
+
+START_METHODS: tuple[StartMethod, ...] = get_args(StartMethod)
+
+StartedBy = Literal["nobody", "dstrat", "cluster"]
+"""Who starts the processes: nobody where this one is enough."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenLaunch:
+    """Who starts the processes of the job.
+
+    Attributes:
+        started_by: Who starts them.
+        processes_per_node: Number of processes on each machine.
+        world_size: Number of processes of the whole job.
+        start_method: How dstrat starts those of this machine; None where it starts none.
+        reason: Why, a few words.
+    """
+
+    started_by: StartedBy
+    processes_per_node: int
+    world_size: int
+    start_method: StartMethod | None = None
+    reason: str
+
+    @property
+    def choice(self) -> Choice:
+        """The plan's line for it."""
+        value = f"{self.world_size}, by {self.start_method}" if self.start_method else str(self.world_size)
+        return Choice(subject="processes", value=value, reason=self.reason)
+
+
+def choose_launch(strategy: Part[Strategy], situation: Situation) -> ChosenLaunch:
+    """Choose who starts the processes.
+
+    Raises:
+        ClusterError: The environment contradicts the devices and machines, or itself.
+        ConflictError: Processes are needed that the strategy cannot start.
+    """
+    ability = ability_of(strategy)
+    if not ability.starts_processes and situation.num_nodes == 1:
+        return ChosenLaunch(
+            started_by="nobody", processes_per_node=1, world_size=1, reason="the strategy needs no others"
+        )
+    per_node = situation.num_devices if ability.starts_processes else 1
+    situation.cluster.live.validate(num_devices=per_node, num_nodes=situation.num_nodes)
+    if situation.cluster.live.creates_processes_externally:
+        return _external(per_node, situation)
+    return _local(strategy, per_node, situation)
+
+
+def _external(per_node: int, situation: Situation) -> ChosenLaunch:
+    name, num_nodes = situation.cluster.part.name, situation.num_nodes
+    if situation.started != per_node * num_nodes:
+        raise ClusterError(
+            f"{name} started {situation.started} processes, and {per_node} on each of num_nodes={num_nodes} "
+            f"are needed: start {per_node * num_nodes}, or ask for devices='auto'"
+        )
+    return ChosenLaunch(
+        started_by="cluster",
+        processes_per_node=per_node,
+        world_size=per_node * num_nodes,
+        reason=f"started already, says {name}",
+    )
+
+
+def _local(strategy: Part[Strategy], per_node: int, situation: Situation) -> ChosenLaunch:
+    world_size = per_node * situation.num_nodes
+    if world_size == 1:
+        return ChosenLaunch(started_by="nobody", processes_per_node=1, world_size=1, reason="this one is enough")
+    return ChosenLaunch(
+        started_by="dstrat",
+        processes_per_node=per_node,
+        world_size=world_size,
+        start_method=_start_method(strategy, world_size),
+        reason=f"one per {'device' if per_node == situation.num_devices else 'machine'}",
+    )
+
+
+def _start_method(strategy: Part[Strategy], world_size: int) -> StartMethod:
+    method = start_method_of(strategy)
+    if method is None:
+        raise ConflictError(
+            f"{strategy.title} starts no processes, and {world_size} are needed: start them with torchrun, "
+            "or with a scheduler"
+        )
+    for known in START_METHODS:
+        if method == known:
+            return known
+    raise RequestError(
+        f"start_method {method!r} of {strategy.title} does not exist: choose one of {', '.join(START_METHODS)}"
+    )

@@ -1,0 +1,126 @@
+"""From a request to a plan: every choice in its order, each made by a function of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from dstrat.errors import RequestError
+from dstrat.plugins.catalog import get_catalog
+from dstrat.resolve.accelerator import Load, choose_accelerator
+from dstrat.resolve.checkpoint_io import choose_checkpoint_io
+from dstrat.resolve.choice import Choice
+from dstrat.resolve.cluster import choose_cluster, external_world_size
+from dstrat.resolve.devices import choose_devices, device_type
+from dstrat.resolve.given import given_parts
+from dstrat.resolve.interactive import is_interactive
+from dstrat.resolve.launcher import choose_launch
+from dstrat.resolve.obstacles import Situation
+from dstrat.resolve.part import part_from
+from dstrat.resolve.plan import Plan
+from dstrat.resolve.precision import choose_precision, flag_of
+from dstrat.resolve.strategy import choose_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.plugins.catalog import Catalog
+    from dstrat.resolve.part import Part
+    from dstrat.resolve.request import Request
+
+
+def make_plan(
+    request: Request,
+    *,
+    catalog: Catalog | None = None,
+    environ: Mapping[str, str] | None = None,
+    interactive: bool | None = None,
+) -> Plan:
+    """Decide what will run.
+
+    Args:
+        request: What the user said.
+        catalog: What there is; None is the catalog of this process.
+        environ: The environment variables; None is those of this process.
+        interactive: Whether this is a notebook or a prompt; None finds out.
+
+    Returns:
+        The plan; the same request, catalog and environment always give the same.
+
+    Raises:
+        RequestError: What was asked for contradicts itself or cannot be done.
+        CatalogError: An alias cannot be used.
+        MisuseError: A class cannot be constructed.
+    """
+    catalog = get_catalog() if catalog is None else catalog
+    environ = os.environ if environ is None else environ
+    num_nodes = _checked_num_nodes(request.num_nodes)
+    asked = _asked_strategy(request, catalog)
+    given = given_parts(request, asked, catalog)
+    cluster = choose_cluster(given.get("cluster environment"), catalog, environ)
+    started = external_world_size(cluster.live)
+    accelerator = choose_accelerator(
+        given.get("accelerator"), catalog, Load(strategy=asked, device_type=device_type(given.get("devices")))
+    )
+    devices = choose_devices(
+        given.get("devices"), accelerator.live, started=started, num_nodes=num_nodes, strategy=asked
+    )
+    precision = choose_precision(given.get("precision"), accelerator, catalog)
+    situation = Situation(
+        accelerator=accelerator.part,
+        precision=precision.part,
+        num_devices=devices.count,
+        num_nodes=num_nodes,
+        cluster=cluster,
+        started=started,
+        interactive=is_interactive() if interactive is None else interactive,
+    )
+    strategy = choose_strategy(asked, catalog, situation)
+    launch = choose_launch(strategy.part, situation)
+    checkpoint_io = choose_checkpoint_io(given.get("checkpoint io"), catalog)
+    return Plan(
+        choices=(
+            strategy.choice,
+            accelerator.choice("accelerator"),
+            devices.choice,
+            *_nodes_choice(num_nodes),
+            cluster.choice("cluster"),
+            launch.choice,
+            precision.choice("precision", flag_of(precision)),
+            checkpoint_io.choice("checkpoint io"),
+        ),
+        strategy=strategy.part.name,
+        accelerator=accelerator.part.name,
+        cluster_environment=cluster.part.name,
+        precision=flag_of(precision),
+        checkpoint_io=checkpoint_io.part.name,
+        device_indices=devices.indices or (),
+        num_devices=devices.count,
+        num_nodes=num_nodes,
+        processes_per_node=launch.processes_per_node,
+        world_size=launch.world_size,
+        started_by=launch.started_by,
+        start_method=launch.start_method,
+        catalog_names=tuple(
+            (part.kind, part.catalog_name)
+            for part in (strategy.part, accelerator.part, cluster.part, precision.part, checkpoint_io.part)
+            if part.catalog_name
+        ),
+    )
+
+
+def _checked_num_nodes(num_nodes: object) -> int:
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+        raise RequestError(f"num_nodes={num_nodes!r} is not a number of machines: give 1 or more")
+    return num_nodes
+
+
+def _asked_strategy(request: Request, catalog: Catalog) -> Part[Strategy] | None:
+    if isinstance(request.strategy, str) and request.strategy == "auto":
+        return None
+    return part_from("strategy", request.strategy, catalog, place=f"strategy={request.strategy!r}")
+
+
+def _nodes_choice(num_nodes: int) -> list[Choice]:
+    return [Choice(subject="nodes", value=str(num_nodes), reason="asked for")] if num_nodes > 1 else []

@@ -1,0 +1,115 @@
+"""Choosing the strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import ConflictError, DstratError
+from dstrat.plugins.known import FOR_SEVERAL_DEVICES, known_requirement, pip_command
+from dstrat.resolve.ability import ability_by, ability_of
+from dstrat.resolve.choice import Choice
+from dstrat.resolve.obstacles import first_obstacle
+from dstrat.resolve.part import automatic_parts
+
+if TYPE_CHECKING:
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.plugins.catalog import Catalog
+    from dstrat.plugins.offer import Offer
+    from dstrat.resolve.obstacles import Obstacle, Situation
+    from dstrat.resolve.part import Part
+
+_MOST_ALIASES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenStrategy:
+    """The strategy, which is not constructed yet, and why it was chosen.
+
+    Attributes:
+        part: Where it comes from.
+        reason: Why, a few words.
+    """
+
+    part: Part[Strategy]
+    reason: str
+
+    @property
+    def choice(self) -> Choice:
+        """The plan's line for it."""
+        return Choice(subject="strategy", value=self.part.name, reason=self.reason, owner=self.part.owner)
+
+
+def choose_strategy(asked: Part[Strategy] | None, catalog: Catalog, situation: Situation) -> ChosenStrategy:
+    """Choose the strategy.
+
+    Args:
+        asked: The strategy that the user gave; None takes the best that fits.
+        catalog: What there is.
+        situation: What it has to fit.
+
+    Raises:
+        ConflictError: It does not fit, or none does.
+        ClusterError: It does not fit the processes that were started.
+    """
+    if asked is None:
+        return _automatic(catalog, situation)
+    found = first_obstacle(ability_of(asked), situation)
+    if found is not None:
+        raise found.error(f"{asked.title} {found.problem}: {found.cure}{_alternatives(catalog, situation)}")
+    return ChosenStrategy(part=asked, reason="asked for")
+
+
+def _automatic(catalog: Catalog, situation: Situation) -> ChosenStrategy:
+    first: tuple[Part[Any], Obstacle] | None = None
+    for part in automatic_parts("strategy", catalog):
+        ability = ability_of(part)
+        if ability.starts_processes != situation.needs_processes:
+            continue
+        found = first_obstacle(ability, situation)
+        if found is None:
+            return ChosenStrategy(part=part, reason=_need(situation))
+        first = first or (part, found)
+    if first is None:
+        raise ConflictError(_nothing_installed(situation))
+    part, found = first
+    raise found.error(
+        f"no strategy that is chosen automatically fits: {part.title} {found.problem}: {found.cure}"
+        f"{_alternatives(catalog, situation)}"
+    )
+
+
+def _nothing_installed(situation: Situation) -> str:
+    if not situation.needs_processes:
+        return "no strategy for one device is installed that may be chosen automatically: give one as strategy="
+    hint = pip_command(known_requirement("strategy", FOR_SEVERAL_DEVICES) or "")
+    fewer = "start the script once" if situation.started > 1 else "ask for devices=1"
+    return (
+        f"{_need(situation)} need a strategy that runs one process per device, and none is installed: "
+        f"{hint}, or {fewer}"
+    )
+
+
+def _need(situation: Situation) -> str:
+    if situation.started > 1:
+        return f"{situation.started} processes"
+    devices = f"{situation.num_devices} device{'s' if situation.num_devices > 1 else ''}"
+    return devices if situation.num_nodes == 1 else f"{devices} on each of {situation.num_nodes} machines"
+
+
+def _alternatives(catalog: Catalog, situation: Situation) -> str:
+    """List the aliases that fit, those that may be chosen automatically first."""
+    fitting = [offer for offer in catalog.offers("strategy") if _fits(offer, catalog, situation)]
+    fitting.sort(key=lambda offer: offer.component.auto is None)
+    named = ", ".join(repr(offer.component.alias) for offer in fitting[:_MOST_ALIASES])
+    return f" ({named})" if named else ""
+
+
+def _fits(offer: Offer, catalog: Catalog, situation: Situation) -> bool:
+    ability = ability_by(offer.component)
+    if first_obstacle(ability, situation) is not None:
+        return False
+    try:
+        return not catalog.missing_requirements(offer)
+    except DstratError:  # its author wrote a requirement that is none
+        return False
