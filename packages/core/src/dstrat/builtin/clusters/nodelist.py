@@ -6,7 +6,7 @@ import re
 
 from dstrat.errors import ClusterError
 
-_FIRST_HOST = re.compile(r"(?:[^\s,\[\]]|\[[^\s\[\]]*\])+")
+_FIRST_HOST = re.compile(r"(?:[^\s,\[\]]|\[[^\s\[\]]*\])+(?=,|\Z)")
 _BRACKETS = re.compile(r"\[([0-9]+)(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]")
 
 

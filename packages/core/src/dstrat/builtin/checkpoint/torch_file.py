@@ -1,0 +1,148 @@
+"""Checkpoints in one file each, written by torch.save."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrat.errors import CheckpointError
+from dstrat.interfaces.checkpoint_io import CheckpointIO
+
+_REFUSED = re.compile(r"GLOBAL (\S+)|(?:unsupported class|but got <class) '?([\w.]+)")
+
+
+class TorchCheckpointIO(CheckpointIO):
+    """One file for each checkpoint, which is there completely or not at all.
+
+    It is written under a temporary name in the same folder, flushed to the disk and renamed.  Reading runs no code
+    from the file (``weights_only=True``), so a checkpoint holds tensors and plain values; what could not be read back
+    is refused when it is written.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(checkpoint, temporary)
+            _check_loads(temporary, path)
+            temporary.replace(path)
+            _flush_folder(path.parent)
+        except CheckpointError:
+            raise
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"checkpoint {str(path)!r} cannot be written: {_reason(error)}") from error
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"checkpoint {str(path)!r} cannot be written, because it holds something that cannot be pickled "
+                f"({error}): keep to tensors and plain values"
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        path = Path(path)
+        _check_present(path)
+        _check_whole(path)
+        checkpoint = _load(path, path, doing="cannot be read")
+        if not isinstance(checkpoint, dict):
+            raise CheckpointError(
+                f"checkpoint {str(path)!r} holds a {type(checkpoint).__name__} and not a dict: "
+                "load it with torch.load, or choose another file"
+            )
+        return checkpoint
+
+
+def _write(checkpoint: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_loads(temporary: Path, path: Path) -> None:
+    """Read the structure of what was written, without its tensors' values."""
+    _load(temporary, path, doing="is not written, because it could not be read back", mmap=True)
+
+
+def _load(file: Path, path: Path, *, doing: str, mmap: bool = False) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        if not zipfile.is_zipfile(file):
+            raise _damaged(path) from error
+        raise CheckpointError(f"checkpoint {str(path)!r} {doing}: {_refusal(str(error))}") from error
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {str(path)!r} {doing}: {_reason(error)}") from error
+    except Exception as error:
+        raise _damaged(path) from error  # bytes that are no checkpoint raise whatever they look like
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush the renaming, on systems that can open a folder."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _check_present(path: Path) -> None:
+    if path.is_dir():
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} is a folder, and a file was expected: give the path of the file"
+        )
+    if not path.exists():
+        neighbours = sorted(other.name for other in path.parent.glob(f"*{path.suffix}")) if path.parent.is_dir() else []
+        there = f"{str(path.parent)!r} holds {', '.join(neighbours[:5])}" if neighbours else "nothing like it is near"
+        raise CheckpointError(f"checkpoint {str(path)!r} does not exist, and {there}: check the path")
+
+
+def _check_whole(path: Path) -> None:
+    """Compare the checksums in the file, which torch.load does not."""
+    try:
+        if not zipfile.is_zipfile(path):
+            return  # torch's older format, or something else: torch.load knows
+        with zipfile.ZipFile(path) as archive:
+            is_whole = archive.testzip() is None
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {str(path)!r} cannot be read: {_reason(error)}") from error
+    except Exception as error:
+        raise _damaged(path) from error
+    if not is_whole:
+        raise _damaged(path)
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {str(path)!r} is damaged, or was not written by torch.save ({path.stat().st_size} bytes): "
+        "load another one"
+    )
+
+
+def _refusal(message: str) -> str:
+    found = _REFUSED.search(message)
+    if not found:
+        return "it holds something else than tensors and plain values"
+    name = found.group(1) or found.group(2)
+    return (
+        f"it holds {name}, and only tensors and plain values are loaded without running code; "
+        f"to trust that class, call torch.serialization.add_safe_globals([{name}]) first"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return the system's own words, which torch hides behind its own error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror.lower()
+        cause = cause.__cause__ or cause.__context__
+    return str(error)
