@@ -206,16 +206,23 @@ def test_an_alias_that_one_retired_and_another_offers_is_found(site):
 # Refresh
 
 
-def test_refresh_sees_what_was_installed_and_uninstalled_meanwhile(site):
+def test_refresh_sees_what_was_installed_and_uninstalled_within_one_tick_of_the_clock(site):
     site.add("first", site.component("one"))
-    before = "before = find('two')"
-    move = "import pathlib; pathlib.Path('hidden').rename('second-1.0.dist-info')"
-    remove = "pathlib.Path('first-1.0.dist-info').rename('away')"
     site.add("second", site.component("two"))
     (site.folder / "second-1.0.dist-info").rename(site.folder / "hidden")
-    code = f"{before}\n{move}\n{remove}\nrefresh_catalog()\n[before.split(':')[0], find('two'), str(find('one'))]"
+    code = """
+before = find("two")
+import os
+then = os.stat(".")
+os.rename("hidden", "second-1.0.dist-info")
+os.rename("first-1.0.dist-info", "away")
+os.utime(".", ns=(then.st_atime_ns, then.st_mtime_ns))
+refresh_catalog()
+[before, find("two"), find("one")]
+"""
     before, two, one = site.ask(code)
-    assert (before, two) == ("UnknownAliasError", "two@second")
+    assert before.startswith("UnknownAliasError")
+    assert two == "two@second"
     assert one.startswith("UnknownAliasError")
 
 

@@ -193,3 +193,10 @@ def test_of_two_installed_versions_the_first_on_the_path_counts(site, tmp_path):
     site.write("older/acme-1.0.dist-info/entry_points.txt", "[dstrat.v1]\nacme = acme.gone\n")
     found = site.ask("import sys\nsys.path.append('older')\n[(p.label, p.state) for p in get_catalog().plugins]")
     assert found == [["acme 2.0", "loaded"]]
+
+
+def test_a_plugin_of_an_older_version_that_is_hidden_on_the_path_is_not_there(site):
+    site.write("acme-2.0.dist-info/METADATA", "Name: acme\nVersion: 2.0\n")
+    site.write("older/acme-1.0.dist-info/METADATA", "Name: acme\nVersion: 1.0\n")
+    site.write("older/acme-1.0.dist-info/entry_points.txt", "[dstrat.v1]\nacme = acme.gone\n")
+    assert site.ask("import sys\nsys.path.append('older')\nstates()") == {}
