@@ -1,0 +1,182 @@
+"""Communication hooks of DistributedDataParallel: chosen by name or given, on any device that can run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat.plugins.names import nearest
+from dstrat_ddp.bf16_hooks import average_bf16, bf16_around
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+"""What DistributedDataParallel calls, with a state, for each bucket of gradients."""
+
+_PACKAGE = "torch.distributed.algorithms.ddp_comm_hooks"
+_HOOKS = {
+    "allreduce": "default_hooks.allreduce_hook",
+    "batched_powerSGD": "powerSGD_hook.batched_powerSGD_hook",
+    "bf16_compress": "default_hooks.bf16_compress_hook",
+    "fp16_compress": "default_hooks.fp16_compress_hook",
+    "noop": "debugging_hooks.noop_hook",
+    "post_localSGD": "post_localSGD_hook.post_localSGD_hook",
+    "powerSGD": "powerSGD_hook.powerSGD_hook",
+    "quantization_perchannel": "quantization_hooks.quantization_perchannel_hook",
+    "quantization_pertensor": "quantization_hooks.quantization_pertensor_hook",
+}
+_WRAPPERS = {
+    "bf16_compress": "default_hooks.bf16_compress_wrapper",
+    "fp16_compress": "default_hooks.fp16_compress_wrapper",
+}
+_GPU_ONLY = ("batched_powerSGD", "quantization_perchannel", "quantization_pertensor")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommHook:
+    """What the user asked of the communication of gradients.
+
+    Attributes:
+        hook: Takes a state and a bucket, returns a future of the averaged gradients.
+        state: The hook's state; None where it has none, or its default.
+        wrapper: Turns a hook into one that compresses what it sends; None leaves it.
+    """
+
+    hook: Hook
+    state: Any = None
+    wrapper: Callable[[Hook], Hook] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Unpickling torch's PowerSGDState asks for the process group, and processes start before there is one.
+        if isinstance(self.state, _torch("powerSGD_hook.PowerSGDState")):
+            return _with_power_sgd, (self.hook, type(self.state), _slots(self.state), self.wrapper)
+        return _comm_hook, (self.hook, self.state, self.wrapper)
+
+    @property
+    def is_local_sgd(self) -> bool:
+        """Whether gradients stop being averaged over all ranks, so that the parameters must be."""
+        return bool(self.hook is _torch(_HOOKS["post_localSGD"]))
+
+    def register(self, model: Module, device: torch.device) -> None:
+        """Register the hook with a wrapped model whose gradients are on the device.
+
+        Raises:
+            RequestError: The hook does not run there.
+            MisuseError: The model takes no hooks.
+        """
+        if not hasattr(model, "register_comm_hook"):
+            raise MisuseError(
+                f"ddp_comm_hook needs a model with register_comm_hook, and configure_ddp made {type(model).__name__}"
+            )
+        hook: Hook = _for_device(self.hook, device)
+        if self.wrapper is not None:
+            wrap: Callable[[Hook], Hook] = _for_device(self.wrapper, device)
+            hook = wrap(hook)
+        state = self._default_state() if self.state is None else self.state
+        model.register_comm_hook(state, hook if hasattr(hook, "__qualname__") else _function(hook))
+
+    def _default_state(self) -> Any:
+        if self.hook in (_torch(_HOOKS["powerSGD"]), _torch(_HOOKS["batched_powerSGD"])):
+            return _torch("powerSGD_hook.PowerSGDState")(process_group=None)
+        return None
+
+
+def comm_hook(hook: Hook | str | None, state: Any, wrapper: Callable[[Hook], Hook] | str | None) -> CommHook | None:
+    """Return what was asked for; None where it is torch's own averaging.
+
+    Args:
+        hook: A hook, or the name of one of torch's.
+        state: Its state.
+        wrapper: A wrapper of hooks, or the name of one of torch's.
+
+    Raises:
+        RequestError: Nothing has that name.
+        ConflictError: A state or a wrapper is given, and no hook; or a hook without the state that it needs.
+    """
+    if hook is None:
+        _check_unused(ddp_comm_state=state, ddp_comm_wrapper=wrapper)
+        return None
+    chosen = CommHook(
+        hook=_named("ddp_comm_hook", hook, _HOOKS),
+        state=state,
+        wrapper=None if wrapper is None else _named("ddp_comm_wrapper", wrapper, _WRAPPERS),
+    )
+    if chosen.is_local_sgd and not isinstance(state, _torch("post_localSGD_hook.PostLocalSGDState")):
+        raise ConflictError(
+            f"ddp_comm_hook 'post_localSGD' got ddp_comm_state {state!r}, and must know when it starts: give "
+            "ddp_comm_state=PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)"
+        )
+    return chosen
+
+
+def _slots(state: Any) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in state.__slots__}
+
+
+def _with_power_sgd(
+    hook: Hook, state_type: type, slots: dict[str, Any], wrapper: Callable[[Hook], Hook] | None
+) -> CommHook:
+    state: Any = object.__new__(state_type)
+    for name, value in slots.items():
+        setattr(state, name, value)
+    return _comm_hook(hook, state, wrapper)
+
+
+def _comm_hook(hook: Hook, state: Any, wrapper: Callable[[Hook], Hook] | None) -> CommHook:
+    return CommHook(hook=hook, state=state, wrapper=wrapper)
+
+
+def _function(hook: Hook) -> Hook:
+    """Return a function, as DistributedDataParallel asks for its name, which other callables lack."""
+
+    def named(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return hook(state, bucket)
+
+    return named
+
+
+def _check_unused(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConflictError(f"{name} is of no use without a ddp_comm_hook: give that too, or leave it out")
+
+
+def _named(argument: str, given: Any, table: dict[str, str]) -> Any:
+    if callable(given):
+        return given
+    if not isinstance(given, str):
+        raise MisuseError(f"{argument} {given!r} must be callable, or one of {', '.join(table)}")
+    asked = given.lower().replace("_", "").removesuffix("hook").removesuffix("wrapper")
+    for name, path in table.items():
+        if name.lower().replace("_", "") == asked:
+            return _torch(path)
+    near = nearest(given, table)
+    meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    raise RequestError(f"{argument} {given!r} is not one of {', '.join(table)}{meant}")
+
+
+def _for_device(given: Any, device: torch.device) -> Any:
+    """Return what does the same on the device."""
+    if device.type != "cpu":
+        return given
+    for name in _GPU_ONLY:
+        if given is _torch(_HOOKS[name]):
+            possible = ", ".join(other for other in _HOOKS if other not in _GPU_ONLY)
+            raise RequestError(f"ddp_comm_hook {name!r} runs on GPUs only; on the CPU these do: {possible}")
+    ours = {
+        _torch(_HOOKS["bf16_compress"]): average_bf16,
+        _torch(_WRAPPERS["bf16_compress"]): bf16_around,
+    }
+    return ours.get(given, given)
+
+
+def _torch(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(f"{_PACKAGE}.{module}"), name)

@@ -1,0 +1,100 @@
+"""Training in one process with the module replicated on its devices, each batch split among them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dstrat.interfaces.strategy import Strategy
+from dstrat_ddp.replicas import replicated
+from dstrat_ddp.step_module import StepModule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.parts import TrainerLike
+    from dstrat.interfaces.precision import Precision
+
+T = TypeVar("T")
+
+
+class DataParallelStrategy(Strategy):
+    """Training in one process with torch's DataParallel, on one machine.
+
+    Each step copies the module to all devices and gives each a part of the batch; a scalar that the step returns
+    becomes the mean over the devices, other tensors are joined along the batch.  Slower than DDPStrategy, for
+    notebooks and for code that must not run in several processes.  Changes that a step makes to the module itself are
+    lost, and CPU devices count as one.
+
+    Args:
+        accelerator: The hardware.
+        parallel_devices: The devices; the first one keeps the parameters.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes and what follows from them.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, checkpoint_io, precision_plugin)
+        devices = None if parallel_devices is None else tuple(parallel_devices)
+        self.given_parts = dataclasses.replace(self.given_parts, parallel_devices=devices)
+        self.parts = self.given_parts
+
+    @property
+    def parallel_devices(self) -> tuple[torch.device, ...]:
+        """The devices that share each batch."""
+        return self._present(self.parts.parallel_devices, "devices")
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0]
+
+    @property
+    def is_global_zero(self) -> bool:
+        return True
+
+    def model_to_device(self) -> None:
+        self.module.to(self.root_device)
+
+    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is shared among devices too
+        self.model = replicated(StepModule(self.module), self.parallel_devices)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("predict_step", *args, **kwargs)
+
+    def _step(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.forward_context():
+            return self.model(step, *args, **kwargs)
+
+    # Communication: there is one process, and the devices' outputs are one already
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:  # noqa: ARG002 - alone
+        return tensor
+
+    def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - alone
+        return obj
+
+    def barrier(self, name: str | None = None) -> None:
+        pass
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:  # noqa: ARG002 - alone
+        return tensor.unsqueeze(0)

@@ -1,0 +1,56 @@
+"""Training with one process per machine: replicas inside it, DistributedDataParallel between machines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dstrat_ddp.replicas import replicated
+from dstrat_ddp.step_module import StepModule
+from dstrat_ddp.strategy import DDPStrategy
+
+if TYPE_CHECKING:
+    import torch
+
+    from dstrat.interfaces.parts import TrainerLike
+
+
+class DDP2Strategy(DDPStrategy):
+    """Training that behaves like DataParallelStrategy inside a machine and like DDPStrategy between machines.
+
+    Start one process per machine.  Takes the arguments of :class:`~dstrat_ddp.DDPStrategy`.
+    """
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0]
+
+    @property
+    def device_ids(self) -> None:
+        """None: the batch is not moved to one device before it is split."""
+        return
+
+    @property
+    def processes_per_machine(self) -> int:
+        return 1
+
+    def wrap_model(self, trainer: TrainerLike) -> None:
+        self._replicas = replicated(StepModule(self.module), self.parallel_devices)
+        super().wrap_model(trainer)
+
+    def configure_ddp(self) -> None:
+        """Replace :attr:`model` by its replicas, in a wrapper that averages gradients between machines."""
+        self.model = replicated(self.model, self.parallel_devices)
+        super().configure_ddp()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._shared_step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._shared_step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._shared_step("predict_step", *args, **kwargs)
+
+    def _shared_step(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.forward_context():
+            return self._replicas(step, *args, **kwargs)

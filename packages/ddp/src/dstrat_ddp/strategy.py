@@ -1,0 +1,214 @@
+"""Training with torch's DistributedDataParallel: one process per device, gradients averaged in the backward pass."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
+from dstrat_ddp.abort import abort_process_group
+from dstrat_ddp.comm_hooks import comm_hook
+from dstrat_ddp.ddp_keywords import check_ddp_keywords
+from dstrat_ddp.local_sgd import ParameterAveraging, check_averaging_period
+from dstrat_ddp.manual_backward import ManualBackward
+from dstrat_ddp.step_module import StepModule
+from dstrat_ddp.unused_parameters import ExplainedUnusedParameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.parts import TrainerLike
+    from dstrat.interfaces.precision import Precision
+    from dstrat_ddp.comm_hooks import Hook
+
+_logger = logging.getLogger(__name__)
+
+
+class DDPStrategy(ParallelStrategy):
+    """Training with torch's DistributedDataParallel, on one or several machines.
+
+    Each device has a process with a replica of the module; gradients are averaged while the backward pass is still
+    computing.  To wrap in another class, override :meth:`configure_ddp`::
+
+        class CustomDDPStrategy(DDPStrategy):
+            def configure_ddp(self):
+                self.model = MyCustomDistributedDataParallel(self.model, device_ids=self.device_ids)
+
+    Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: Where the job runs.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes and what follows from them.
+        ddp_comm_state: State of the communication hook.
+        ddp_comm_hook: What averages the gradients: a hook, or a name such as ``"fp16_compress"``, ``"bf16_compress"``,
+            ``"powerSGD"`` or ``"post_localSGD"``.
+        ddp_comm_wrapper: Compresses what the hook sends: a wrapper, ``"fp16_compress"`` or ``"bf16_compress"``.
+        model_averaging_period: With ``post_localSGD``, the optimizer steps between two averagings of parameters.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a collective waits for the other ranks before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        **kwargs: Passed to DistributedDataParallel, such as ``find_unused_parameters``, ``static_graph``,
+            ``gradient_as_bucket_view`` and ``bucket_cap_mb``.
+
+    Raises:
+        MisuseError: DistributedDataParallel has no such keyword.
+        RequestError: No communication hook has that name.
+        ConflictError: Arguments of the communication lack one another.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_hook: Hook | str | None = None,
+        ddp_comm_wrapper: Callable[[Hook], Hook] | str | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+            start_method,
+        )
+        check_ddp_keywords(kwargs, type(self))
+        self._ddp_kwargs = kwargs
+        self._comm_hook = comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
+        check_averaging_period(model_averaging_period, self._comm_hook)
+        self._model_averaging_period = model_averaging_period
+        self._averaging: ParameterAveraging | None = None
+        self._manual_backward: ManualBackward | None = None
+        self._explained: AbstractContextManager[Any] = nullcontext()
+        self._has_run_backward = False
+
+    # Wrapping
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """What DistributedDataParallel is told of the device: its index in a list, None on the CPU."""
+        return None if self.root_device.type == "cpu" else [self.root_device.index]
+
+    @property
+    def processes_per_machine(self) -> int:
+        """Number of ranks on this machine, and on each other one."""
+        return len(self.parallel_devices)
+
+    def wrap_model(self, trainer: TrainerLike) -> None:
+        if not trainer.is_fitting:
+            return
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            _logger.info(
+                "%s has no trainable parameter, so that there is nothing to average", type(self.module).__name__
+            )
+            return
+        steps = StepModule(self.module)
+        self.model = steps
+        self.configure_ddp()
+        if isinstance(self.model, DistributedDataParallel):
+            self._manual_backward = ManualBackward(self.model, steps)
+            self._explained = ExplainedUnusedParameters(self.model)
+        self._configure_communication()
+
+    def configure_ddp(self) -> None:
+        """Replace :attr:`model`, a module whose forward runs a step, by a wrapper that averages its gradients."""
+        self.model = DistributedDataParallel(self.model, device_ids=self.device_ids, **self._ddp_kwargs)
+
+    def _configure_communication(self) -> None:
+        if self._comm_hook is None:
+            return
+        self._comm_hook.register(self.model, self.root_device)
+        if self._model_averaging_period is not None:
+            self._averaging = ParameterAveraging(
+                self._model_averaging_period, self._comm_hook.state, self.processes_per_machine
+            )
+
+    # Steps: only training goes through the wrapper, whose forward waits for the other ranks
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model is self.module:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.forward_context(), self._explained:
+            output = self.model("training_step", *args, **kwargs)
+        if self._manual_backward is not None:
+            self._manual_backward.after_forward()
+        return output
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._manual_backward is None:
+            super().backward(loss, *args, **kwargs)
+            return
+        self._manual_backward.before_backward(loss)
+        with self._explained:
+            super().backward(loss, *args, **kwargs)
+            # Left to itself, torch notices at the next step, when gradients that were not averaged have been applied.
+            self.model._check_reducer_finalized()  # noqa: SLF001 - torch documents it for this place
+        self._has_run_backward = True
+
+    def no_backward_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients accumulate without being averaged; it must span forward and backward.
+
+        With ``static_graph`` the first backward pass is averaged all the same, as torch cannot begin without; the
+        sum of gradients comes out right.
+        """
+        if getattr(self.model, "static_graph", False) and not self._has_run_backward:
+            return nullcontext()
+        no_sync: Callable[[], AbstractContextManager[Any]] = getattr(self.model, "no_sync", nullcontext)
+        return no_sync()
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Module | None = None, **kwargs: Any
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._averaging is not None:
+            self._averaging.after_step(optimizer)
+        return output
+
+    # State
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state of an optimizer; of one that is sharded over the ranks, on global rank 0 only."""
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            return super().optimizer_state(optimizer)
+        optimizer.consolidate_state_dict(to=0)
+        return optimizer.state_dict() if self.is_global_zero else {}
+
+    # The end
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._unwrap()
+        abort_process_group()
+
+    def teardown(self) -> None:
+        self._unwrap()
+        super().teardown()
+
+    def _unwrap(self) -> None:
+        if self._averaging is not None:
+            self._averaging.close()
+        self.model, self._averaging, self._manual_backward = self._module, None, None
+        self._explained, self._has_run_backward = nullcontext(), False
