@@ -83,6 +83,16 @@ class ClusterEnvironment(ABC):
         """
         return None
 
+    @property
+    def store_is_served(self) -> bool:
+        """Whether something else listens on ``main_address:main_port`` for the ranks already, as torchrun does."""
+        return False
+
+    @property
+    def attempt(self) -> int:
+        """How many times the job has been restarted, so that what an earlier attempt left is not taken for new."""
+        return 0
+
     def validate(self, *, num_devices: int, num_nodes: int) -> None:
         """Check the environment against the request, before anything starts.
 

@@ -36,7 +36,8 @@ def open_process_group(
     Raises:
         ClusterError: The process group that exists already is of another size or rank.
     """
-    store = dist.PrefixStore(f"dstrat/{next(_openings)}", _rendezvous(cluster, timeout))
+    prefix = f"dstrat/{cluster.attempt}/{next(_openings)}"
+    store = dist.PrefixStore(prefix, _rendezvous(cluster, timeout))
     if dist.is_initialized():
         _check_existing(cluster)
     else:
@@ -65,7 +66,7 @@ def _rendezvous(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
         _stores[address] = dist.TCPStore(
             *address,
             cluster.world_size,
-            is_master=cluster.global_rank == 0,
+            is_master=cluster.global_rank == 0 and not cluster.store_is_served,
             timeout=timeout,
             multi_tenant=True,
             master_listen_fd=cluster.listening_socket,

@@ -45,7 +45,8 @@ def _check_interval(value: Any) -> None:
     fraction = isinstance(value, float) and 0.0 < value <= 1.0
     if value is not None and not count and not fraction:
         raise RequestError(
-            f"val_check_interval={value!r} must be a number of batches (int) or a fraction of the epoch (float, up to 1.0)"
+            f"val_check_interval={value!r} must be a number of batches (int) "
+            "or a fraction of the epoch (float, up to 1.0)"
         )
 
 

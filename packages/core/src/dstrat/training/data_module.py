@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class DataModule(DataHooks):
-    """What downloads, splits and loads data.  For example::
+    """What downloads, splits and loads data.
+
+    For example::
 
         class Digits(DataModule):
             def setup(self, stage):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def overrides(owner: object, name: str, base: type) -> bool:
-    """Return whether a hook is implemented, by the owner's class or on the instance, rather than inherited from base."""
+    """Return whether the owner's class or the instance implements a hook, rather than inheriting that of base."""
     if name in getattr(owner, "__dict__", {}):
         return True
     return getattr(type(owner), name, None) is not getattr(base, name, None)

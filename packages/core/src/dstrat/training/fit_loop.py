@@ -164,8 +164,7 @@ class FitLoop:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        for target in (part, getattr(part, "sampler", None)):
-            if hasattr(target, "set_epoch"):
-                target.set_epoch(epoch)
-                return
+    """Tell the sampler which epoch comes, where it wants to know."""
+    for target in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        if target is not None and hasattr(target, "set_epoch"):
+            target.set_epoch(epoch)

@@ -34,17 +34,17 @@ class DataHooks:
     def predict_dataloader(self) -> Any:
         """Return what prediction iterates over, or a list of such."""
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:  # noqa: ARG002 - a hook
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Change a batch before it goes to the device."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:  # noqa: ARG002
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch of a type of one's own to the device."""
         from dstrat.interfaces.batch import move_to_device
 
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:  # noqa: ARG002 - a hook
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Change a batch when it is on the device."""
         return batch
 

@@ -190,6 +190,12 @@ def size_of(batch: Any) -> int:
     return sizes[0] if sizes else 1
 
 
+def _synchronised(entry: LoggedValue, strategy: Strategy) -> Tensor:
+    latest = torch.as_tensor(entry.latest, dtype=torch.float32, device=strategy.root_device)
+    reduced: Tensor = strategy.reduce(latest, reduce_op=entry.reduce_fx)
+    return reduced
+
+
 def _exact(value: Tensor | float) -> Tensor | float:
     if not isinstance(value, Tensor):
         return value

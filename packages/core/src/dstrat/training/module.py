@@ -38,24 +38,6 @@ class TrainModule(ModuleHooks, DataHooks, nn.Module):
                 return torch.optim.AdamW(self.parameters(), lr=1e-3)
     """
 
-    def __init__(self):
-                super().__init__()
-                self.layer = nn.Linear(32, 2)
-
-            def training_step(self, batch, batch_idx):
-                x, y = batch
-                return nn.functional.cross_entropy(self.layer(x), y)
-
-            def configure_optimizers(self):
-                return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    Attributes:
-        automatic_optimization: Whether the Trainer runs backward and the optimizer's step; where it is False,
-            ``training_step`` does so through :meth:`manual_backward` and :meth:`optimizers`.
-    """
-
-    automatic_optimization: bool = True
-
     def __init__(self) -> None:
         super().__init__()
         self._trainer: Trainer | None = None
@@ -84,7 +66,7 @@ class TrainModule(ModuleHooks, DataHooks, nn.Module):
         """Evaluate one test batch; values are kept through :meth:`log`."""
         raise MisuseError(f"{type(self).__name__} has no test_step: define test_step(self, batch, batch_idx)")
 
-    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - the index, for subclasses
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the predictions of one batch; the module's output unless overridden."""
         return self(batch)
 
@@ -105,15 +87,15 @@ class TrainModule(ModuleHooks, DataHooks, nn.Module):
 
     def optimizer_step(
         self,
-        epoch: int,  # noqa: ARG002 - for subclasses
-        batch_idx: int,  # noqa: ARG002 - for subclasses
+        epoch: int,
+        batch_idx: int,
         optimizer: Optimizer,
         optimizer_closure: Callable[[], Any],
     ) -> None:
         """Run the closure, which computes the gradients, and step the optimizer."""
         self.trainer.strategy.optimizer_step(optimizer, optimizer_closure, self)
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:  # noqa: ARG002
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Clear the gradients of an optimizer."""
         optimizer.zero_grad()
 

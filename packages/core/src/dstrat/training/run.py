@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dstrat.training.module import TrainModule
+    from dstrat.training.random_state import RandomState
     from dstrat.training.sources import Sources
     from dstrat.training.trainer import Trainer
 
@@ -45,6 +46,12 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
     outcome = Outcome.of(trainer, result)
     _finish(trainer, module, sources)
     return outcome
+
+
+def execute_elsewhere(random_state: RandomState, *args: Any) -> Outcome:
+    """Do the same in a process that starts with the random numbers of the one that launched it."""
+    random_state.restore()
+    return execute(*args)
 
 
 def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
@@ -86,8 +93,10 @@ def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
 
 
 def _evaluate(trainer: Trainer, module: TrainModule, sources: Sources) -> list[dict[str, float]]:
-    purpose, source = ("validation", "val") if trainer.stage == "validate" else ("test", "test")
-    loop = EvaluationLoop(trainer, module, sources.loader(source), purpose)
+    if trainer.stage == "validate":
+        loop = EvaluationLoop(trainer, module, sources.loader("val"), "validation")
+    else:
+        loop = EvaluationLoop(trainer, module, sources.loader("test"), "test")
     loop.run()
     return trainer.evaluation_results(len(loop.num_batches))
 
@@ -109,10 +118,14 @@ def _on_exception(trainer: Trainer, exception: BaseException) -> None:
         trainer.strategy.teardown,
     ]
     for step in steps:
-        try:
-            step()
-        except Exception:  # noqa: BLE001 - the first exception is the one that the user must see
-            _log.exception("cleaning up after %s failed", type(exception).__name__)
+        _try(step, exception)
+
+
+def _try(step: Callable[[], None], exception: BaseException) -> None:
+    try:
+        step()
+    except Exception:  # noqa: BLE001 - the exception that broke the run is the one that the user must see
+        _log.exception("cleaning up after %s failed", type(exception).__name__)
 
 
 def _finish(trainer: Trainer, module: TrainModule, sources: Sources) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,7 @@ class RankSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return -(-self._length // self._num_replicas)
+        return math.ceil(self._length / self._num_replicas)
 
     def __iter__(self) -> Iterator[int]:
         indices = list(self._order(self.epoch))
@@ -61,7 +62,7 @@ class RankBatchSampler(Sampler[Any]):
         self._num_replicas, self._rank = num_replicas, rank
 
     def __len__(self) -> int:
-        return max(0, -(-(len(self._batches) - self._rank) // self._num_replicas))
+        return len(range(self._rank, len(self._batches), self._num_replicas))
 
     def __iter__(self) -> Iterator[Any]:
         for index, batch in enumerate(self._batches):

@@ -13,9 +13,11 @@ from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.checkpoint import collect_checkpoint
 from dstrat.training.dispatch import Dispatch
 from dstrat.training.fit_loop import FitLoop
+from dstrat.training.loaders import limit_of
 from dstrat.training.loggers.defaults import complete_loggers
 from dstrat.training.metrics import Metrics, as_numbers
-from dstrat.training.run import execute
+from dstrat.training.random_state import RandomState
+from dstrat.training.run import execute, execute_elsewhere
 from dstrat.training.sources import Sources
 
 if TYPE_CHECKING:
@@ -408,18 +410,12 @@ class Trainer:
         interval = self.val_check_interval
         if interval is None or (interval == 1.0 and isinstance(interval, float)):
             return None
-        if isinstance(interval, float):
-            if num_batches is None:
-                raise MisuseError(
-                    f"val_check_interval={interval!r} is a fraction, and the training loader has no length"
-                )
-            return max(1, int(num_batches * interval))
         if num_batches is not None and interval > num_batches:
             raise MisuseError(
                 f"val_check_interval={interval!r} is more than the {num_batches} training batches of an epoch: "
                 "validation would never run"
             )
-        return interval
+        return max(1, limit_of(interval, num_batches, "val_check_interval") or 1)
 
     # Launching
 
@@ -429,7 +425,8 @@ class Trainer:
         launcher = self.strategy.launcher
         if launcher is None:
             return execute(self, module, sources, ckpt_path).result
-        outcome = launcher.launch(execute, self, module, sources, ckpt_path)
-        if not launcher.runs_here:
-            outcome.restore(self, module)
+        if launcher.runs_here:
+            return launcher.launch(execute, self, module, sources, ckpt_path).result
+        outcome = launcher.launch(execute_elsewhere, RandomState.capture(), self, module, sources, ckpt_path)
+        outcome.restore(self, module)
         return outcome.result

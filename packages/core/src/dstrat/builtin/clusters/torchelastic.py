@@ -28,3 +28,12 @@ class TorchElasticEnvironment(ExternalEnvironment):
 
     def start_command(self, *, num_devices: int, num_nodes: int) -> str:
         return f"torchrun --nnodes={num_nodes} --nproc-per-node={num_devices}"
+
+    @property
+    def store_is_served(self) -> bool:
+        return self.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    @property
+    def attempt(self) -> int:
+        name = "TORCHELASTIC_RESTART_COUNT"
+        return self.variables.integer(name) if name in self.environ else 0

@@ -30,6 +30,11 @@ class ExternalLauncher(Launcher):
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self.environ = environ
 
+    @property
+    def repeats_the_script(self) -> bool:
+        rank = this_rank()
+        return rank is not None and rank.runs_script and history.is_behind()
+
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         launch = history.next_launch()
         rank = this_rank()

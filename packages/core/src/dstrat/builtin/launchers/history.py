@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_counter = itertools.count()
+_begun: list[int] = []
 _failed: dict[int, BaseException] = {}
 _FILE = "history.pickle"
 
 
 def next_launch() -> int:
     """Return the number of the launch that begins now, from 0, and count on."""
-    return next(_counter)
+    _begun.append(len(_begun))
+    return _begun[-1]
+
+
+def is_behind() -> bool:
+    """Return whether this process, which re-runs a program, has yet to reach the launch that it was started for.
+
+    That is the first one that had not failed in the process that started it.
+    """
+    target = max(_failed, default=-1) + 1
+    return len(_begun) <= target
 
 
 def record_failure(launch: int, error: BaseException) -> None:

@@ -61,6 +61,9 @@ class LocalLauncher(Launcher):
         self.grace = grace
         self.stop_grace = stop_grace
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "environ": dict(self.environ)}  # os.environ itself cannot be pickled
+
     @property
     def runs_here(self) -> bool:
         return False
@@ -69,11 +72,10 @@ class LocalLauncher(Launcher):
         launch = history.next_launch()
         try:
             return cast("T", self._launch(partial(function, *args, **kwargs)))
-        except RankFailedError as error:
-            history.record_failure(launch, error)
-            raise error.with_traceback(None) from None  # the rank's own traceback is what helps
         except BaseException as error:
             history.record_failure(launch, error)
+            if isinstance(error, RankFailedError | KeyboardInterrupt):
+                error.with_traceback(None)  # where the supervisor was says nothing
             raise
 
     def _launch(self, call: partial[T]) -> Any:

@@ -25,24 +25,34 @@ def complete_callbacks(
     Raises:
         RequestError: Something given is no callback, or two of them have the same ``state_key``.
     """
-    from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint
-    from dstrat.training.callbacks.model_summary import ModelSummary
-    from dstrat.training.callbacks.progress_bar import ProgressBar
-
     callbacks = [given] if isinstance(given, Callback) else list(given or ())
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise RequestError(f"callbacks={callback!r} is not a Callback (pass an instance, not a class)")
-    wanted: list[tuple[type[Callback], bool]] = [
-        (ProgressBar, progress_bar),
-        (ModelSummary, model_summary),
-        (ModelCheckpoint, checkpointing),
-    ]
-    for default, enabled in wanted:
-        if enabled and not any(isinstance(callback, default) for callback in callbacks):
-            callbacks.append(default())
+    wanted = [(_progress_bar, progress_bar), (_model_summary, model_summary), (_model_checkpoint, checkpointing)]
+    for find, enabled in wanted:
+        if enabled and not any(isinstance(callback, find()) for callback in callbacks):
+            callbacks.append(find()())
     _check_keys(callbacks)
     return sorted(callbacks, key=lambda callback: callback.runs_last)
+
+
+def _progress_bar() -> type[Callback]:
+    from dstrat.training.callbacks.progress_bar import ProgressBar
+
+    return ProgressBar
+
+
+def _model_summary() -> type[Callback]:
+    from dstrat.training.callbacks.model_summary import ModelSummary
+
+    return ModelSummary
+
+
+def _model_checkpoint() -> type[Callback]:
+    from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint
+
+    return ModelCheckpoint
 
 
 def _check_keys(callbacks: Sequence[Callback]) -> None:

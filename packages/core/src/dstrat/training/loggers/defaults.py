@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dstrat.errors import RequestError
 from dstrat.training.loggers.logger import Logger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -26,7 +26,7 @@ def complete_loggers(given: Logger | Sequence[Logger] | bool | None, root_dir: P
         from dstrat.training.loggers.csv_logger import CSVLogger
 
         given = CSVLogger()
-    loggers = [given] if isinstance(given, Logger) else list(given or ())
+    loggers = [given] if isinstance(given, Logger) else list(given) if isinstance(given, Sequence) else []
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise RequestError(f"logger={logger!r} is not a Logger, True or False")

@@ -1,0 +1,48 @@
+"""The state of the random number generators on the host: python's, numpy's and torch's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomState:
+    """What the generators would draw next.
+
+    Attributes:
+        python: State of the module ``random``.
+        numpy: State of numpy's global generator; None where numpy is not loaded.
+        torch: State of torch's generator on the CPU.
+    """
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+
+    @classmethod
+    def capture(cls) -> Self:
+        """Return the state of this process."""
+        numpy = sys.modules.get("numpy")
+        return cls(
+            python=random.getstate(),
+            numpy=numpy.random.get_state() if numpy is not None else None,
+            torch=torch.get_rng_state(),
+        )
+
+    def restore(self) -> None:
+        """Let this process draw the same numbers."""
+        random.setstate(self.python)
+        torch.set_rng_state(self.torch)
+        if self.numpy is not None:
+            import numpy as np
+
+            np.random.set_state(self.numpy)
