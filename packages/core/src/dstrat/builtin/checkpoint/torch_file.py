@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import re
@@ -44,7 +45,8 @@ class TorchCheckpointIO(CheckpointIO):
                 f"({error}): keep to tensors and plain values"
             ) from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the folder may not be there
+                temporary.unlink(missing_ok=True)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         path = Path(path)
@@ -76,12 +78,10 @@ def _load(file: Path, path: Path, *, doing: str, mmap: bool = False) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         if not zipfile.is_zipfile(file):
-            raise _damaged(path) from error
+            raise _damaged(file) from error
         raise CheckpointError(f"checkpoint {str(path)!r} {doing}: {_refusal(str(error))}") from error
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {str(path)!r} {doing}: {_reason(error)}") from error
     except Exception as error:
-        raise _damaged(path) from error  # bytes that are no checkpoint raise whatever they look like
+        raise _damaged(file) from error  # bytes that are no checkpoint raise whatever they look like
 
 
 def _flush_folder(folder: Path) -> None:
@@ -100,22 +100,30 @@ def _check_present(path: Path) -> None:
             f"checkpoint {str(path)!r} is a folder, and a file was expected: give the path of the file"
         )
     if not path.exists():
-        neighbours = sorted(other.name for other in path.parent.glob(f"*{path.suffix}")) if path.parent.is_dir() else []
-        there = f"{str(path.parent)!r} holds {', '.join(neighbours[:5])}" if neighbours else "nothing like it is near"
-        raise CheckpointError(f"checkpoint {str(path)!r} does not exist, and {there}: check the path")
+        raise CheckpointError(f"checkpoint {str(path)!r} does not exist, and {_nearby(path)}: check the path")
+
+
+def _nearby(path: Path) -> str:
+    if not path.parent.is_dir():
+        return "neither does its folder"
+    names = sorted(other.name for other in path.parent.iterdir() if other.suffix == path.suffix)
+    return f"its folder holds {', '.join(names[:5]) if names else f'no other {path.suffix} file'}"
 
 
 def _check_whole(path: Path) -> None:
     """Compare the checksums in the file, which torch.load does not."""
     try:
-        if not zipfile.is_zipfile(path):
-            return  # torch's older format, or something else: torch.load knows
-        with zipfile.ZipFile(path) as archive:
-            is_whole = archive.testzip() is None
+        file = path.open("rb")
     except OSError as error:
         raise CheckpointError(f"checkpoint {str(path)!r} cannot be read: {_reason(error)}") from error
-    except Exception as error:
-        raise _damaged(path) from error
+    with file:
+        try:
+            if not zipfile.is_zipfile(file):
+                return  # torch's older format, or something else: torch.load knows
+            with zipfile.ZipFile(file) as archive:
+                is_whole = archive.testzip() is None
+        except Exception as error:
+            raise _damaged(path) from error
     if not is_whole:
         raise _damaged(path)
 
@@ -143,6 +151,7 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror.lower()
+            place = f" ({cause.filename!r})" if cause.filename else ""
+            return cause.strerror.lower() + place
         cause = cause.__cause__ or cause.__context__
     return str(error)
