@@ -35,8 +35,11 @@ class Load:
 
     def runs_on(self, part: Part[Any], accelerator: Accelerator) -> bool:
         """Return whether it runs on the accelerator."""
-        if self.strategy is not None and not ability_of(self.strategy).runs_on(part):
-            return False
+        fits = self.strategy is None or ability_of(self.strategy).runs_on(part)
+        return fits and self.has_type_of(accelerator)
+
+    def has_type_of(self, accelerator: Accelerator) -> bool:
+        """Return whether the devices, if there are any, are the accelerator's."""
         return self.device_type is None or self.device_type == accelerator.get_parallel_devices([0])[0].type
 
 
@@ -55,14 +58,12 @@ def choose_accelerator(given: Given | None, catalog: Catalog, load: Load) -> Cho
         CatalogError: Nothing usable has that alias.
     """
     if given is None:
-        return _best("auto", list(automatic_parts("accelerator", catalog)), load)
+        return _best("auto", automatic_parts("accelerator", catalog), catalog, load)
     members = _members(given.value, catalog)
     if members:
-        return _best(given.value, list(usable_parts(iter(members), catalog)), load)
+        return _best(given.value, usable_parts(members, catalog), catalog, load)
     chosen: Chosen[Accelerator] = chosen_as_given("accelerator", given, catalog)
-    if not chosen.live.is_available():
-        others = [part.name for part, _ in _available(automatic_parts("accelerator", catalog))]
-        raise DeviceError(f"this machine has no {chosen.part.title}: available are {_listed(others)}")
+    _check(chosen, catalog, load)
     return chosen
 
 
@@ -75,26 +76,41 @@ def _members(name: object, catalog: Catalog) -> list[Offer]:
     return sorted(members, key=lambda offer: float("inf") if offer.component.auto is None else -offer.component.auto)
 
 
-def _best(asked: str, parts: list[Part[Accelerator]], load: Load) -> Chosen[Accelerator]:
-    available = list(_available(iter(parts)))
-    if not available:
-        members = " or ".join(repr(part.name) for part in parts) or "nothing that is installed and can be loaded"
-        raise DeviceError(f"accelerator={asked!r} stands for {members}, and this machine has none")
-    for part, accelerator in available:
-        if load.runs_on(part, accelerator):
-            return Chosen(part=part, reason=_reason(asked, part, [other for other, _ in available]), live=accelerator)
-    raise ConflictError(_nothing_fits(asked, [part.name for part, _ in available], load))
+def _check(chosen: Chosen[Accelerator], catalog: Catalog, load: Load) -> None:
+    absence = _absence(chosen.live)
+    if absence is not None:
+        raise DeviceError(f"{chosen.part.title} {absence}. {_what_is_there(catalog)}")
+    if not load.has_type_of(chosen.live):
+        raise ConflictError(
+            f"{chosen.part.title} has no devices of the type {load.device_type!r}, "
+            "with which the strategy was constructed: leave one of the two out"
+        )
 
 
-def _available(parts: Iterator[Part[Accelerator]]) -> Iterator[tuple[Part[Accelerator], Accelerator]]:
-    for part in parts:
-        try:
-            accelerator = part.construct()
-            is_available = accelerator.is_available()
-        except Exception:  # noqa: BLE001, S112 - nobody asked for this one, and the others must stay usable
-            continue
-        if is_available:
-            yield part, accelerator
+def _absence(accelerator: Accelerator) -> str | None:
+    """Say why the accelerator is not available; None where it is."""
+    try:
+        return None if accelerator.is_available() else "is not available"
+    except Exception as error:  # noqa: BLE001 - of a plugin, whose driver may be broken, while others can be used
+        return f"cannot tell whether it is available ({type(error).__name__}: {error})"
+
+
+def _what_is_there(catalog: Catalog) -> str:
+    live = [(part.name, part.construct()) for part in automatic_parts("accelerator", catalog)]
+    return f"Available on this machine: {_listed([name for name, accelerator in live if _absence(accelerator) is None])}"
+
+
+def _best(asked: str, parts: Iterator[Part[Accelerator]], catalog: Catalog, load: Load) -> Chosen[Accelerator]:
+    candidates = [(part, part.construct()) for part in parts]
+    absences = {part.name: absence for part, live in candidates if (absence := _absence(live)) is not None}
+    available = [(part, live) for part, live in candidates if part.name not in absences]
+    for part, live in available:
+        if load.runs_on(part, live):
+            return Chosen(part=part, reason=_reason(asked, part, [other for other, _ in available]), live=live)
+    if available:
+        raise ConflictError(_nothing_fits(asked, [part.name for part, _ in available], load))
+    members = "; ".join(f"{name!r} {absence}" for name, absence in absences.items()) or "none can be loaded"
+    raise DeviceError(f"accelerator={asked!r} finds none: {members}. {_what_is_there(catalog)}")
 
 
 def _reason(asked: str, best: Part[Accelerator], available: list[Part[Accelerator]]) -> str:
@@ -109,11 +125,9 @@ def _reason(asked: str, best: Part[Accelerator], available: list[Part[Accelerato
 
 def _nothing_fits(asked: str, available: list[str], load: Load) -> str:
     machine = f"accelerator={asked!r} can be {_listed(available)} on this machine"
-    if load.strategy is None:
-        return f"{machine}, and none of these is of the type {load.device_type!r} of the devices"
+    if load.strategy is None or load.device_type is not None:
+        return f"{machine}, and the strategy was constructed with devices of the type {load.device_type!r}"
     accelerators = ability_of(load.strategy).accelerators
-    if load.device_type is not None:
-        return f"{machine}, and {load.strategy.title} was given devices of the type {load.device_type!r}"
     return f"{machine}, and {load.strategy.title} runs on {_listed(accelerators)} only: choose another strategy"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +65,7 @@ def choose_devices(
     most = ability.max_devices if ability is not None else None
     if strategy is not None and most is not None and most < number:
         return _counted(accelerator, most, f"the most that {strategy.name} uses")
-    return _counted(accelerator, number, "what the accelerator offers")
+    return _counted(accelerator, number, "what 'auto' stands for")
 
 
 def device_type(given: Given | None) -> str | None:
@@ -87,10 +86,8 @@ def _as_given(given: Given, accelerator: Accelerator) -> ChosenDevices:
     if given.in_strategy:
         return ChosenDevices(indices=None, count=len(given.value), reason=f"given to {given.place}")
     value = given.value
-    if isinstance(value, bool | float) or not isinstance(value, int | str | Sequence):
-        raise DeviceError(
-            f"{given.place} is of the type {type(value).__name__}: give a number, a list of indices, 'auto'"
-        )
+    if isinstance(value, bool | float):  # int() would take them
+        raise DeviceError(f"{given.place} is of the type {type(value).__name__}: give a number, indices or 'auto'")
     return _parsed(accelerator, value, given.place, "asked for")
 
 
@@ -103,7 +100,7 @@ def _parsed(accelerator: Accelerator, devices: Any, place: str, reason: str) -> 
         indices = tuple(accelerator.parse_devices(devices))
     except DstratError:
         raise
-    except (TypeError, ValueError) as error:  # an accelerator of a plugin that leaves bad words to int()
+    except Exception as error:  # a plugin's accelerator that leaves bad words to int()
         raise DeviceError(f"{place} makes no sense to {type(accelerator).__name__}: {error}") from error
     if not indices:
         raise DeviceError(f"{place} names no device: give at least one")

@@ -6,8 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.errors import CatalogError, ConflictError, MisuseError, RequestError, UnknownAliasError
+from dstrat.errors import CatalogError, ConflictError, MisuseError, PluginError, RequestError, UnknownAliasError
 from dstrat.interfaces.parts import Parts
+from dstrat.plugins.names import nearest
 from dstrat.plugins.offer import kind_label
 from dstrat.resolve.part import INTERFACES
 
@@ -35,7 +36,6 @@ _PLUGIN_KINDS: dict[Kind, Subject] = {
 }
 SUBJECTS: dict[Kind, Subject] = {"accelerator": "accelerator", **_PLUGIN_KINDS}
 """The subject of each kind of part that a strategy is composed of."""
-_ARGUMENTS: dict[Kind, str] = {"strategy": "strategy", "accelerator": "accelerator"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ def given_parts(request: Request, strategy: Part[Any] | None, catalog: Catalog) 
     for subject, given in (*_of_arguments(request), *_of_plugins(request, catalog), *_of_strategy(strategy)):
         if subject in found:
             raise ConflictError(
-                f"the {subject} is given twice, by {found[subject].place} and by {given.place}: leave one of them out"
+                f"{found[subject].place} and {given.place} both give the {subject}: leave one of the two out"
             )
         found[subject] = given
     return found
@@ -78,11 +78,11 @@ def given_parts(request: Request, strategy: Part[Any] | None, catalog: Catalog) 
 
 def _of_arguments(request: Request) -> Iterator[tuple[Subject, Given]]:
     if not _is_auto(request.accelerator):
-        yield "accelerator", Given(value=request.accelerator, place=_written("accelerator", request.accelerator))
+        yield "accelerator", Given(value=request.accelerator, place=written("accelerator", request.accelerator))
     if not _is_auto(request.devices):
-        yield "devices", Given(value=request.devices, place=_written("devices", request.devices))
+        yield "devices", Given(value=request.devices, place=written("devices", request.devices))
     if request.precision is not None:
-        yield "precision", Given(value=request.precision, place=_written("precision", request.precision))
+        yield "precision", Given(value=request.precision, place=written("precision", request.precision))
 
 
 def _of_plugins(request: Request, catalog: Catalog) -> Iterator[tuple[Subject, Given]]:
@@ -100,9 +100,7 @@ def _kind_of_object(plugin: object) -> Kind:
         if issubclass(cls, interface) and kind in _PLUGIN_KINDS:
             return kind
         if issubclass(cls, interface):
-            raise RequestError(
-                f"plugins=[{_shown(plugin)}] is no plugin but the {kind_label(kind)}: give it as {_ARGUMENTS[kind]}="
-            )
+            raise RequestError(f"plugins=[{_shown(plugin)}] is a part of its own: give it as {kind}={_shown(plugin)}")
     raise RequestError(
         f"plugins=[{_shown(plugin)}] is of the type {type(plugin).__name__}: "
         "a plugin is a Precision, a ClusterEnvironment or a CheckpointIO"
@@ -116,14 +114,18 @@ def _kind_of_alias(alias: str, catalog: Catalog) -> Kind:
     if kinds:
         labels = " and of a ".join(kind_label(kind) for kind in kinds)
         raise ConflictError(f"plugins=[{alias!r}] is the name of a {labels}: give the class instead")
-    known = sorted(name for kind in _PLUGIN_KINDS for name in {offer.component.alias for offer in catalog.offers(kind)})
-    raise UnknownAliasError(f"plugins=[{alias!r}] is not known: available are {', '.join(known) or 'none'}")
+    known = sorted({name for kind in _PLUGIN_KINDS for offer in catalog.offers(kind) for name in offer.names})
+    near = " or ".join(repr(name) for name in nearest(alias, known))
+    hint = f"did you mean {near}?" if near else f"available are {', '.join(known) or 'none'}"
+    raise UnknownAliasError(f"plugins=[{alias!r}] is not known: {hint}")
 
 
 def _is_known(kind: Kind, alias: str, catalog: Catalog) -> bool:
     """Return whether the alias means something of this kind, be it retired, not installed or offered by two."""
     try:
         catalog.find(kind, alias)
+    except PluginError:
+        raise
     except UnknownAliasError:
         return False
     except CatalogError:  # says more when it is raised where the part is looked up
@@ -154,7 +156,8 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
-def _written(argument: str, value: object) -> str:
+def written(argument: str, value: object) -> str:
+    """Return how the user wrote an argument, the same in every process."""
     return f"{argument}={_shown(value)}"
 
 

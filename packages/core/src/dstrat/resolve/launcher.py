@@ -9,6 +9,7 @@ from dstrat.builtin.launchers.processes import StartMethod
 from dstrat.errors import ClusterError, ConflictError, RequestError
 from dstrat.resolve.ability import ability_of, start_method_of
 from dstrat.resolve.choice import Choice
+from dstrat.resolve.cluster import check_cluster
 
 if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
@@ -42,7 +43,7 @@ class ChosenLaunch:
     @property
     def choice(self) -> Choice:
         """The plan's line for it."""
-        value = f"{self.world_size}, by {self.start_method}" if self.start_method else str(self.world_size)
+        value = f"{self.world_size} by {self.start_method}" if self.start_method else str(self.world_size)
         return Choice(subject="processes", value=value, reason=self.reason)
 
 
@@ -59,7 +60,7 @@ def choose_launch(strategy: Part[Strategy], situation: Situation) -> ChosenLaunc
             started_by="nobody", processes_per_node=1, world_size=1, reason="the strategy needs no others"
         )
     per_node = situation.num_devices if ability.starts_processes else 1
-    situation.cluster.live.validate(num_devices=per_node, num_nodes=situation.num_nodes)
+    check_cluster(situation.cluster, processes_per_node=per_node, num_nodes=situation.num_nodes)
     if situation.cluster.live.creates_processes_externally:
         return _external(per_node, situation)
     return _local(strategy, per_node, situation)

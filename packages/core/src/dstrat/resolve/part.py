@@ -15,7 +15,7 @@ from dstrat.plugins.inheritance import inherited_record
 from dstrat.plugins.offer import kind_label
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Component, Kind
@@ -137,7 +137,7 @@ def automatic_parts(kind: Kind, catalog: Catalog) -> Iterator[Part[Any]]:
     yield from usable_parts((offer for _, offer in ranked), catalog)
 
 
-def usable_parts(offers: Iterator[Offer], catalog: Catalog) -> Iterator[Part[Any]]:
+def usable_parts(offers: Iterable[Offer], catalog: Catalog) -> Iterator[Part[Any]]:
     """Yield the parts that can be loaded, in the order given."""
     for offer in offers:
         try:

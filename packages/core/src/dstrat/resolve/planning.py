@@ -10,24 +10,32 @@ from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve.accelerator import Load, choose_accelerator
 from dstrat.resolve.checkpoint_io import choose_checkpoint_io
 from dstrat.resolve.choice import Choice
-from dstrat.resolve.cluster import choose_cluster, external_world_size
+from dstrat.resolve.cluster import choose_cluster, num_started
 from dstrat.resolve.devices import choose_devices, device_type
-from dstrat.resolve.given import given_parts
+from dstrat.resolve.given import given_parts, written
 from dstrat.resolve.interactive import is_interactive
 from dstrat.resolve.launcher import choose_launch
 from dstrat.resolve.obstacles import Situation
 from dstrat.resolve.part import part_from
 from dstrat.resolve.plan import Plan
-from dstrat.resolve.precision import choose_precision, flag_of
+from dstrat.resolve.precision import choose_precision, flag_of, precision_choice
 from dstrat.resolve.strategy import choose_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
+    from dstrat.resolve.chosen import Chosen
+    from dstrat.resolve.devices import ChosenDevices
+    from dstrat.resolve.launcher import ChosenLaunch
     from dstrat.resolve.part import Part
     from dstrat.resolve.request import Request
+    from dstrat.resolve.strategy import ChosenStrategy
 
 
 def make_plan(
@@ -59,7 +67,7 @@ def make_plan(
     asked = _asked_strategy(request, catalog)
     given = given_parts(request, asked, catalog)
     cluster = choose_cluster(given.get("cluster environment"), catalog, environ)
-    started = external_world_size(cluster.live)
+    started = num_started(cluster)
     accelerator = choose_accelerator(
         given.get("accelerator"), catalog, Load(strategy=asked, device_type=device_type(given.get("devices")))
     )
@@ -77,8 +85,30 @@ def make_plan(
         interactive=is_interactive() if interactive is None else interactive,
     )
     strategy = choose_strategy(asked, catalog, situation)
-    launch = choose_launch(strategy.part, situation)
-    checkpoint_io = choose_checkpoint_io(given.get("checkpoint io"), catalog)
+    return _assembled(
+        strategy=strategy,
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=num_nodes,
+        cluster=cluster,
+        launch=choose_launch(strategy.part, situation),
+        precision=precision,
+        checkpoint_io=choose_checkpoint_io(given.get("checkpoint io"), catalog),
+    )
+
+
+def _assembled(
+    *,
+    strategy: ChosenStrategy,
+    accelerator: Chosen[Accelerator],
+    devices: ChosenDevices,
+    num_nodes: int,
+    cluster: Chosen[ClusterEnvironment],
+    launch: ChosenLaunch,
+    precision: Chosen[Precision],
+    checkpoint_io: Chosen[CheckpointIO],
+) -> Plan:
+    parts = (strategy.part, accelerator.part, cluster.part, precision.part, checkpoint_io.part)
     return Plan(
         choices=(
             strategy.choice,
@@ -87,7 +117,7 @@ def make_plan(
             *_nodes_choice(num_nodes),
             cluster.choice("cluster"),
             launch.choice,
-            precision.choice("precision", flag_of(precision)),
+            precision_choice(precision),
             checkpoint_io.choice("checkpoint io"),
         ),
         strategy=strategy.part.name,
@@ -102,11 +132,7 @@ def make_plan(
         world_size=launch.world_size,
         started_by=launch.started_by,
         start_method=launch.start_method,
-        catalog_names=tuple(
-            (part.kind, part.catalog_name)
-            for part in (strategy.part, accelerator.part, cluster.part, precision.part, checkpoint_io.part)
-            if part.catalog_name
-        ),
+        catalog_names=tuple((part.kind, part.catalog_name) for part in parts if part.catalog_name),
     )
 
 
@@ -119,7 +145,7 @@ def _checked_num_nodes(num_nodes: object) -> int:
 def _asked_strategy(request: Request, catalog: Catalog) -> Part[Strategy] | None:
     if isinstance(request.strategy, str) and request.strategy == "auto":
         return None
-    return part_from("strategy", request.strategy, catalog, place=f"strategy={request.strategy!r}")
+    return part_from("strategy", request.strategy, catalog, place=written("strategy", request.strategy))
 
 
 def _nodes_choice(num_nodes: int) -> list[Choice]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.precision import Precision
     from dstrat.plugins.catalog import Catalog
+    from dstrat.resolve.choice import Choice
     from dstrat.resolve.part import Part
 
 DEFAULT = "32-true"
@@ -49,6 +50,12 @@ def flag_of(chosen: Chosen[Precision]) -> str:
     return getattr(chosen.live, "flag", chosen.part.name)
 
 
+def precision_choice(chosen: Chosen[Precision]) -> Choice:
+    """Return the plan's line for the precision."""
+    flag = flag_of(chosen)
+    return chosen.choice("precision", flag if chosen.part.catalog_name else f"{chosen.part.name} ({flag})")
+
+
 def _chosen(given: Given | None, catalog: Catalog) -> Chosen[Precision]:
     if given is None:
         default: Chosen[Precision] = chosen_as_given("precision", Given(value=DEFAULT, place="the default"), catalog)
@@ -68,7 +75,7 @@ def _unsupported(precision: Precision, hardware: Accelerator) -> torch.dtype | N
 
 def _supported_flags(hardware: Accelerator, catalog: Catalog) -> list[str]:
     flags = []
-    for part in usable_parts(iter(catalog.offers("precision")), catalog):
+    for part in usable_parts(catalog.offers("precision"), catalog):
         precision: Any = _constructed(part)
         if precision is not None and _unsupported(precision, hardware) is None:
             flags.append(part.name)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dstrat.errors import ConflictError, DstratError
+from dstrat.errors import ClusterError, ConflictError, DstratError
 from dstrat.plugins.known import FOR_SEVERAL_DEVICES, known_requirement, pip_command
 from dstrat.resolve.ability import ability_by, ability_of
 from dstrat.resolve.choice import Choice
+from dstrat.resolve.cluster import check_cluster
 from dstrat.resolve.obstacles import first_obstacle
 from dstrat.resolve.part import automatic_parts
 
 if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
+    from dstrat.plugins.component import Component
     from dstrat.plugins.offer import Offer
     from dstrat.resolve.obstacles import Obstacle, Situation
     from dstrat.resolve.part import Part
@@ -56,8 +58,16 @@ def choose_strategy(asked: Part[Strategy] | None, catalog: Catalog, situation: S
         return _automatic(catalog, situation)
     found = first_obstacle(ability_of(asked), situation)
     if found is not None:
+        _check_processes(found, situation)
         raise found.error(f"{asked.title} {found.problem}: {found.cure}{_alternatives(catalog, situation)}")
     return ChosenStrategy(part=asked, reason="asked for")
+
+
+def _check_processes(found: Obstacle, situation: Situation) -> None:
+    """Let an environment that contradicts itself speak first: then the processes may not even be there."""
+    if found.error is ClusterError:
+        per_node = situation.started // situation.num_nodes
+        check_cluster(situation.cluster, processes_per_node=per_node, num_nodes=situation.num_nodes)
 
 
 def _automatic(catalog: Catalog, situation: Situation) -> ChosenStrategy:
@@ -68,7 +78,7 @@ def _automatic(catalog: Catalog, situation: Situation) -> ChosenStrategy:
             continue
         found = first_obstacle(ability, situation)
         if found is None:
-            return ChosenStrategy(part=part, reason=_need(situation))
+            return ChosenStrategy(part=part, reason=f"the first choice for {_need(situation)}")
         first = first or (part, found)
     if first is None:
         raise ConflictError(_nothing_installed(situation))
@@ -99,15 +109,23 @@ def _need(situation: Situation) -> str:
 
 def _alternatives(catalog: Catalog, situation: Situation) -> str:
     """List the aliases that fit, those that may be chosen automatically first."""
-    fitting = [offer for offer in catalog.offers("strategy") if _fits(offer, catalog, situation)]
-    fitting.sort(key=lambda offer: offer.component.auto is None)
-    named = ", ".join(repr(offer.component.alias) for offer in fitting[:_MOST_ALIASES])
+    fitting = [offer.component for offer in catalog.offers("strategy") if _fits(offer, catalog, situation)]
+    fitting.sort(key=lambda component: component.auto is None)
+    plain = [component for component in fitting if not any(_extends(component, other) for other in fitting)]
+    named = ", ".join(repr(component.alias) for component in plain[:_MOST_ALIASES])
     return f" ({named})" if named else ""
+
+
+def _extends(component: Component, other: Component) -> bool:
+    """Return whether the component is the other one with further options."""
+    options = component.options
+    presets_all = all(key in options and options[key] is value for key, value in other.options.items())
+    return component.target == other.target and len(options) > len(other.options) and presets_all
 
 
 def _fits(offer: Offer, catalog: Catalog, situation: Situation) -> bool:
     ability = ability_by(offer.component)
-    if first_obstacle(ability, situation) is not None:
+    if ability.starts_processes != situation.needs_processes or first_obstacle(ability, situation) is not None:
         return False
     try:
         return not catalog.missing_requirements(offer)
