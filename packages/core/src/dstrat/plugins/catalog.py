@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+from importlib.metadata import MetadataPathFinder
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ class Catalog:
         Modules that are imported already are not imported anew: an upgraded plugin needs a new process.
         """
         importlib.invalidate_caches()
+        MetadataPathFinder().invalidate_caches()  # which the line above leaves out before Python 3.13
         self._plugins = discover(self._settings)
         self._installed = tuple(
             Offer(component=component, owner=plugin.distribution, version=plugin.version)
