@@ -20,7 +20,7 @@ if sys.path[0] == _HERE:  # Python's option -P leaves it out
 
 def main() -> None:
     """Become the rank that the command line describes."""
-    folder, parent, kind, target, *arguments = sys.argv[1:]
+    folder, parent, kind, target, *argv = sys.argv[1:]
     _set_path(kind, target)
     from dstrat.builtin.launchers import leaving
 
@@ -30,7 +30,7 @@ def main() -> None:
     from dstrat.builtin.launchers import rank
 
     rank.enter_rank(Path(folder), runs_script=kind != "function", parent=int(parent))
-    code = rank.exit_code_of(Path(folder), lambda: _run(Path(folder), kind, target, arguments))
+    code = rank.exit_code_of(Path(folder), lambda: _run(Path(folder), kind, target, argv))
     leaving.set_exit_code(code)
     sys.exit(code)
 
@@ -47,21 +47,35 @@ def _set_path(kind: str, target: str) -> None:
         sys.path.append(root)
 
 
-def _run(folder: Path, kind: str, target: str, arguments: list[str]) -> None:
-    import json
-    import runpy
-
+def _run(folder: Path, kind: str, target: str, argv: list[str]) -> None:
     from dstrat.builtin.launchers import history, rank
 
     if kind == "function":
+        import json
+
         rank.run_function(folder, json.loads(target))
         return
     history.load(folder)
-    sys.argv[:] = [target, *arguments]
+    sys.argv[:] = argv
     if kind == "script":
-        runpy.run_path(target, run_name="__main__")
+        _run_script(target)
     else:
+        import runpy
+
         runpy.run_module(target, run_name="__main__", alter_sys=True)
+
+
+def _run_script(path: str) -> None:
+    """Run a script in a module ``__main__`` of its own that stays, unlike that of runpy, to the process's end."""
+    from importlib.machinery import SourceFileLoader
+    from types import ModuleType
+
+    loader = SourceFileLoader("__main__", path)
+    module = ModuleType("__main__")
+    module.__file__ = path
+    module.__loader__ = loader
+    sys.modules["__main__"] = module
+    exec(loader.source_to_code(loader.get_data(path), path), module.__dict__)  # noqa: S102 - it is the user's script
 
 
 if __name__ == "__main__":

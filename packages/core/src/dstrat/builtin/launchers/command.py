@@ -22,41 +22,36 @@ class Command:
         flags: The interpreter's own options, such as ``-u``.
         kind: What ``target`` is.
         target: Path of the script, name of the module, or the code.
-        arguments: What the program finds in ``sys.argv[1:]``.
+        argv: What the program finds in ``sys.argv``.
     """
 
     flags: tuple[str, ...]
     kind: Literal["script", "module", "code", "interactive"]
     target: str = ""
-    arguments: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ("",)
 
 
 def parse_command(words: Sequence[str]) -> Command:
     """Take a command line apart as the interpreter does (https://docs.python.org/3/using/cmdline.html)."""
     flags: list[str] = []
     rest = list(words[1:])
-    while rest:
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
         word = rest.pop(0)
-        if word == "--" and rest:
-            word = rest.pop(0)
-        elif word == "--check-hash-based-pycs":
+        if word == "--check-hash-based-pycs":
             flags += [word, rest.pop(0)]
             continue
-        elif word.startswith("-") and word != "-":
-            kept, ending, value = _split_options(word[1:])
-            flags += ["-" + kept] if kept else []
-            if not ending:
-                continue
-            value = value or rest.pop(0)
-            if ending in "cm":
-                kind: Literal["code", "module"] = "code" if ending == "c" else "module"
-                return Command(flags=tuple(flags), kind=kind, target=value, arguments=tuple(rest))
-            flags += ["-" + ending, value]
-            continue
-        if word == "-":
-            break
-        return Command(flags=tuple(flags), kind="script", target=word, arguments=tuple(rest))
-    return Command(flags=tuple(flags), kind="interactive")
+        alone, option, value = _split_options(word[1:])
+        flags += [f"-{alone}"] if alone else []
+        if option in ("c", "m"):
+            target = value or rest.pop(0)
+            kind: Literal["code", "module"] = "code" if option == "c" else "module"
+            return Command(flags=tuple(flags), kind=kind, target=target, argv=(f"-{option}", *rest))
+        if option:
+            flags += [f"-{option}", value or rest.pop(0)]
+    rest = rest[1:] if rest[:1] == ["--"] else rest
+    if not rest or rest[0] == "-":
+        return Command(flags=tuple(flags), kind="interactive")
+    return Command(flags=tuple(flags), kind="script", target=rest[0], argv=tuple(rest))
 
 
 def interpreter_flags() -> tuple[str, ...]:
@@ -88,8 +83,8 @@ def rerun_command(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleTyp
             "start_method='fork'"
         )
     own = command.kind == "script" and Path(command.target).name == Path(path).name
-    arguments = command.arguments if own else tuple(argv[1:])
-    return Command(flags=command.flags, kind="script", target=str(Path(path).absolute()), arguments=arguments)
+    argv = command.argv if own else tuple(argv)  # its own may have been changed since
+    return Command(flags=command.flags, kind="script", target=str(Path(path).absolute()), argv=argv)
 
 
 def _split_options(letters: str) -> tuple[str, str, str]:

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dstrat.errors import RankFailedError
+from dstrat.errors import LaunchError, RankFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ _HINTS = {
     signal.SIGKILL: " (perhaps because the machine ran out of memory)",
     signal.SIGBUS: " (perhaps because /dev/shm is full)",
 }
+_LAUNCH_ERROR = f"{LaunchError.__module__}.{LaunchError.__qualname__}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +74,7 @@ def hung_rank(ends: Sequence[RankEnd], running: Mapping[int, str]) -> int | None
     return min(running, key=lambda rank: ("torch/distributed" in running[rank], rank), default=None)
 
 
-def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_size: int) -> RankFailedError:
+def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_size: int) -> LaunchError:
     """Return the error that tells the user which rank failed, and how.
 
     Args:
@@ -91,12 +92,14 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
             rank=hung,
             rank_traceback=stack,
         )
+    if first.failure is not None and first.failure.error == _LAUNCH_ERROR:
+        return LaunchError(first.failure.message)  # raised by the launcher itself, in the rank
     text = first.failure.traceback if first.failure is not None else first.stack
     message = f"rank {first.rank} of {world_size} {_what_happened(first)}{_circumstances(first, ends, running)}"
     return RankFailedError(
         f"{message}\n\n{text}" if text else message,
         rank=first.rank,
-        exit_code=first.exit_code,
+        exit_code=1 if first.failure is not None else first.exit_code,  # it may not have ended yet
         rank_traceback=text,
     )
 

@@ -126,10 +126,11 @@ def _listen(port: int) -> socket.socket:
     try:
         return socket.create_server((LOOPBACK, port), backlog=1024)
     except OSError as error:
+        reason = os.strerror(error.errno or 0)
         raise LaunchError(
-            f"MASTER_PORT is {port}, and that port cannot be used ({error.strerror}): unset MASTER_PORT, and a free "
-            "port is found, or choose another"
-        ) from error
+            f"MASTER_PORT is {port}, and that port cannot be used ({reason}): unset MASTER_PORT, and a free port is "
+            "found, or choose another"
+        ) from None
 
 
 def _loopback_interface() -> str:

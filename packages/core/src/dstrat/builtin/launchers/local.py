@@ -13,7 +13,7 @@ from dstrat.builtin.launchers.job import Job, open_job
 from dstrat.builtin.launchers.processes import RankProcess, StartMethod
 from dstrat.builtin.launchers.supervisor import Supervisor
 from dstrat.builtin.launchers.watchdog import Watchdog
-from dstrat.errors import LaunchError, RankFailedError, RequestError
+from dstrat.errors import LaunchError, RequestError
 from dstrat.interfaces.launcher import Launcher
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class LocalLauncher(Launcher):
             return cast("T", self._launch(partial(function, *args, **kwargs)))
         except BaseException as error:
             history.record_failure(launch, error)
-            if isinstance(error, RankFailedError | KeyboardInterrupt):
+            if isinstance(error, LaunchError | KeyboardInterrupt):
                 error.with_traceback(None)  # where the supervisor was says nothing
             raise
 
@@ -121,7 +121,7 @@ class LocalLauncher(Launcher):
                 watchdog.guard(ranks[-1].pid)
         except OSError as error:
             supervisor.end_all()
-            raise LaunchError(f"local rank {len(ranks)} of {self.num_processes} cannot be started: {error}") from error
+            raise LaunchError(f"local rank {len(ranks)} of {self.num_processes} cannot be started: {error}") from None
         if job.listener is not None:
             job.listener.close()  # rank 0 has it now; were it open here too, nobody would notice that rank 0 is gone
         supervisor.run()
@@ -130,8 +130,8 @@ class LocalLauncher(Launcher):
         contents = (call.func, call.args, call.keywords)
         try:
             payload.write_payload(rank.function_file(job.folder), contents)
-        except Exception as error:
-            raise _pickle_error(call, self.start_method, error) from error
+        except Exception as error:  # noqa: BLE001 - __reduce__ of any class may raise anything
+            raise _pickle_error(call, self.start_method, error) from None
 
     def _result(self, job: Job) -> Any:
         """Return what rank 0 has left; on other machines than its own there is nothing."""

@@ -47,7 +47,7 @@ class RankProcess:
 
 def start_script(job: Job, local_rank: int, script: command.Command) -> RankProcess:
     """Start a rank that runs the user's script once more."""
-    words = [script.kind, script.target, *script.arguments]
+    words = [script.kind, script.target, *script.argv]
     return _start_interpreter(job, local_rank, script.flags, words, directory=_first_directory())
 
 
@@ -60,7 +60,8 @@ def start_spawned(job: Job, local_rank: int) -> RankProcess:
 def start_served(job: Job, local_rank: int) -> RankProcess:
     """Let multiprocessing's fork server start a rank that runs the function in the job's folder."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", __name__])  # has an effect before the server's start only
+    # Once the server runs this has no effect; torch._dynamo is what the first optimizer loads.
+    context.set_forkserver_preload([name for name in ("torch", "torch._dynamo", __name__) if name in sys.modules])
     environ = {**os.environ, **job.rank_variables(local_rank)}  # the server may have been started with another one
     listener = job.listener if job.global_rank(local_rank) == 0 else None
     arguments = (job.folder, _main_module(job.global_rank(local_rank)), environ, listener)

@@ -1,0 +1,125 @@
+"""Real programs that launch ranks, and the proof that nothing of them is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Outcome:
+    """How a program ended."""
+
+    code: int
+    output: str
+    errors: str
+    seconds: float
+
+
+@dataclass
+class Program:
+    """A program that is run in a process of its own, and whose processes can be told from all others."""
+
+    folder: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    process: subprocess.Popen[str] | None = None
+    started: float = 0.0
+
+    def start(self, *words: str, text: str | None = None, **environ: str) -> None:
+        self.started = time.monotonic()
+        temporary = self.folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, *words],
+            stdin=subprocess.PIPE if text is not None else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env={**os.environ, "MARK": self.mark, "TMPDIR": str(temporary), **environ},
+            start_new_session=True,
+        )
+        if text is not None:
+            self.process.stdin.write(text)
+            self.process.stdin.close()
+            self.process.stdin = None
+
+    def finish(self, timeout: float = 30.0) -> Outcome:
+        output, errors = self.process.communicate(timeout=timeout)
+        seconds = time.monotonic() - self.started
+        print(output, errors, sep="\n")  # what pytest shows when the test fails
+        return Outcome(self.process.returncode, output, errors, seconds)
+
+    def run(self, *words: str, timeout: float = 30.0, text: str | None = None, **environ: str) -> Outcome:
+        self.start(*words, text=text, **environ)
+        return self.finish(timeout)
+
+    def wait_for(self, name: str, timeout: float = 20.0) -> str:
+        """Wait for a file that a rank writes, and return what is in it."""
+        deadline = time.monotonic() + timeout
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline, f"{name} has not come: {self.process.poll()}"
+            time.sleep(0.01)
+        return (self.folder / name).read_text()
+
+    def processes(self) -> dict[int, str]:
+        """Return the command lines of all living processes that descend from the program, by process id."""
+        numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return {pid: self._read(pid, "cmdline") for pid in numbers if self.mark in self._read(pid, "environ")}
+
+    @staticmethod
+    def _read(pid: int, name: str) -> str:
+        try:
+            return Path(f"/proc/{pid}/{name}").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has ended meanwhile
+            return ""
+
+    def wait_until_gone(self, timeout: float = 3.0) -> list[str]:
+        """Return what is still there after a while: command lines, and folders of jobs."""
+        deadline = time.monotonic() + timeout
+        while (left := [*self.processes().values(), *self._folders()]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return left
+
+    def _folders(self) -> list[str]:
+        return [str(path) for path in (self.folder / "tmp").glob("dstrat-job-*")]
+
+
+@pytest.fixture
+def program(tmp_path):
+    """A program that leaves nothing behind, whatever happens in the test."""
+    (tmp_path / "train.py").write_text((HERE / "train.py").read_text())
+    program = Program(tmp_path)
+    yield program
+    if program.process is not None and program.process.poll() is None:
+        program.process.kill()
+        program.process.communicate()
+    assert program.wait_until_gone() == []
+
+
+@pytest.fixture(scope="session")
+def _fork_server():
+    """One fork server that has loaded torch, for all tests: a rank then starts in a few milliseconds."""
+    import torch._dynamo  # noqa: F401
+
+    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])
+    multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture
+def rank_functions(_fork_server, monkeypatch):
+    """The functions that ranks of the fork server run; they have torch, and a process group."""
+    monkeypatch.syspath_prepend(HERE)
+    import rank_functions
+
+    return rank_functions

@@ -1,0 +1,119 @@
+"""What ranks run in tests that need torch and a process group."""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dstrat.builtin.clusters.local import LocalEnvironment
+
+
+def open_group(seconds):
+    cluster = LocalEnvironment()
+    store = dist.TCPStore(
+        cluster.main_address,
+        cluster.main_port,
+        cluster.world_size,
+        is_master=cluster.global_rank == 0,
+        timeout=timedelta(seconds=seconds),
+        master_listen_fd=cluster.listening_socket,
+    )
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=cluster.global_rank,
+        world_size=cluster.world_size,
+        timeout=timedelta(seconds=seconds),
+    )
+    return cluster.global_rank
+
+
+def add_up(factor):
+    tensor = torch.ones(3) * factor * (open_group(30) + 1)
+    dist.all_reduce(tensor)
+    return {"sum": tensor, "threads": torch.get_num_threads()}
+
+
+def get_stuck():
+    """Rank 1 never comes to the second meeting."""
+    rank = open_group(1.0)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        fall_asleep()
+    dist.all_reduce(torch.ones(1))
+
+
+def fall_asleep():
+    time.sleep(60)
+
+
+def never_arrive():
+    """Rank 1 does not even open the process group."""
+    if os.environ["RANK"] == "1":
+        fall_asleep()
+    open_group(1.0)
+
+
+def raise_while_others_wait():
+    """Rank 2 fails, and the others lose it at the same moment."""
+    rank = open_group(30)
+    dist.all_reduce(torch.ones(1))
+    if rank == 2:
+        raise ValueError("boom")
+    dist.all_reduce(torch.ones(1))
+
+
+def die_while_others_wait():
+    rank = open_group(30)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    dist.all_reduce(torch.ones(1))
+
+
+def leave_early():
+    """Rank 1 has enough before the others have."""
+    rank = open_group(30)
+    if rank == 1:
+        return
+    dist.all_reduce(torch.ones(1))
+
+
+def listeners():
+    """Return the addresses on which any process of this network namespace's ranks listens."""
+    open_group(30)
+    dist.all_reduce(torch.ones(1))
+    found = _listening_addresses()
+    dist.barrier()
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
+    return [address for addresses in gathered for address in addresses]
+
+
+def _listening_addresses():
+    """Return the hexadecimal addresses of this process's listening sockets."""
+    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    lines = [line for table in ("tcp", "tcp6") for line in Path("/proc/self/net", table).read_text().splitlines()[1:]]
+    sockets = [line.split() for line in lines]
+    return [
+        fields[1].partition(":")[0]
+        for fields in sockets
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in links  # 0A is TCP_LISTEN
+    ]
+
+
+def return_lambda():
+    return {"metrics": [1.0, lambda: 2]}
+
+
+def identity(*args, **kwargs):
+    return args, kwargs
+
+
+def views():
+    """Return two tensors that share memory, one of them large."""
+    whole = torch.arange(1_000_000.0)
+    return whole, whole[10:20]

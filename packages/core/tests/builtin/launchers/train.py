@@ -1,0 +1,118 @@
+"""The program that the tests of the launchers run: ``train.py METHOD CASE``; rank 1 is the one with a difference."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dstrat.builtin.clusters.local import LocalEnvironment
+from dstrat.builtin.launchers.external import ExternalLauncher
+from dstrat.builtin.launchers.local import LocalLauncher
+
+
+def launcher(method, **options):
+    if LocalEnvironment().creates_processes_externally:
+        return ExternalLauncher()
+    return LocalLauncher(num_processes=2, start_method=method, **options)
+
+
+def write(name, text=""):
+    unfinished = Path(f"{name}.unfinished")
+    unfinished.write_text(str(text))
+    unfinished.replace(name)
+
+
+def work(case):
+    rank = int(os.environ["RANK"])
+    ACTIONS[case](rank)
+    return {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
+
+
+def succeed(rank):
+    write(f"ran-{rank}", os.environ["MASTER_PORT"])
+
+
+def fail(rank):
+    if rank == 1:
+        raise ValueError("boom")
+    time.sleep(60)
+
+
+def die(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def leave(rank):
+    if rank == 1:
+        sys.exit(3)
+    time.sleep(60)
+
+
+def fail_stubbornly(rank):
+    """Rank 0 does not react to SIGTERM."""
+    if rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        write("deaf")
+        time.sleep(60)
+    while not Path("deaf").exists():
+        time.sleep(0.01)
+    raise ValueError("boom")
+
+
+def wait(rank):
+    write(f"waits-{rank}", os.getpid())
+    time.sleep(60)
+
+
+def wait_deaf(rank):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    wait(rank)
+
+
+def wait_with_workers(rank):
+    """Each rank has a child that survives polite signals, as workers of a DataLoader may."""
+    subprocess.Popen(["/bin/sh", "-c", "trap '' TERM INT HUP; while :; do sleep 1; done"])
+    wait(rank)
+
+
+def die_with_workers(rank):
+    """Rank 1 dies when its worker and that of rank 0 are there."""
+    subprocess.Popen(["/bin/sh", "-c", "trap '' TERM INT HUP; while :; do sleep 1; done"])
+    write(f"waits-{rank}", os.getpid())
+    while not Path(f"waits-{1 - rank}").exists():
+        time.sleep(0.01)
+    die(rank)
+
+
+def stop_gently(rank):
+    """Stop at the signal, a little later, as a loop that finishes its step."""
+    write(f"waits-{rank}", os.getpid())
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        time.sleep(0.2)
+        write(f"stopped-{rank}")
+        raise
+
+
+ACTIONS = {
+    action.__name__: action
+    for action in (
+        succeed, fail, die, leave, fail_stubbornly, wait, wait_deaf, wait_with_workers, die_with_workers, stop_gently
+    )
+}  # fmt: skip
+
+
+def main():
+    method, case = sys.argv[1:]
+    result = launcher(method).launch(work, case)
+    print("result", result)
+
+
+if __name__ == "__main__":
+    main()
