@@ -21,7 +21,8 @@ def average_bf16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> to
     buffer = bucket.buffer()
     compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size(state))
     future = dist.all_reduce(compressed, group=state, async_op=True).get_future()
-    return future.then(lambda done: buffer.copy_(done.value()[0]))
+    averaged: torch.futures.Future[torch.Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
+    return averaged
 
 
 def bf16_around(hook: Hook) -> Hook:

@@ -71,7 +71,8 @@ class CommHook:
             RequestError: The hook does not run there.
             MisuseError: The model takes no hooks.
         """
-        if not hasattr(model, "register_comm_hook"):
+        register: Callable[[Any, Hook], None] | None = getattr(model, "register_comm_hook", None)
+        if register is None:
             raise MisuseError(
                 f"ddp_comm_hook needs a model with register_comm_hook, and configure_ddp made {type(model).__name__}"
             )
@@ -80,7 +81,7 @@ class CommHook:
             wrap: Callable[[Hook], Hook] = _for_device(self.wrapper, device)
             hook = wrap(hook)
         state = self._default_state() if self.state is None else self.state
-        model.register_comm_hook(state, hook if hasattr(hook, "__qualname__") else _function(hook))
+        register(state, _acceptable(hook))
 
     def _default_state(self) -> Any:
         if self.hook in (_torch(_HOOKS["powerSGD"]), _torch(_HOOKS["batched_powerSGD"])):
@@ -133,13 +134,15 @@ def _comm_hook(hook: Hook, state: Any, wrapper: Callable[[Hook], Hook] | None) -
     return CommHook(hook=hook, state=state, wrapper=wrapper)
 
 
-def _function(hook: Hook) -> Hook:
-    """Return a function, as DistributedDataParallel asks for its name, which other callables lack."""
+def _acceptable(hook: Hook) -> Hook:
+    """Return a function without annotations: torch asks for its name, and refuses annotations that are text."""
 
-    def named(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def acceptable(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return hook(state, bucket)
 
-    return named
+    acceptable.__annotations__ = {}
+    acceptable.__name__ = acceptable.__qualname__ = getattr(hook, "__name__", type(hook).__name__)
+    return acceptable
 
 
 def _check_unused(**given: Any) -> None:

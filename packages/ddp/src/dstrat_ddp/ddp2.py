@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dstrat.errors import MisuseError
 from dstrat_ddp.replicas import replicated
 from dstrat_ddp.step_module import StepModule
 from dstrat_ddp.strategy import DDPStrategy
@@ -17,8 +18,23 @@ if TYPE_CHECKING:
 class DDP2Strategy(DDPStrategy):
     """Training that behaves like DataParallelStrategy inside a machine and like DDPStrategy between machines.
 
-    Start one process per machine.  Takes the arguments of :class:`~dstrat_ddp.DDPStrategy`.
+    It starts no processes: start one per machine, with torchrun or a scheduler.
+
+    Args:
+        *args: As for DDPStrategy.
+        **kwargs: As for DDPStrategy, but for ``start_method``.
+
+    Raises:
+        MisuseError: A start method is given.
     """
+
+    start_method = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if "start_method" in kwargs:
+            raise MisuseError("DDP2Strategy takes no start_method, as it starts no processes: start one per machine")
+        super().__init__(*args, **kwargs)
+        self.start_method = None
 
     @property
     def root_device(self) -> torch.device:

@@ -36,7 +36,7 @@ class ExplainedUnusedParameters:
 def _explanation(model: DistributedDataParallel, message: str) -> str:
     names = _unused_names(model, message)
     shown = ", ".join(names[:_MOST_NAMES]) or "some parameters"
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    more = " and others" if len(names) > _MOST_NAMES else ""
     return (
         f"the loss does not depend on {shown}{more}, and ddp waits for a gradient of every trainable parameter. "
         'Where that is meant, choose strategy="ddp_find_unused_parameters_true" or '

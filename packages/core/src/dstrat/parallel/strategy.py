@@ -56,7 +56,7 @@ class ParallelStrategy(Strategy):
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
     """
 
-    start_method = "popen"
+    start_method: str | None = "popen"
 
     def __init__(
         self,

@@ -1,0 +1,149 @@
+"""Communication hooks: each of torch's that the CPU can run, and our own in bfloat16."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_loop import Net, parts, single_device_losses, start, train
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+from dstrat.errors import MisuseError, RequestError
+from dstrat_ddp import DDPStrategy
+
+TOLERANCES = {  # of losses, relative, over 20 steps; from compression to 16 bits, or to matrices of rank 1
+    "allreduce": 1e-6,
+    "fp16_compress": 2e-3,
+    "bf16_compress": 2e-2,
+    "powerSGD": 0.3,
+}
+POWER_SGD = {"matrix_approximation_rank": 3, "start_powerSGD_iter": 2}
+CALLABLES = {
+    "bf16_compress": default_hooks.bf16_compress_hook,
+    "fp16_compress": default_hooks.fp16_compress_hook,
+    "partial": functools.partial(default_hooks.allreduce_hook),
+}
+
+
+def hooked_losses(cluster, power_sgd=None, given=None, **options):
+    if power_sgd is not None:
+        options["ddp_comm_state"] = PowerSGDState(process_group=None, **power_sgd)
+    if given is not None:
+        options["ddp_comm_hook"] = CALLABLES[given]
+    strategy = DDPStrategy(**options)
+    start(strategy, Net(), parts(cluster))
+    losses = train(strategy)
+    parameters = [parameter.detach().clone() for parameter in strategy.module.parameters()]
+    drift = max(float((strategy.broadcast(parameter) - parameter).abs().max()) for parameter in parameters)
+    strategy.teardown()
+    return losses, drift
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return single_device_losses()
+
+
+def check(outcomes, expected, tolerance):
+    for losses, drift in outcomes:
+        assert losses == pytest.approx(expected, rel=tolerance)
+        assert drift == 0
+    return outcomes[0][0]
+
+
+@pytest.mark.parametrize("name", TOLERANCES)
+def test_a_hook_by_name_stays_close_to_one_device(ranks, expected, name):
+    options = {"power_sgd": POWER_SGD} if name == "powerSGD" else {}
+    losses = check(ranks(hooked_losses, ddp_comm_hook=name, **options), expected, TOLERANCES[name])
+    assert (losses == pytest.approx(expected, rel=1e-6)) == (name == "allreduce")  # the others did compress
+
+
+@pytest.mark.parametrize("name", ["fp16_compress", "bf16_compress"])
+def test_a_wrapper_compresses_what_the_hook_sends(ranks, expected, name):
+    outcomes = ranks(hooked_losses, ddp_comm_hook="allreduce", ddp_comm_wrapper=name)
+    assert check(outcomes, expected, TOLERANCES[name]) != pytest.approx(expected, rel=1e-6)
+
+
+def test_a_wrapper_works_around_powersgd(ranks, expected):
+    check(
+        ranks(hooked_losses, ddp_comm_hook="powerSGD", ddp_comm_wrapper="fp16_compress", power_sgd=POWER_SGD),
+        expected,
+        TOLERANCES["powerSGD"],
+    )
+
+
+def test_powersgd_by_name_needs_no_state(ranks, expected):
+    check(ranks(hooked_losses, ddp_comm_hook="power_sgd_hook"), expected, 1e-6)  # it begins at step 1000
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("bf16_compress", "bf16_compress"), ("fp16_compress", "fp16_compress"), ("partial", "allreduce")],
+)
+def test_a_hook_may_be_a_callable(ranks, expected, given, name):
+    check(ranks(hooked_losses, given=given), expected, TOLERANCES[name])
+
+
+def test_noop_leaves_each_rank_its_own_gradients(ranks, expected):
+    for _, drift in ranks(hooked_losses, ddp_comm_hook="noop")[1:]:
+        assert drift > 0
+
+
+def refusal(cluster, **options):
+    strategy = DDPStrategy(**options)
+    with pytest.raises(RequestError) as refused:
+        start(strategy, Net(), parts(cluster))
+    strategy.teardown()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["batched_powerSGD", "quantization_pertensor", "quantization_perchannel"])
+def test_hooks_for_gpus_are_refused_on_the_cpu(ranks, name):
+    for message in ranks(refusal, ddp_comm_hook=name):
+        assert message == (
+            f"ddp_comm_hook {name!r} runs on GPUs only; on the CPU these do: "
+            "allreduce, bf16_compress, fp16_compress, noop, post_localSGD, powerSGD"
+        )
+
+
+class OwnWrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+class OwnStrategy(DDPStrategy):
+    def configure_ddp(self):
+        self.model = OwnWrapper(self.model)
+
+
+def hook_without_taker(cluster):
+    strategy = OwnStrategy(ddp_comm_hook="allreduce")
+    with pytest.raises(MisuseError, match="needs a model with register_comm_hook, and configure_ddp made OwnWrapper"):
+        start(strategy, Net(), parts(cluster))
+    strategy.teardown()
+
+
+def test_a_wrapper_that_takes_no_hooks_is_reported(ranks):
+    ranks(hook_without_taker, 1)
+
+
+def counting_hook(state, bucket):
+    state.append(bucket.buffer().numel())
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def sizes_seen(cluster):
+    sizes = []
+    strategy = DDPStrategy(ddp_comm_hook=counting_hook, ddp_comm_state=sizes)
+    start(strategy, Net(), parts(cluster))
+    train(strategy, steps=3)
+    strategy.teardown()
+    return sum(sizes), sum(parameter.numel() for parameter in strategy.module.parameters()), dist.is_initialized()
+
+
+def test_a_hook_of_ones_own_gets_its_state_and_every_gradient(ranks):
+    for seen, parameters, still_open in ranks(sizes_seen):
+        assert seen == 3 * parameters
+        assert not still_open

@@ -1,0 +1,121 @@
+"""One process for several devices: dp, and ddp2 with one such process per machine."""
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+from ddp_loop import Net, batches, parts, share, single_device_losses, start, train
+
+from dstrat.errors import MisuseError
+from dstrat_ddp import DataParallelStrategy, DDP2Strategy
+from dstrat_ddp.replicas import joined
+
+CPU = torch.device("cpu")
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    name: str
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("training", [{}, {"accumulate": 2, "clip": 0.05}])
+def test_dp_on_the_cpu_is_one_device(devices, training):
+    strategy = DataParallelStrategy()
+    start(strategy, Net(), parts(devices=devices))
+    assert train(strategy, **training) == single_device_losses(**training)
+    assert strategy.world_size == 1
+    assert strategy.distributed_sampler_kwargs == {}
+
+
+def test_several_cpu_devices_of_one_process_are_noted(caplog):
+    strategy = DataParallelStrategy()
+    with caplog.at_level("INFO", logger="dstrat_ddp"):
+        start(strategy, Net(), parts(devices=3))
+    assert caplog.messages == ["the 3 CPU devices of this process count as one: no batch is split"]
+
+
+def test_dp_runs_every_step():
+    class All(Net):
+        def test_step(self, batch, batch_idx):
+            return "tested", batch_idx
+
+        def predict_step(self, batch, batch_idx):
+            return self.layers(batch[0])
+
+    strategy = DataParallelStrategy()
+    start(strategy, All(), parts(devices=2), is_fitting=False)
+    batch = next(batches())
+    assert strategy.validation_step(batch, 0).ndim == 0
+    assert strategy.test_step(batch, 7) == ("tested", 7)
+    assert strategy.predict_step(batch, 0).shape == (8, 3)
+    strategy.teardown()
+    assert strategy.model is strategy.module
+
+
+def test_dp_communicates_with_nobody():
+    strategy = DataParallelStrategy(parallel_devices=[CPU])
+    tensor = torch.arange(3.0)
+    assert strategy.reduce(tensor) is tensor
+    assert strategy.broadcast("anything") == "anything"
+    assert strategy.barrier() is None
+    assert strategy.all_gather(tensor).shape == (1, 3)
+    assert strategy.is_global_zero
+    assert strategy.root_device == CPU
+
+
+def test_scalars_become_their_mean_and_other_tensors_are_joined():
+    first = {"loss": torch.tensor(1.0, requires_grad=True), "guess": torch.zeros(2, 3), "count": torch.tensor(1)}
+    second = {"loss": torch.tensor(2.0), "guess": torch.ones(1, 3), "count": torch.tensor(2)}
+    output = joined([first, second], CPU)
+    assert float(output["loss"].detach()) == 1.5
+    assert float(output["count"]) == 1.5
+    assert output["guess"].tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
+    output["loss"].backward()
+    assert float(first["loss"].grad) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ([1.0, 4.0], 2.5),
+        ([None, None], None),
+        (["a", "a"], "a"),
+        ([3, 3], 3),
+        ([(1.0, [2.0]), (3.0, [4.0])], (2.0, [3.0])),
+        ([Pair(1.0, "x"), Pair(2.0, "x")], Pair(1.5, "x")),
+        ([Output(torch.tensor(1.0), "x"), Output(torch.tensor(3.0), "x")], Output(torch.tensor(2.0), "x")),
+    ],
+)
+def test_whatever_a_step_returns_is_joined(outputs, expected):
+    assert joined(outputs, CPU) == expected
+
+
+def ddp2_losses(cluster, **training):
+    strategy = DDP2Strategy()
+    start(strategy, Net(), dataclasses.replace(parts(cluster), parallel_devices=(CPU,)))
+    losses = train(strategy, **training)
+    validated = float(strategy.reduce(strategy.validation_step(share(strategy, next(batches())), 0)))
+    places = strategy.world_size, strategy.root_device.type, strategy.device_ids, strategy.processes_per_machine
+    strategy.teardown()
+    return losses, validated, places
+
+
+@pytest.mark.parametrize("training", [{}, {"accumulate": 2, "clip": 0.05}])
+def test_ddp2_on_two_machines_gives_the_losses_of_one_device(ranks, training):
+    for losses, validated, places in ranks(ddp2_losses, **training):
+        assert losses == pytest.approx(single_device_losses(**training), rel=1e-6)
+        assert validated < losses[0]
+        assert places == (2, "cpu", None, 1)
+
+
+def test_ddp2_has_no_start_method_to_choose():
+    with pytest.raises(MisuseError, match="start one per machine"):
+        DDP2Strategy(start_method="spawn")

@@ -1,0 +1,223 @@
+"""What DDPStrategy wraps, when, and how to wrap in something else."""
+
+import logging
+
+import pytest
+import torch
+from ddp_loop import Net, batches, one_pass, parts, share, single_device_losses, start, train
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dstrat_ddp import DDPStrategy
+
+
+class MyCustomDistributedDataParallel(DistributedDataParallel):
+    forwards = 0
+
+    def forward(self, *args, **kwargs):
+        self.forwards += 1
+        return super().forward(*args, **kwargs)
+
+
+class CustomDDPStrategy(DDPStrategy):
+    def configure_ddp(self):
+        self.model = MyCustomDistributedDataParallel(self.model, device_ids=None)
+
+
+def custom_wrapper(cluster):
+    strategy = CustomDDPStrategy(ddp_comm_hook="allreduce")
+    start(strategy, Net(), parts(cluster))
+    losses = train(strategy)
+    wrapper = strategy.model
+    strategy.teardown()
+    return losses, type(wrapper).__name__, wrapper.forwards, strategy.model is strategy.module
+
+
+def test_configure_ddp_can_wrap_in_a_class_of_ones_own(ranks):
+    for losses, name, forwards, unwrapped in ranks(custom_wrapper):
+        assert losses == pytest.approx(single_device_losses(), rel=1e-6)
+        assert (name, forwards, unwrapped) == ("MyCustomDistributedDataParallel", 20, True)
+
+
+class Averaging(nn.Module):
+    """A wrapper that is no DistributedDataParallel."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.average)
+
+    def average(self, parameter):
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= torch.distributed.get_world_size()
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+class AveragingStrategy(DDPStrategy):
+    def configure_ddp(self):
+        self.model = Averaging(self.model)
+
+
+def foreign_wrapper(cluster):
+    strategy = AveragingStrategy()
+    start(strategy, Net(), parts(cluster))
+    losses = train(strategy)
+    strategy.teardown()
+    return losses
+
+
+def test_the_wrapper_need_not_be_ddp(ranks):
+    for losses in ranks(foreign_wrapper):
+        assert losses == pytest.approx(single_device_losses(), rel=1e-6)
+
+
+class NotingStrategy(DDPStrategy):
+    def setup(self, trainer):
+        assert self.model is self.module
+        super().setup(trainer)
+        self.noted = (isinstance(self.model, DistributedDataParallel), len(self.optimizers))
+
+
+def overridden_setup(cluster):
+    strategy = NotingStrategy()
+    start(strategy, Net(), parts(cluster))
+    strategy.teardown()
+    return strategy.noted
+
+
+def test_setup_can_be_overridden(ranks):
+    assert ranks(overridden_setup) == [(True, 1), (True, 1)]
+
+
+def evaluation(cluster, is_fitting):
+    strategy = DDPStrategy()
+    start(strategy, Net(), parts(cluster), is_fitting=is_fitting)
+    wrapped = isinstance(strategy.model, DistributedDataParallel)
+    own = list(batches(3 + strategy.global_rank))  # ranks may have different numbers of batches
+    with torch.no_grad():
+        losses = [float(strategy.validation_step(batch, index)) for index, batch in enumerate(own)]
+    strategy.barrier()
+    strategy.teardown()
+    return wrapped, losses
+
+
+@pytest.mark.parametrize("is_fitting", [True, False])
+def test_evaluation_waits_for_nobody(ranks, is_fitting):
+    for rank, (wrapped, losses) in enumerate(ranks(evaluation, is_fitting=is_fitting)):
+        assert wrapped == is_fitting
+        assert len(losses) == 3 + rank
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([nn.Parameter(torch.zeros(()))])
+
+
+def frozen_module(cluster):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("dstrat_ddp")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    strategy = DDPStrategy()
+    start(strategy, Frozen(), parts(cluster))
+    with strategy.no_backward_sync():
+        loss = strategy.training_step(next(batches()), 0)
+    plain = strategy.model is strategy.module
+    strategy.teardown()
+    return plain, loss.requires_grad, records
+
+
+def test_a_module_without_trainable_parameters_runs_as_it_is_and_that_is_logged(ranks):
+    message = "Frozen has no trainable parameter, so that there is nothing to average"
+    assert ranks(frozen_module) == [(True, False, [message])] * 2
+
+
+def ignored_parameters(cluster):
+    module = Net()
+    module._ddp_params_and_buffers_to_ignore = ["layers.4.bias"]
+    with torch.no_grad():
+        module.layers[4].bias.fill_(cluster.global_rank)
+    strategy = DDPStrategy()
+    start(strategy, module, parts(cluster))
+    one_pass(strategy, next(batches()), 0, 1)
+    gradients = [strategy.all_gather(layer.grad) for layer in (module.layers[4].bias, module.layers[4].weight)]
+    strategy.teardown()
+    return [bool((gathered[0] == gathered[1]).all()) for gathered in gradients]
+
+
+def test_parameters_that_ddp_is_told_to_ignore_are_ignored_under_their_own_names(ranks):
+    assert ranks(ignored_parameters) == [[False, True]] * 2
+
+
+def twice(cluster):
+    strategy = DDPStrategy()
+    results = []
+    for _ in range(2):
+        start(strategy, Net(), parts(cluster))
+        results.append(train(strategy, steps=5))
+        strategy.teardown()
+        assert not torch.distributed.is_initialized()
+    return results
+
+
+def test_a_second_training_with_the_same_strategy_is_like_the_first(ranks):
+    for first, second in ranks(twice):
+        assert first == second
+
+
+def sharded_optimizer(cluster):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class Sharded(Net):
+        def configure_optimizers(self):
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.05)
+
+    strategy = DDPStrategy()
+    start(strategy, Sharded(), parts(cluster))
+    losses = train(strategy)
+    [optimizer] = strategy.optimizers
+    state = strategy.broadcast(strategy.optimizer_state(optimizer))
+    strategy.load_optimizer_state(optimizer, state)
+    strategy.teardown()
+    return losses, len(state["state"]), len(list(strategy.module.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_state_of_an_optimizer_that_is_sharded_over_the_ranks_is_whole(ranks):
+    for losses, with_state, parameters in ranks(sharded_optimizer):
+        assert losses == pytest.approx(single_device_losses(), rel=1e-6)
+        assert with_state == parameters
+
+
+def names(cluster):
+    strategy = DDPStrategy()
+    start(strategy, Net(), parts(cluster))
+    found = [*strategy.module_state_dict()]
+    strategy.teardown()
+    return found
+
+
+def test_names_of_the_state_are_the_users(ranks):
+    assert ranks(names, 1) == [[*Net().state_dict()]]
+
+
+def shares(cluster):
+    strategy = DDPStrategy()
+    strategy.receive(parts(cluster))
+    return strategy.distributed_sampler_kwargs, float(share(strategy, next(batches()))[0].sum())
+
+
+def test_each_rank_reads_its_own_part(ranks):
+    (first, one), (second, other) = ranks(shares)
+    assert first == {"num_replicas": 2, "rank": 0}
+    assert second == {"num_replicas": 2, "rank": 1}
+    assert one != other
