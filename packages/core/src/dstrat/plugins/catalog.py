@@ -31,12 +31,15 @@ class Catalog:
     Args:
         environ: Where the settings come from.
 
+    Attributes:
+        settings: What the environment variables say about plugins.
+
     Raises:
         RequestError: A setting cannot be understood.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._settings = PluginSettings.from_environ(environ)
+        self.settings = PluginSettings.from_environ(environ)
         self._registered: tuple[Offer, ...] = ()
         self.refresh()
 
@@ -47,7 +50,7 @@ class Catalog:
         """
         importlib.invalidate_caches()
         MetadataPathFinder().invalidate_caches()  # which the line above leaves out before Python 3.13
-        self._plugins = discover(self._settings)
+        self._plugins = discover(self.settings)
         self._installed = tuple(
             Offer(component=component, owner=plugin.distribution, version=plugin.version)
             for plugin in self._plugins
@@ -79,7 +82,7 @@ class Catalog:
         if at:
             found = of_owner(kind, alias, owner, candidates)
         elif candidates:
-            found = choose(kind, alias, candidates, self._settings.preferred.get(alias))
+            found = choose(kind, alias, candidates, self.settings.preferred.get(alias))
         else:
             found = None
         if found is None:
@@ -96,7 +99,7 @@ class Catalog:
         """
         self._check_strict()
         by_alias = groupby(self._all(kind), key=lambda offer: offer.component.alias)
-        preferred = self._settings.preferred
+        preferred = self.settings.preferred
         return tuple(offer for alias, group in by_alias for offer in visible(list(group), preferred.get(alias)))
 
     def load(self, offer: Offer) -> type[Any]:
@@ -157,7 +160,7 @@ class Catalog:
     @property
     def fingerprint_lines(self) -> tuple[str, ...]:
         """All that resolution depends on, one line per fact, sorted; the same for equal catalogs on any machine."""
-        return catalog_lines((*self._installed, *self._registered), self._plugins, self._settings)
+        return catalog_lines((*self._installed, *self._registered), self._plugins, self.settings)
 
     @property
     def fingerprint(self) -> str:
@@ -178,7 +181,7 @@ class Catalog:
 
     def _check_strict(self) -> None:
         broken = [f"{plugin.label} ({plugin.reason})" for plugin in self._plugins if plugin.is_broken]
-        if broken and self._settings.strict:
+        if broken and self.settings.strict:
             raise PluginError(
                 f"{STRICT} is on, and these plugins do not work: {'; '.join(broken)}. "
                 f"Repair or uninstall them, or name them in {DISABLE}"

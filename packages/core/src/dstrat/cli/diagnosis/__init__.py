@@ -1,0 +1,1 @@
+"""The checks of ``dstrat doctor``; each is a function that yields findings."""

@@ -1,0 +1,50 @@
+"""The entry point of the command line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from dstrat.errors import DstratError
+
+_HOMES = {
+    "accelerators": "dstrat.cli.listing",
+    "doctor": "dstrat.cli.doctor",
+    "explain": "dstrat.cli.explain",
+    "plugins": "dstrat.cli.plugins",
+    "show": "dstrat.cli.show",
+    "strategies": "dstrat.cli.listing",
+}
+
+
+class _Commands(click.Group):
+    """The commands, each imported when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click passes it
+        return sorted(_HOMES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click passes it
+        if cmd_name not in _HOMES:
+            return None
+        command: click.Command = getattr(importlib.import_module(_HOMES[cmd_name]), cmd_name)
+        return command
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dstrat", message="%(package)s %(version)s")
+def commands() -> None:
+    """Distributed-training strategies for PyTorch: what there is, what would run, and whether it would work.
+
+    Exit codes: 0 all is well, 1 a problem was found, 2 the command cannot be carried out as given.
+    """
+
+
+def main() -> None:
+    """Run the command that the arguments name, and exit."""
+    try:
+        commands(prog_name="dstrat")
+    except DstratError as error:
+        click.echo(f"dstrat: {error}", err=True)
+        sys.exit(2)

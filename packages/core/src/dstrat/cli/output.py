@@ -1,0 +1,47 @@
+"""Printing: tables for people, plain lines for pipes, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+json_option: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON; what JSON does not know is shown as Python would show it."""
+    click.echo(json.dumps(value, indent=2, default=repr))
+
+
+def print_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> None:
+    """Print rows in columns: wrapped and with a bold header in a terminal, else each row on one line, nothing cut."""
+    if sys.stdout.isatty():
+        _print_for_people(rows, headers)
+    else:
+        _print_plain([headers, *rows] if headers else rows)
+
+
+def _print_plain(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
+def _print_for_people(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(headers), header_style="bold")
+    for position in range(len(rows[0]) if rows else 0):
+        table.add_column(headers[position] if headers else "", overflow="fold", style="cyan" if position == 0 else "")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
