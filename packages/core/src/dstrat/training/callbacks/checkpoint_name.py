@@ -1,0 +1,84 @@
+"""Names of checkpoint files: templates with logged values, and paths that overwrite nothing."""
+
+from __future__ import annotations
+
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from dstrat.errors import MisuseError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+EXTENSION = ".ckpt"
+
+
+class CheckpointName:
+    """A template such as ``"{epoch}-{val_loss:.3f}"``, with names as they were logged.
+
+    Args:
+        template: ``epoch`` and ``step`` are known always; formats are those of ``str.format``.
+
+    Raises:
+        RequestError: It is not a template.
+    """
+
+    def __init__(self, template: str) -> None:
+        try:
+            fields = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+        except ValueError as error:
+            raise RequestError(f"filename={template!r} is not a template: {error}") from error
+        if "" in fields:
+            raise RequestError(f"filename={template!r} has a field without a name: write one, such as {{epoch}}")
+        self._template = template
+        self._fields = fields
+
+    def fill(self, values: Mapping[str, Any]) -> str:
+        """Return the name with its values, which are read from their device now.
+
+        Raises:
+            MisuseError: It asks for something that was not logged, or in a format that a number does not have.
+        """
+        missing = [field for field in self._fields if field not in values]
+        if missing:
+            raise MisuseError(f"filename={self._template!r} asks for {missing[0]!r}, {known_values(values)}")
+        numbers = {field: _number(values[field]) for field in self._fields}
+        try:
+            return _WholeNames().vformat(self._template, (), numbers)
+        except ValueError as error:
+            raise MisuseError(f"filename={self._template!r} cannot be filled: {error}") from error
+
+
+class _WholeNames(Formatter):
+    """Takes a field's name as it stands, also with dots and brackets."""
+
+    @override
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return kwargs[field_name], field_name
+
+
+def known_values(values: Mapping[str, Any]) -> str:
+    """Return the end of a sentence about a name that is not among the values."""
+    return f"which was not logged; there is {', '.join(sorted(values))}" if values else "and nothing was logged"
+
+
+def unused_path(folder: Path, name: str, replaceable: str | None) -> str:
+    """Return the path of a file that does not exist, or that may be replaced; others get a suffix ``-v1``, ``-v2`` ...
+
+    Args:
+        folder: Where it will be.
+        name: Its name without extension.
+        replaceable: A path that may be written over.
+    """
+    path, version = folder / f"{name}{EXTENSION}", 0
+    while path.exists() and str(path) != replaceable:
+        version += 1
+        path = folder / f"{name}-v{version}{EXTENSION}"
+    return str(path)
+
+
+def _number(value: Any) -> int | float:
+    return value if isinstance(value, int) else float(value)

@@ -1,0 +1,117 @@
+"""Logged values as a table in a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from typing_extensions import override
+
+from dstrat.training.loggers.logger import Logger
+from dstrat.training.loggers.version_folder import VersionFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class CSVLogger(Logger):
+    """Writes ``metrics.csv``, one row for each step and source of values, and ``hparams.json``.
+
+    Every row is handed to the system at once, so a run that is killed loses nothing.  A name that appears later
+    becomes a new column: the file is then written anew and replaced in one move.
+
+    Args:
+        save_dir: Holds everything; by default the trainer's ``default_root_dir``.
+        name: The folder in it that holds all versions.
+        version: A number, or a folder's own name; by default the next number that is free.  Rows are added to what
+            a version has already.
+    """
+
+    def __init__(
+        self, save_dir: str | Path | None = None, name: str = "dstrat_logs", version: int | str | None = None
+    ) -> None:
+        self.root_dir = None if save_dir is None else Path(save_dir)
+        self._folder = VersionFolder(name, version)
+        self._table: CSVTable | None = None
+
+    @property
+    def log_dir(self) -> Path:
+        return self._folder.claim(self.root_dir)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._table is None:
+            self._table = CSVTable(self.log_dir / "metrics.csv")
+        self._table.add({"step": step, **metrics})
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        path = self.log_dir / "hparams.json"
+        temporary = path.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(dict(params), indent=2, default=str) + "\n")
+        temporary.replace(path)
+
+    def save(self) -> None:
+        if self._table is not None:
+            self._table.sync()
+
+    @override
+    def finalize(self, status: str) -> None:
+        if self._table is not None:
+            self._table.close()
+            self._table = None
+
+
+class CSVTable:
+    """A CSV file that grows by rows and, when needed, by columns.
+
+    Args:
+        path: The file; rows are added to those that are there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: list[str] = []
+        if path.exists():
+            _cut_broken_row(path)
+            with path.open(newline="") as file:
+                self._columns = next(csv.reader(file), [])
+        self._file: TextIO = path.open("a", newline="")
+
+    def add(self, row: Mapping[str, float]) -> None:
+        """Append a row, with new columns where it has new names."""
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._add_columns(new)
+        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Bring the rows to the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _add_columns(self, names: list[str]) -> None:
+        columns = [*self._columns, *names]
+        temporary = self._path.with_suffix(".csv.tmp")
+        with temporary.open("w", newline="") as target, self._path.open(newline="") as source:
+            writer = csv.writer(target)
+            writer.writerow(columns)
+            rows = csv.reader(source)
+            next(rows, None)
+            writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
+        self._file.close()
+        temporary.replace(self._path)
+        self._columns = columns
+        self._file = self._path.open("a", newline="")
+
+
+def _cut_broken_row(path: Path) -> None:
+    """Remove a last row that a killed process left half-written."""
+    with path.open("r+b") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)

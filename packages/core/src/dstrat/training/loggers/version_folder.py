@@ -1,0 +1,60 @@
+"""The folder of one run: ``<root>/<name>/version_<n>``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dstrat.errors import RequestError
+
+_VERSION = re.compile(r"version_(\d+)")
+
+
+class VersionFolder:
+    """A numbered folder that belongs to one run, also where several start at the same moment.
+
+    Args:
+        name: The folder that holds all versions.
+        version: A number, or a folder's own name; None takes the next number that is free.
+
+    Raises:
+        RequestError: The version is neither.
+    """
+
+    def __init__(self, name: str, version: int | str | None) -> None:
+        if version is not None and (not isinstance(version, int | str) or isinstance(version, bool)):
+            raise RequestError(f"version={version!r} must be a number, a folder's name, or None for the next number")
+        self._name = name
+        self._version = version
+        self._claimed: Path | None = None
+
+    def claim(self, root: Path | None) -> Path:
+        """Return the folder; the first call creates it, because a number is taken only by a folder that exists.
+
+        Args:
+            root: Holds everything; None is the working directory.
+        """
+        if self._claimed is None:
+            parent = Path(root or Path.cwd()) / self._name
+            parent.mkdir(parents=True, exist_ok=True)
+            self._claimed = _next_version(parent) if self._version is None else _given_version(parent, self._version)
+        return self._claimed
+
+
+def _given_version(parent: Path, version: int | str) -> Path:
+    folder = parent / (f"version_{version}" if isinstance(version, int) else version)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _next_version(parent: Path) -> Path:
+    found = (_VERSION.fullmatch(entry.name) for entry in parent.iterdir())
+    number = max((int(match[1]) for match in found if match), default=-1) + 1
+    while True:
+        folder = parent / f"version_{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:  # another run took it in this moment
+            number += 1
+        else:
+            return folder
