@@ -1,0 +1,208 @@
+"""What each request is taken to mean, and why."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+
+from dstrat.resolve import Request, make_plan
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "job",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+MACHINES = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NODE_RANK": "1"}
+
+
+def subclass(base):
+    """A class of the user's own, which no catalog knows."""
+    return type("Mine", (base,), {})
+
+
+GOOD = {
+    "nothing": ({}, {}, {"strategy": "many", "accelerator": "fast", "devices": "4", "processes": "4 by popen"}),
+    "one device": (
+        {"accelerator": "cpu"},
+        {},
+        {
+            "strategy": "single_device",
+            "accelerator": "cpu",
+            "devices": "1",
+            "cluster": "local",
+            "processes": "1",
+            "precision": "32-true",
+            "checkpoint io": "torch",
+        },
+    ),
+    "devices as text": ({"devices": "2"}, {}, {"strategy": "many", "devices": "2"}),
+    "devices as indices": ({"accelerator": "cpu", "devices": [1, 3]}, {}, {"devices": "2 (1, 3)", "strategy": "many"}),
+    "all devices": ({"accelerator": "cpu", "devices": -1}, {}, {"devices": "1"}),
+    "the first devices": ({"accelerator": "cpu", "devices": "0,1"}, {}, {"devices": "2"}),
+    "a group": ({"accelerator": "chips"}, {}, {"accelerator": "fast"}),
+    "a strategy for one accelerator": ({"strategy": "many_plain", "devices": 2}, {}, {"accelerator": "cpu"}),
+    "a strategy for two devices": ({"strategy": "pair"}, {}, {"devices": "2", "processes": "1"}),
+    "torchrun": (
+        {},
+        TORCHRUN,
+        {"cluster": "torchelastic", "devices": "2", "processes": "2", "strategy": "many", "accelerator": "fast"},
+    ),
+    "torchrun, told again": ({"devices": 2, "strategy": "many"}, TORCHRUN, {"cluster": "torchelastic"}),
+    "torchrun, and one process that needs no others": (
+        {"strategy": "pair", "accelerator": "cpu"},
+        {**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        {"processes": "1", "devices": "1"},
+    ),
+    "a cluster by alias": ({"plugins": ("local",)}, TORCHRUN, {"cluster": "local", "processes": "4 by popen"}),
+    "a cluster of a plugin": ({}, {"FARM": "3", "FARM_RANK": "2"}, {"cluster": "farm", "processes": "3"}),
+    "several machines": (
+        {"strategy": "many", "devices": 2, "num_nodes": 3},
+        MACHINES,
+        {"nodes": "3", "processes": "6 by popen"},
+    ),
+    "one device on each of several machines": ({"devices": 1, "num_nodes": 2}, MACHINES, {"processes": "2 by popen"}),
+    "a precision by its number": ({"precision": 16}, {}, {"precision": "16-mixed"}),
+    "a precision by its number as text": ({"precision": "64", "accelerator": "cpu"}, {}, {"precision": "64-true"}),
+    "a precision by its short name": ({"precision": "bf16"}, {}, {"precision": "bf16-mixed"}),
+    "a precision among the plugins": ({"plugins": ["bf16-true"]}, {}, {"precision": "bf16-true"}),
+    "a checkpoint io among the plugins": ({"plugins": ("shelf",)}, {}, {"checkpoint io": "shelf"}),
+    "an alias that presets a checkpoint io": ({"strategy": "many_shelved"}, {}, {"checkpoint io": "Shelf"}),
+    "a full alias": ({"strategy": "many@this process"}, {}, {"strategy": "many"}),
+}
+
+
+@pytest.mark.parametrize(("words", "environ", "rows"), GOOD.values(), ids=GOOD)
+def test_a_request_means(words, environ, rows, catalog):
+    plan = make_plan(Request(**words), catalog=catalog, environ=environ, interactive=False)
+    assert {choice.subject: choice.value for choice in plan.choices} | rows == {
+        choice.subject: choice.value for choice in plan.choices
+    }
+
+
+@pytest.mark.parametrize(("words", "environ", "rows"), GOOD.values(), ids=GOOD)
+def test_a_plan_pickles_and_becomes_json(words, environ, rows, catalog):
+    plan = make_plan(Request(**words), catalog=catalog, environ=environ, interactive=False)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert json.loads(json.dumps(plan.to_dict()))["choices"][0]["subject"] == "strategy"
+    assert [line.split("  ")[0] for line in str(plan).splitlines()] == [choice.subject for choice in plan.choices]
+
+
+def test_each_choice_says_why_and_whose_it_is(core_catalog):
+    plan = make_plan(Request(accelerator="cpu", precision="bf16"), catalog=core_catalog, environ={}, interactive=False)
+    choices = {choice.subject: choice for choice in plan.choices}
+    assert choices["strategy"].reason == "the first choice for 1 device"
+    assert choices["accelerator"].reason == "asked for"
+    assert choices["devices"].reason == "what 'auto' stands for"
+    assert choices["cluster"].reason == "nothing else started this process"
+    assert choices["processes"].reason == "the strategy needs no others"
+    assert choices["precision"].reason == "asked for"
+    assert choices["checkpoint io"].reason == "the default"
+    owners = {subject for subject, choice in choices.items() if choice.owner.startswith("dstrat 0.")}
+    assert owners == {"strategy", "accelerator", "cluster", "precision", "checkpoint io"}
+
+
+def test_the_reason_for_an_accelerator_names_the_others(catalog):
+    plan = make_plan(Request(devices=1), catalog=catalog, environ={}, interactive=False)
+    assert plan.choices[1].reason.startswith("the best one that is available, before ")
+    plan = make_plan(Request(strategy="many_plain"), catalog=catalog, environ={}, interactive=False)
+    assert "the best one that the strategy runs on; fast" in plan.choices[1].reason
+
+
+def test_evidence_of_a_cluster_is_the_reason_for_it(catalog):
+    plan = make_plan(Request(), catalog=catalog, environ=TORCHRUN, interactive=False)
+    cluster = next(choice for choice in plan.choices if choice.subject == "cluster")
+    assert (cluster.value, cluster.reason) == ("torchelastic", "TORCHELASTIC_RUN_ID is set")
+
+
+def test_a_table_of_a_plan_is_aligned(core_catalog):
+    plan = make_plan(Request(accelerator="cpu"), catalog=core_catalog, environ={}, interactive=False)
+    lines = str(plan).splitlines()
+    assert lines[0].startswith("strategy       single_device  the first choice for 1 device ")
+    assert lines[-1].startswith("checkpoint io  torch          the default ")
+    assert lines[0].index("dstrat 0.") == lines[-1].index("dstrat 0.")
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_facts_for_whoever_runs_the_plan(catalog):
+    request = Request(strategy="many", accelerator="cpu", devices=[0, 2], num_nodes=2, precision=16)
+    plan = make_plan(request, catalog=catalog, environ=MACHINES, interactive=False)
+    assert (plan.strategy, plan.accelerator, plan.cluster_environment) == ("many", "cpu", "local")
+    assert (plan.precision, plan.checkpoint_io) == ("16-mixed", "torch")
+    assert (plan.num_devices, plan.num_nodes, plan.processes_per_node, plan.world_size) == (2, 2, 2, 4)
+    assert plan.device_indices == (0, 2)
+    assert (plan.started_by, plan.start_method) == ("dstrat", "popen")
+
+
+def test_a_notebook_gets_a_strategy_that_works_there(catalog):
+    asked = Request(devices=2)
+    assert make_plan(asked, catalog=catalog, environ={}, interactive=False).strategy == "many"
+    assert make_plan(asked, catalog=catalog, environ={}, interactive=True).strategy == "many_fork"
+
+
+def test_one_device_needs_no_processes_in_a_notebook(catalog):
+    plan = make_plan(Request(strategy="many", devices=1), catalog=catalog, environ={}, interactive=True)
+    assert (plan.world_size, plan.started_by, plan.start_method) == (1, "nobody", None)
+
+
+def test_classes_and_instances_are_as_good_as_aliases(catalog, parts):
+    for made in (lambda cls: cls, lambda cls: cls()):
+        request = Request(
+            strategy=made(parts["many"]),
+            accelerator=made(parts["fast"]),
+            devices=2,
+            plugins=(made(parts["shelf"]), made(parts["odd"])),
+        )
+        with pytest.raises(ValueError, match="Odd.*float64"):  # the fast accelerator has none
+            make_plan(request, catalog=catalog, environ={}, interactive=False)
+        request = Request(strategy=made(parts["many"]), accelerator=made(parts["cpu"]), plugins=(made(parts["odd"]),))
+        plan = make_plan(request, catalog=catalog, environ={}, interactive=False)
+        assert (plan.strategy, plan.accelerator, plan.precision) == ("Many", "CPUAccelerator", "odd")
+
+
+def test_classes_that_no_catalog_knows_are_taken_as_they_are(catalog, parts, core_catalog):
+    """Without a record the class speaks: a start method means processes, and nothing is ruled out."""
+    request = Request(strategy=subclass(parts["many"]), accelerator=subclass(parts["fast"]), devices=3)
+    plan = make_plan(request, catalog=core_catalog, environ={}, interactive=False)
+    assert (plan.strategy, plan.accelerator, plan.world_size) == ("Mine", "Mine", 3)
+    assert (plan.start_method, plan.started_by) == ("popen", "dstrat")
+
+
+def test_a_subclass_has_the_facts_of_its_nearest_known_base(catalog, parts):
+    with pytest.raises(ValueError, match="strategy Mine uses at most 1 device"):
+        make_plan(
+            Request(strategy=subclass(parts["single_device"]), accelerator="cpu", devices=2),
+            catalog=catalog,
+            environ={},
+            interactive=False,
+        )
+
+
+def test_the_start_method_of_an_instance_decides_what_it_can_do(catalog, parts):
+    request = Request(strategy=parts["many"](start_method="fork"), devices=2)
+    assert make_plan(request, catalog=catalog, environ={}, interactive=True).start_method == "fork"
+    with pytest.raises(ValueError, match="is a notebook or a prompt"):
+        make_plan(Request(strategy=parts["many"](), devices=2), catalog=catalog, environ={}, interactive=True)
+
+
+def test_devices_of_a_strategy_decide_the_accelerator(catalog, parts):
+    """The fast accelerator would be preferred, but the devices are of the processor."""
+    strategy = parts["many"](parallel_devices=[torch.device("cpu")] * 3)
+    plan = make_plan(Request(strategy=strategy), catalog=catalog, environ={}, interactive=False)
+    assert (plan.accelerator, plan.num_devices, plan.device_indices) == ("cpu", 3, ())
+    assert plan.choices[2].reason == "given to Many(parallel_devices=...)"
+
+
+def test_parts_of_a_strategy_say_where_they_come_from(catalog, parts):
+    strategy = parts["many"](accelerator=parts["slow"](), precision_plugin=parts["odd"]())
+    plan = make_plan(Request(strategy=strategy, devices=2), catalog=catalog, environ={}, interactive=False)
+    choices = {choice.subject: choice for choice in plan.choices}
+    assert (choices["accelerator"].value, choices["accelerator"].reason) == ("Slow", "given to Many(accelerator=...)")
+    assert choices["precision"].value == "Odd (odd)"
