@@ -68,6 +68,7 @@ def test_script_that_fails_on_import_in_a_rank_shows_its_traceback(run, method):
     outcome = run(code)
     assert outcome.code == 1
     assert "of 2 failed: OSError: no such data" in outcome.errors
+    assert "multiprocessing" not in outcome.errors
     assert outcome.errors.count("Traceback") == 2
 
 

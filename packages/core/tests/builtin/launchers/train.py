@@ -100,10 +100,41 @@ def stop_gently(rank):
         raise
 
 
+def stop_badly(rank):
+    """Rank 1 meets an error of its own while it stops."""
+    write(f"waits-{rank}", os.getpid())
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        if rank == 1:
+            raise OSError("disk full") from None
+        time.sleep(60)
+
+
+def stop_together(rank):
+    """Stop when any rank is told to, as a loop whose ranks agree on it in each step."""
+    signal.signal(signal.SIGTERM, lambda *_: write("told"))
+    write(f"waits-{rank}", os.getpid())
+    while not Path("told").exists():
+        time.sleep(0.01)
+    time.sleep(0.2 * rank)
+    write(f"stopped-{rank}")
+    sys.exit(128 + signal.SIGTERM)
+
+
+def leave_well(rank):
+    sys.exit(0)
+
+
+def leave_without_a_word(rank):
+    os._exit(0)
+
+
 ACTIONS = {
     action.__name__: action
     for action in (
-        succeed, fail, die, leave, fail_stubbornly, wait, wait_deaf, wait_with_workers, die_with_workers, stop_gently
+        succeed, fail, die, leave, fail_stubbornly, wait, wait_deaf, wait_with_workers, die_with_workers, stop_gently,
+        stop_badly, stop_together, leave_well, leave_without_a_word,
     )
 }  # fmt: skip
 

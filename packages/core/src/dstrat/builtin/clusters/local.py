@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,9 @@ _CURE = "with num_nodes above 1, set MASTER_ADDR, MASTER_PORT and NODE_RANK on e
 class LocalEnvironment(ClusterEnvironment):
     """Processes that dstrat starts on this machine.
 
-    Before the launch it describes a single process.  In a rank it describes that rank; what a rank itself has started
-    is not one.  With several machines the script is started on each of them, and ``MASTER_ADDR``, ``MASTER_PORT`` and
-    ``NODE_RANK`` say which one it is.
+    Before the launch it describes a single process.  In a rank and its workers it describes that rank; another program
+    that a rank has started is none.  With several machines the script is started on each of them, and ``MASTER_ADDR``,
+    ``MASTER_PORT`` and ``NODE_RANK`` say which one it is.
 
     An environment that was made from ``os.environ`` and travels to another process describes that process.
     """
@@ -39,8 +40,10 @@ class LocalEnvironment(ClusterEnvironment):
 
     @property
     def is_rank(self) -> bool:
-        """Whether this process is a rank that dstrat has started."""
-        return JOB_VARIABLE in self.environ and self.environ.get(PID_VARIABLE) == str(os.getpid())
+        """Whether this process is a rank that dstrat has started, or a worker of one (as of a DataLoader)."""
+        parent = multiprocessing.parent_process()
+        pids = {str(os.getpid()), str(parent.pid) if parent is not None else ""}
+        return JOB_VARIABLE in self.environ and self.environ.get(PID_VARIABLE) in pids
 
     @property
     def creates_processes_externally(self) -> bool:

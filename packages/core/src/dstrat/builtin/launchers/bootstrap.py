@@ -20,8 +20,8 @@ if sys.path[0] == _HERE:  # Python's option -P leaves it out
 
 def main() -> None:
     """Become the rank that the command line describes."""
-    folder, parent, kind, target, *argv = sys.argv[1:]
-    _set_path(kind, target)
+    folder, parent, kind, *command = sys.argv[1:]
+    _set_path(os.path.dirname(command[0]) if kind == "script" else os.getcwd())  # noqa: PTH109, PTH120 - as above
     from dstrat.builtin.launchers import leaving
 
     leaving.leave_quickly_at_exit()
@@ -30,33 +30,31 @@ def main() -> None:
     from dstrat.builtin.launchers import rank
 
     rank.enter_rank(Path(folder), runs_script=kind != "function", parent=int(parent))
-    code = rank.exit_code_of(Path(folder), lambda: _run(Path(folder), kind, target, argv))
+    code = rank.exit_code_of(Path(folder), lambda: _run(Path(folder), kind, command))
     leaving.set_exit_code(code)
     sys.exit(code)
 
 
-def _set_path(kind: str, target: str) -> None:
+def _set_path(first: str) -> None:
     """Set ``sys.path`` as Python does for a script or a module, and let dstrat be found.
 
-    dstrat comes last and is missing only where the script itself extends the path to it.
+    dstrat comes last; it is missing only where the script itself extends the path to it.
     """
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-        sys.path.insert(0, os.path.dirname(target) if kind == "script" else os.getcwd())  # noqa: PTH109, PTH120
+        sys.path.insert(0, first)
     root = os.path.abspath(os.path.join(_HERE, *[os.pardir] * 3))  # noqa: PTH100, PTH118 - as above
     if root not in sys.path:
         sys.path.append(root)
 
 
-def _run(folder: Path, kind: str, target: str, argv: list[str]) -> None:
+def _run(folder: Path, kind: str, command: list[str]) -> None:
     from dstrat.builtin.launchers import history, rank
 
     if kind == "function":
-        import json
-
-        rank.run_function(folder, json.loads(target))
+        rank.run_function(folder)
         return
     history.load(folder)
-    sys.argv[:] = argv
+    target, *sys.argv[:] = command
     if kind == "script":
         _run_script(target)
     else:

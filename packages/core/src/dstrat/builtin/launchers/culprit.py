@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from dstrat.builtin.launchers.failures import Failure
 
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: " (perhaps because the machine ran out of memory)",
     signal.SIGBUS: " (perhaps because /dev/shm is full)",
 }
@@ -109,7 +109,7 @@ def _what_happened(end: RankEnd) -> str:
         return f"failed: {end.failure.headline}"
     code = end.exit_code
     if code is not None and code < 0:
-        return f"was killed by {_signal_name(-code)}{_HINTS.get(signal.Signals(-code), '')}"
+        return f"was killed by {_signal_name(-code)}{_HINTS.get(-code, '')}"
     if not end.was_set_up:
         return f"exited with code {code} before it could run anything: is its reason printed above?"
     return f"exited with code {code}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
 FailureKind = Literal["own", "lost", "timeout"]
 """A failure of the rank's own, a lost connection to a peer, or a peer that did not answer in time."""
@@ -27,7 +27,8 @@ _TIMEOUT = re.compile(
     r"collective operation timeout|watchdog (got stuck|caught collective)",
     re.IGNORECASE,
 )
-_OWN_FILES = (str(Path(__file__).parent), "<frozen runpy>", "runpy.py", "multiprocessing")
+_OUR_FOLDER = str(Path(__file__).parent)
+_STARTERS = ("runpy", "multiprocessing.spawn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +112,10 @@ def _class_name(error: type[BaseException]) -> str:
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
     """Drop the outermost frames, which belong to the launcher."""
     link = trace
-    while link is not None and link.tb_frame.f_code.co_filename.startswith(_OWN_FILES):
+    while link is not None and _is_ours(link.tb_frame):
         link = link.tb_next
     return link or trace
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OUR_FOLDER) or frame.f_globals.get("__name__") in _STARTERS

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _begun: list[int] = []
-_failed: dict[int, BaseException] = {}
+_failed: dict[int, bytes] = {}  # pickled, for an exception keeps alive whatever its traceback has seen
 _FILE = "history.pickle"
 
 
@@ -30,12 +30,12 @@ def is_behind() -> bool:
 
 def record_failure(launch: int, error: BaseException) -> None:
     """Remember how a launch ended."""
-    _failed[launch] = error
+    _failed[launch] = pickle.dumps(error)
 
 
 def past_failure(launch: int) -> BaseException | None:
     """Return what a launch has raised in the process that started this rank."""
-    return _failed.get(launch)
+    return pickle.loads(_failed[launch]) if launch in _failed else None  # noqa: S301 - written by record_failure
 
 
 def save(folder: Path) -> None:

@@ -13,7 +13,7 @@ from dstrat.builtin.launchers.job import Job, open_job
 from dstrat.builtin.launchers.processes import RankProcess, StartMethod
 from dstrat.builtin.launchers.supervisor import Supervisor
 from dstrat.builtin.launchers.watchdog import Watchdog
-from dstrat.errors import LaunchError, RequestError
+from dstrat.errors import LaunchError, RankFailedError, RequestError
 from dstrat.interfaces.launcher import Launcher
 
 if TYPE_CHECKING:
@@ -127,15 +127,20 @@ class LocalLauncher(Launcher):
         supervisor.run()
 
     def _write_function(self, job: Job, call: partial[T]) -> None:
-        contents = (call.func, call.args, call.keywords)
         try:
-            payload.write_payload(rank.function_file(job.folder), contents)
+            rank.leave_function(job.folder, call)
         except Exception as error:  # noqa: BLE001 - __reduce__ of any class may raise anything
             raise _pickle_error(call, self.start_method, error) from None
 
     def _result(self, job: Job) -> Any:
         """Return what rank 0 has left; on other machines than its own there is nothing."""
-        return payload.read_payload(rank.result_file(job.folder)) if job.node_rank == 0 else None
+        if job.node_rank != 0:
+            return None
+        try:
+            return payload.read_payload(rank.result_file(job.folder))
+        except FileNotFoundError:
+            message = f"rank 0 of {job.world_size} exited with code 0 before the function had returned"
+            raise RankFailedError(message, rank=0, exit_code=0) from None
 
 
 def _pickle_error(call: partial[Any], start_method: str, error: Exception) -> LaunchError:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
-from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -53,8 +51,7 @@ def start_script(job: Job, local_rank: int, script: command.Command) -> RankProc
 
 def start_spawned(job: Job, local_rank: int) -> RankProcess:
     """Start a fresh interpreter that runs the function in the job's folder."""
-    words = ["function", json.dumps(_main_module(job.global_rank(local_rank)))]
-    return _start_interpreter(job, local_rank, command.interpreter_flags(), words, directory=None)
+    return _start_interpreter(job, local_rank, command.interpreter_flags(), ["function"], directory=None)
 
 
 def start_served(job: Job, local_rank: int) -> RankProcess:
@@ -64,8 +61,7 @@ def start_served(job: Job, local_rank: int) -> RankProcess:
     context.set_forkserver_preload([name for name in ("torch", "torch._dynamo", __name__) if name in sys.modules])
     environ = {**os.environ, **job.rank_variables(local_rank)}  # the server may have been started with another one
     listener = job.listener if job.global_rank(local_rank) == 0 else None
-    arguments = (job.folder, _main_module(job.global_rank(local_rank)), environ, listener)
-    process = context.Process(target=_run_served, args=arguments)
+    process = context.Process(target=_run_served, args=(job.folder, environ, listener))
     with _hidden_main():
         process.start()
     return _rank_process(job, local_rank, process)
@@ -130,7 +126,7 @@ def _run_forked(
     sys.exit(rank.exit_code_of(job.folder, lambda: rank.return_result(job.folder, call())))
 
 
-def _run_served(folder: Path, main: dict[str, Any], environ: dict[str, str], listener: socket.socket | None) -> None:
+def _run_served(folder: Path, environ: dict[str, str], listener: socket.socket | None) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(environ)
@@ -139,13 +135,7 @@ def _run_served(folder: Path, main: dict[str, Any], environ: dict[str, str], lis
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # read when torch was loaded, by the server
     rank.enter_rank(folder, runs_script=False, parent=None)
-    sys.exit(rank.exit_code_of(folder, lambda: rank.run_function(folder, main)))
-
-
-def _main_module(global_rank: int) -> dict[str, Any]:
-    main = spawn.get_preparation_data(f"rank {global_rank}")
-    main.pop("authkey")  # secret, and of use only to processes that talk through multiprocessing
-    return main
+    sys.exit(rank.exit_code_of(folder, lambda: rank.run_function(folder)))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -19,10 +20,13 @@ from dstrat.errors import LaunchError, MisuseError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from functools import partial
 
 STACK_SIGNAL = signal.SIGQUIT
 """On this signal a rank writes the stacks of its threads into its stack file, and goes on."""
 
+_FUNCTION_FILE = "function.pickle"
+_MAIN_FILE = "main.json"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -77,11 +81,6 @@ def result_file(folder: Path) -> Path:
     return folder / "result.pickle"
 
 
-def function_file(folder: Path) -> Path:
-    """Return where the supervisor leaves the function and its arguments."""
-    return folder / "function.pickle"
-
-
 def exit_code_of(folder: Path, run: Callable[[], object]) -> int:
     """Run something, and turn whatever escapes into an exit code and a file in the job's folder."""
     try:
@@ -99,19 +98,26 @@ def exit_code_of(folder: Path, run: Callable[[], object]) -> int:
     return 1
 
 
-def run_function(folder: Path, main: dict[str, Any]) -> None:
-    """Import the user's script as multiprocessing does, then run the function that the supervisor has left.
+def leave_function(folder: Path, call: partial[Any]) -> None:
+    """Leave a function and its arguments for the ranks, and how they find the script that it may be defined in.
 
-    Args:
-        folder: The job's folder.
-        main: What ``multiprocessing.spawn.get_preparation_data`` says of the supervisor.
+    Raises:
+        Exception: Whatever the pickling of something raises.
     """
+    write_payload(folder / _FUNCTION_FILE, (call.func, call.args, call.keywords))
+    main = spawn.get_preparation_data("rank")
+    main.pop("authkey")  # secret, and of use only to processes that talk through multiprocessing
+    (folder / _MAIN_FILE).write_text(json.dumps(main))
+
+
+def run_function(folder: Path) -> None:
+    """Import the user's script as multiprocessing does, then run the function that the supervisor has left."""
     rank = this_rank()
     assert rank is not None  # noqa: S101 - enter_rank comes first
     rank.imports_main = True
-    spawn.prepare(main)
+    spawn.prepare(json.loads((folder / _MAIN_FILE).read_text()))
     rank.imports_main = False
-    function, args, kwargs = read_payload(function_file(folder))
+    function, args, kwargs = read_payload(folder / _FUNCTION_FILE)
     return_result(folder, function(*args, **kwargs))
 
 

@@ -1,0 +1,85 @@
+"""The cluster environment of jobs that dstrat starts itself."""
+
+import os
+import pickle
+
+import pytest
+
+from dstrat.builtin.clusters.local import LocalEnvironment
+from dstrat.errors import ClusterError
+
+RANK = {
+    "DSTRAT_JOB": "/tmp/dstrat-job-x",
+    "DSTRAT_RANK_PID": str(os.getpid()),
+    "DSTRAT_LISTENER": "7",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "NODE_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "12345",
+}
+HAND = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NODE_RANK": "1"}
+
+
+def test_rank_that_dstrat_has_started_is_recognised():
+    assert LocalEnvironment.evidence(RANK) == "dstrat has started this process"
+    cluster = LocalEnvironment(RANK)
+    assert cluster.creates_processes_externally
+    assert (cluster.global_rank, cluster.local_rank, cluster.node_rank, cluster.world_size) == (3, 1, 1, 4)
+    assert (cluster.main_address, cluster.main_port, cluster.listening_socket) == ("127.0.0.1", 12345, 7)
+    cluster.validate(num_devices=2, num_nodes=2)
+
+
+def test_process_that_is_no_rank_is_alone_and_may_start_some():
+    assert LocalEnvironment.evidence({}) is None
+    cluster = LocalEnvironment({})
+    assert not cluster.creates_processes_externally
+    assert (cluster.global_rank, cluster.local_rank, cluster.node_rank, cluster.world_size) == (0, 0, 0, 1)
+    assert (cluster.main_address, cluster.main_port, cluster.listening_socket) == ("127.0.0.1", 0, None)
+    cluster.validate(num_devices=2, num_nodes=1)
+
+
+def test_process_that_a_rank_has_started_is_no_rank():
+    child = {**RANK, "DSTRAT_RANK_PID": "1"}
+    assert LocalEnvironment.evidence(child)  # so that nobody else takes RANK and WORLD_SIZE for its own
+    cluster = LocalEnvironment(child)
+    assert not cluster.creates_processes_externally
+    assert (cluster.world_size, cluster.main_port, cluster.listening_socket) == (1, 0, None)
+
+
+def test_ranks_other_than_zero_have_no_listening_socket():
+    environ = {name: value for name, value in RANK.items() if name != "DSTRAT_LISTENER"}
+    assert LocalEnvironment(environ).listening_socket is None
+
+
+def test_job_of_another_size_than_asked_for_is_refused():
+    with pytest.raises(ClusterError, match=r"one of 4 that dstrat has started, and .* devices=2, num_nodes=1"):
+        LocalEnvironment(RANK).validate(num_devices=2, num_nodes=1)
+
+
+def test_several_machines_need_to_know_of_each_other():
+    LocalEnvironment(HAND).validate(num_devices=2, num_nodes=2)
+    for name in HAND:
+        environ = {key: value for key, value in HAND.items() if key != name}
+        with pytest.raises(ClusterError, match=f"{name} is not set: with num_nodes above 1, set MASTER_ADDR"):
+            LocalEnvironment(environ).validate(num_devices=2, num_nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"NODE_RANK": "2"}, "NODE_RANK is 2, and the machines of num_nodes=2 are 0 to 1"),
+        ({"NODE_RANK": "first"}, "NODE_RANK is 'first', and must be a whole number"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999, and ports end at 65535"),
+    ],
+)
+def test_variables_that_make_no_sense_are_named(change, message):
+    with pytest.raises(ClusterError, match=message):
+        LocalEnvironment({**HAND, **change}).validate(num_devices=2, num_nodes=2)
+
+
+def test_environment_describes_the_process_that_it_has_travelled_to():
+    assert pickle.loads(pickle.dumps(LocalEnvironment())).environ is os.environ
+    assert pickle.loads(pickle.dumps(LocalEnvironment(RANK))).global_rank == 3

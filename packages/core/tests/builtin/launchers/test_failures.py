@@ -1,0 +1,113 @@
+"""Telling causes from consequences."""
+
+import os
+import signal
+
+import pytest
+
+from dstrat.builtin.launchers.culprit import RankEnd, failure_error, first_failure, hung_rank
+from dstrat.builtin.launchers.failures import Failure, kind_of, read_failure, write_failure
+from dstrat.errors import LaunchError, RankFailedError
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("[...gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:54178: Connection reset by peer.", "lost"),
+        ("[...gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10661.", "lost"),
+        ("Gloo connectFullMesh failed with [.../pair.cc:144] no error", "lost"),
+        ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting", "lost"),
+        ("[...unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete", "timeout"),
+        ("[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1000 ms", "timeout"),
+        ("wait timeout after 3000ms, keys: /x", "timeout"),
+        ("Timed out after 2 seconds waiting for clients. 1/2 clients joined.", "timeout"),
+        ("The size of tensor a (3) must match the size of tensor b (4)", "own"),
+        ("ncclInvalidUsage: Duplicate GPU detected: rank 1 and rank 0 both on CUDA device", "own"),
+    ],
+)
+def test_message_of_torch_tells_who_was_the_reason(message, kind):
+    assert kind_of(RuntimeError(message)) == kind
+
+
+def test_broken_download_is_the_ranks_own_failure():
+    assert kind_of(ConnectionResetError(104, "Connection reset by peer")) == "own"
+
+
+def test_error_that_follows_from_a_lost_peer_is_no_cause():
+    error = KeyError("loss")
+    error.__context__ = RuntimeError("Connection closed by peer")
+    assert kind_of(error) == "lost"
+
+
+def test_failure_is_read_back_as_it_was_written(tmp_path):
+    assert read_failure(tmp_path, os.getpid()) is None
+    try:
+        raise ValueError("boom\nmore \ud800")  # a lone surrogate, as in a broken file name
+    except ValueError as error:
+        write_failure(tmp_path, error)
+    failure = read_failure(tmp_path, os.getpid())
+    assert failure.headline == "ValueError: boom"
+    assert failure.kind == "own"
+    assert failure.traceback.splitlines()[0] == "Traceback (most recent call last):"
+    assert "boom" in failure.traceback.splitlines()[-2]
+
+
+def end(rank, kind=None, *, code=1, time_ns=0, error="RuntimeError", message="x", **more):
+    failure = kind and Failure(kind=kind, error=error, message=message, traceback="Traceback ...", time_ns=time_ns)
+    return RankEnd(rank=rank, exit_code=code, failure=failure, time_ns=time_ns, **more)
+
+
+@pytest.mark.parametrize(
+    ("ends", "rank"),
+    [
+        ([end(0, "own", time_ns=2), end(1, "own", time_ns=1)], 1),
+        ([end(0, "lost", time_ns=1), end(1, "own", time_ns=2)], 1),
+        ([end(0, "timeout", time_ns=1), end(1, code=-9, time_ns=2)], 1),
+        ([end(0, code=-signal.SIGABRT, time_ns=1), end(1, code=-signal.SIGSEGV, time_ns=2)], 1),
+        ([end(0, "lost", time_ns=2), end(1, code=-signal.SIGABRT, time_ns=3)], 1),
+        ([end(0, code=0), end(1, "lost", time_ns=2), end(2, "lost", time_ns=1)], 2),
+    ],
+)
+def test_cause_is_the_first_failure_that_follows_from_no_other(ends, rank):
+    assert first_failure(ends).rank == rank
+
+
+def test_rank_that_waits_for_others_is_not_the_one_that_hangs():
+    waiting = 'File ".../torch/distributed/distributed_c10d.py", line 2834 in all_reduce'
+    assert hung_rank([end(0, "timeout")], {1: waiting, 2: "in sleep", 3: waiting}) == 2
+    assert hung_rank([end(0, "timeout")], {1: waiting}) == 1
+    assert hung_rank([end(0, "timeout")], {}) is None
+    assert hung_rank([end(0, "lost")], {1: "in sleep"}) is None
+    assert hung_rank([end(0, "timeout"), end(1, "own")], {2: "in sleep"}) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        ([end(1, "own", error="ValueError", message="boom")], "rank 1 of 4 failed: ValueError: boom\n\nTraceback ..."),
+        ([end(1, "own", error="KeyError", message="")], "rank 1 of 4 failed: KeyError\n\nTraceback ..."),
+        ([end(1, code=7)], "rank 1 of 4 exited with code 7"),
+        ([end(1, code=1, was_set_up=False)], "rank 1 of 4 exited with code 1 before it could run anything: is its re"),
+        ([end(1, code=-11, stack="Fatal")], "rank 1 of 4 was killed by SIGSEGV\n\nFatal"),
+        ([end(1, code=-signal.SIGBUS)], "rank 1 of 4 was killed by SIGBUS (perhaps because /dev/shm is full)"),
+        ([end(1, code=-40)], "rank 1 of 4 was killed by signal 40"),
+    ],
+)
+def test_message_names_the_rank_and_what_happened_to_it(ends, message):
+    error = failure_error(ends, {}, 4)
+    assert isinstance(error, RankFailedError)
+    assert error.rank == 1
+    assert str(error).startswith(message)
+
+
+def test_rank_that_gave_no_stack_is_still_named():
+    assert "rank 1 of 2 hung" in str(failure_error([end(0, "timeout")], {1: ""}, 2))
+
+
+def test_ranks_that_were_still_running_are_mentioned_where_no_cause_is_known():
+    assert "\n(rank 1, 2 was still running)" in str(failure_error([end(0, "lost")], {1: "", 2: ""}, 3))
+
+
+def test_error_of_the_launcher_itself_is_shown_as_such():
+    error = failure_error([end(1, "own", error="dstrat.errors.LaunchError", message="add a guard")], {}, 2)
+    assert (type(error), str(error)) == (LaunchError, "add a guard")

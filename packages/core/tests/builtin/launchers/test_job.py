@@ -1,0 +1,66 @@
+"""What a job sets up, and the environment of its ranks."""
+
+import os
+import socket
+import stat
+
+import pytest
+
+from dstrat.builtin.launchers.job import open_job, threads_per_rank
+from dstrat.errors import LaunchError
+
+
+def variables(local_rank=0, num_processes=2, num_nodes=1, **environ):
+    with open_job(num_processes=num_processes, num_nodes=num_nodes, environ=environ) as job:
+        return job.rank_variables(local_rank)
+
+
+def test_ranks_have_the_variables_that_torch_and_others_read():
+    found = variables(1)
+    assert found["RANK"] == found["LOCAL_RANK"] == "1"
+    assert found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"] == "2"
+    assert found["NODE_RANK"] == "0"
+    assert found["MASTER_ADDR"] == "127.0.0.1"
+    assert int(found["MASTER_PORT"]) > 0
+    assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_what_the_user_has_set_is_kept():
+    found = variables(OMP_NUM_THREADS="3", GLOO_SOCKET_IFNAME="eth0")
+    assert "OMP_NUM_THREADS" not in found
+    assert "GLOO_SOCKET_IFNAME" not in found
+    assert found["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_threads_fill_the_processors_and_no_more():
+    usable = len(os.sched_getaffinity(0))
+    assert threads_per_rank(1) == usable
+    assert threads_per_rank(2) == max(1, usable // 2)
+    assert threads_per_rank(10 * usable) == 1
+
+
+def test_ranks_on_several_machines_are_counted_machine_by_machine():
+    found = variables(1, num_nodes=3, MASTER_ADDR="head", MASTER_PORT="29500", NODE_RANK="2")
+    assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"], found["NODE_RANK"]) == ("5", "1", "6", "2")
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("head", "29500")
+    assert "GLOO_SOCKET_IFNAME" not in found
+
+
+def test_two_jobs_at_once_have_different_ports():
+    assert variables()["MASTER_PORT"] != "0"
+    with open_job(num_processes=1, num_nodes=1, environ={}) as first:
+        assert variables()["MASTER_PORT"] != str(first.port)
+
+
+def test_job_inside_a_rank_does_not_take_the_port_of_the_outer_one():
+    with socket.create_server(("127.0.0.1", 0)) as outer:
+        port = str(outer.getsockname()[1])
+        assert variables(MASTER_PORT=port, DSTRAT_JOB="/outer")["MASTER_PORT"] != port
+        with pytest.raises(LaunchError, match=f"MASTER_PORT is {port}"):
+            variables(MASTER_PORT=port)
+
+
+def test_folder_is_private_and_goes_with_the_job():
+    with open_job(num_processes=1, num_nodes=1, environ={}) as job:
+        assert stat.S_IMODE(job.folder.stat().st_mode) == 0o700
+    assert not job.folder.exists()

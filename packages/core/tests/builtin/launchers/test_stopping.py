@@ -1,0 +1,111 @@
+"""Stopping a job in unusual ways."""
+
+import os
+import signal
+import time
+
+import pytest
+
+
+@pytest.fixture
+def waiting(program):
+    """Start a program whose two ranks wait; return their process ids."""
+
+    def start(case, method="fork"):
+        program.start("train.py", method, case)
+        return [int(program.wait_for(f"waits-{rank}")) for rank in range(2)]
+
+    return start
+
+
+def test_failure_of_a_rank_while_it_stops_is_shown(program, waiting):
+    waiting("stop_badly")
+    os.kill(program.process.pid, signal.SIGINT)
+    outcome = program.finish()
+    assert outcome.code == -signal.SIGINT
+    assert "rank 1 of 2 failed: OSError: disk full" in outcome.errors
+    assert outcome.errors.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_ranks_that_agree_to_stop_by_a_signal_to_one_of_them_have_not_failed(program, waiting):
+    pids = waiting("stop_together")
+    os.kill(pids[1], signal.SIGTERM)
+    outcome = program.finish()
+    assert outcome.code == 128 + signal.SIGTERM
+    assert outcome.errors == ""
+    assert (program.folder / "stopped-1").exists()
+
+
+def test_script_that_ends_well_after_ctrl_c_has_ended_well(program):
+    (program.folder / "script.py").write_text(
+        "from train import launcher, stop_gently, os\n"
+        "def work(): stop_gently(int(os.environ['RANK']))\n"
+        "try: launcher('popen').launch(work)\n"
+        "except KeyboardInterrupt: print('saved')\n"
+    )
+    program.start("script.py")
+    program.wait_for("waits-0")
+    program.wait_for("waits-1")
+    os.kill(program.process.pid, signal.SIGINT)
+    outcome = program.finish()
+    assert outcome.code == 0
+    assert outcome.output.count("saved") == 2
+
+
+def test_rank_that_is_stopped_and_answers_nothing_is_killed(program, waiting):
+    pids = waiting("wait")
+    os.kill(pids[0], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    outcome = program.finish()
+    assert outcome.seconds < 5
+    assert "rank 1 of 2 was killed by SIGKILL" in outcome.errors
+
+
+def test_ignored_signals_stay_ignored(program):
+    """As under nohup."""
+    (program.folder / "script.py").write_text(
+        "import signal\nfrom train import launcher, wait, work\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "launcher('fork').launch(work, 'wait')\n"
+    )
+    program.start("script.py")
+    program.wait_for("waits-0")
+    pid = int(program.wait_for("waits-1"))
+    os.kill(program.process.pid, signal.SIGHUP)
+    time.sleep(0.3)
+    assert program.process.poll() is None
+    os.kill(pid, signal.SIGKILL)
+    assert "rank 1 of 2 was killed by SIGKILL" in program.finish().errors
+
+
+def test_job_goes_on_and_ends_when_its_watchdog_is_killed(program, waiting):
+    pids = waiting("wait_with_workers")
+    (watchdog,) = (pid for pid, command in program.processes().items() if "dstrat-watchdog" in command)
+    os.kill(watchdog, signal.SIGKILL)
+    time.sleep(0.1)
+    assert program.process.poll() is None
+    os.kill(pids[0], signal.SIGKILL)
+    assert "rank 0 of 2 was killed by SIGKILL" in program.finish().errors
+
+
+def test_ranks_die_with_their_supervisor_even_without_a_watchdog(program, waiting):
+    waiting("wait")
+    (watchdog,) = (pid for pid, command in program.processes().items() if "dstrat-watchdog" in command)
+    os.kill(watchdog, signal.SIGKILL)
+    program.process.kill()
+    program.finish()
+    deadline = time.monotonic() + 3
+    while program.processes() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert program.processes() == {}
+    for folder in (program.folder / "tmp").iterdir():  # that was the watchdog's
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+
+
+@pytest.mark.parametrize("case", ["leave_well", "leave_without_a_word"])
+def test_rank_that_leaves_before_the_function_returns_is_named(program, case):
+    outcome = program.run("train.py", "spawn", case)
+    assert outcome.code == 1
+    assert "rank 0 of 2 exited with code 0 before the function had returned" in outcome.errors
