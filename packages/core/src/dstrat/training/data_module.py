@@ -34,6 +34,10 @@ class DataModule(DataHooks):
 
     trainer: Trainer | None = None
 
+    def attach(self, trainer: Trainer | None) -> None:
+        """Take the Trainer that uses this data; None at the end of a run."""
+        self.trainer = trainer
+
     def state_dict(self) -> dict[str, Any]:
         """Return what must be in a checkpoint."""
         return {}

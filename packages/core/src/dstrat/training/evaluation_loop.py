@@ -9,7 +9,7 @@ import torch
 from dstrat.training.batches import Batches, batch_mover
 from dstrat.training.loaders import as_list, length_of, limit_of, prepare_evaluation_loader
 from dstrat.training.logged import LoggedValues
-from dstrat.training.optimization import takes_index
+from dstrat.training.optimization import count_arguments
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -41,7 +41,7 @@ class EvaluationLoop:
         self._divided = [divided for _, divided in prepared]
         self._limit, self._limit_name = trainer.evaluation_limit(purpose)
         self._step = getattr(strategy, f"{purpose}_step")
-        self._takes_index = takes_index(getattr(module, f"{purpose}_step"))
+        self._num_arguments = count_arguments(getattr(module, f"{purpose}_step"))
         self._mover = batch_mover(trainer, module)
         self.logged = LoggedValues(training=False)
         self._outputs: list[list[Any]] = []
@@ -59,6 +59,7 @@ class EvaluationLoop:
         """
         trainer, dispatch, purpose = self._trainer, self._trainer.dispatch, self._purpose
         trainer.logged = self.logged
+        trainer.evaluation_batches = counts = [_smaller(count, at_most) for count in self.num_batches]
         self.logged.start_epoch()
         self._outputs = []
         was_training = self._module.training
@@ -66,8 +67,8 @@ class EvaluationLoop:
         dispatch.call(f"on_{purpose}_start")
         dispatch.call(f"on_{purpose}_epoch_start")
         with self._no_gradients():
-            for dataloader_idx, (loader, count) in enumerate(zip(self._loaders, self.num_batches, strict=True)):
-                self._run_loader(dataloader_idx, loader, _smaller(count, at_most))
+            for dataloader_idx, (loader, count) in enumerate(zip(self._loaders, counts, strict=True)):
+                self._run_loader(dataloader_idx, loader, count)
         dispatch.call(f"on_{purpose}_epoch_end")
         trainer.publish_epoch(self.logged)
         dispatch.call(f"on_{purpose}_end")
@@ -96,7 +97,7 @@ class EvaluationLoop:
         outputs_of_loader: list[Any] = []
         self._outputs.append(outputs_of_loader)
         several = len(self._loaders) > 1
-        which = (dataloader_idx,) if several else ()
+        taken = self._num_arguments if several else min(2, self._num_arguments)
         logged, keeps = self.logged, self._purpose == "predict"
         batch_start = self._trainer.dispatch.of(f"on_{self._purpose}_batch_start")
         batch_end = self._trainer.dispatch.of(f"on_{self._purpose}_batch_end")
@@ -106,7 +107,7 @@ class EvaluationLoop:
             logged.batch = batch
             for hook in batch_start:
                 hook(batch, batch_idx, dataloader_idx)
-            outputs = self._step(batch, batch_idx, *which) if self._takes_index else self._step(batch)
+            outputs = self._step(*(batch, batch_idx, dataloader_idx)[:taken])
             for hook in batch_end:
                 hook(outputs, batch, batch_idx, dataloader_idx)
             if keeps:

@@ -149,13 +149,8 @@ class LoggedValues:
 
     def step_values(self, strategy: Strategy) -> dict[str, Tensor | float]:
         """Return the step's values that loggers write, by name; collective where one of them is synchronised."""
-        return {
-            entry.step_name: strategy.reduce(entry.latest, reduce_op=entry.reduce_fx)
-            if entry.sync_step
-            else entry.latest
-            for entry in self._values.values()
-            if entry.on_step and entry.logger
-        }
+        chosen = [entry for entry in self._values.values() if entry.on_step and entry.logger]
+        return {e.step_name: _synchronised(e, strategy) if e.sync_step else e.latest for e in chosen}
 
     def epoch_values(self, strategy: Strategy) -> dict[str, Tensor | float]:
         """Return the values over the epoch, reduced over all processes, by name; collective."""

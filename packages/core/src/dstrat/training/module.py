@@ -183,6 +183,10 @@ class TrainModule(ModuleHooks, DataHooks, nn.Module):
 
     # Where it runs
 
+    def attach(self, trainer: Trainer | None) -> None:
+        """Take the Trainer that runs this module; None at the end of a run."""
+        self._trainer = trainer
+
     @property
     def trainer(self) -> Trainer:
         """The Trainer that runs this module.

@@ -32,7 +32,7 @@ class AutomaticOptimization:
         self._trainer, self._module, self._strategy = trainer, module, strategy
         self._optimizer = _only(strategy.optimizers)
         self._training_step = strategy.training_step
-        self._takes_index = takes_index(module.training_step)
+        self._takes_index = count_arguments(module.training_step) > 1
         self._zero_grad = module.optimizer_zero_grad if overrides(module, "optimizer_zero_grad", TrainModule) else None
         self._optimizer_step = module.optimizer_step if overrides(module, "optimizer_step", TrainModule) else None
         self._clips = trainer.gradient_clip_val is not None or overrides(
@@ -144,12 +144,12 @@ def _only(optimizers: list[Optimizer]) -> Optimizer:
     )
 
 
-def takes_index(step: Any) -> bool:
-    """Return whether a step takes the batch's index after the batch."""
+def count_arguments(step: Any) -> int:
+    """Return how many of (batch, index of the batch, index of the loader) a step takes."""
     import inspect
 
     parameters = inspect.signature(step).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return True
+        return 3
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(parameter.kind in positional for parameter in parameters) > 1
+    return min(3, sum(parameter.kind in positional for parameter in parameters))

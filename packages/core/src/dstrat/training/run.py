@@ -116,6 +116,7 @@ def _on_exception(trainer: Trainer, exception: BaseException) -> None:
         lambda: trainer.dispatch.call_callbacks("on_exception", exception),
         *(lambda logger=logger: logger.finalize(status) for logger in trainer.writing_loggers),
         trainer.strategy.teardown,
+        trainer.end,
     ]
     for step in steps:
         _try(step, exception)
@@ -134,4 +135,4 @@ def _finish(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     trainer.dispatch.call_callbacks("teardown", trainer.stage)
     sources.teardown(trainer.stage)
     trainer.strategy.teardown()
-    trainer.end(module)
+    trainer.end()

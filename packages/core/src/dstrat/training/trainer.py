@@ -157,6 +157,7 @@ class Trainer:
         self.datamodule: DataModule | None = None
         self.log_dir: Path | None = None
         self.logged: LoggedValues = self.fit_loop.logged
+        self.evaluation_batches: list[int | None] = []
         self.dispatch: Dispatch
         self._running = False
 
@@ -348,18 +349,18 @@ class Trainer:
     def begin(self, module: TrainModule, sources: Sources) -> None:
         """Attach the module in the process that runs it."""
         self.module, self.datamodule = module, sources.datamodule
-        module._trainer = self  # noqa: SLF001 - the module shows it as a read-only property
+        module.attach(self)
         if self.datamodule is not None:
-            self.datamodule.trainer = self
+            self.datamodule.attach(self)
         self.dispatch = Dispatch(self, module, self.callbacks)
         self.should_stop = False
         self._running = True
 
-    def end(self, module: TrainModule) -> None:
+    def end(self) -> None:
         """Detach the module again."""
-        module._trainer = None  # noqa: SLF001 - as in begin
-        if self.datamodule is not None:
-            self.datamodule.trainer = None
+        for attached in (self.module, self.datamodule):
+            if attached is not None:
+                attached.attach(None)
         self._running = False
 
     def agree_on_log_dir(self) -> None:

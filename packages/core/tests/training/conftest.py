@@ -1,0 +1,113 @@
+"""Small modules, data and trainers that the tests of training share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dstrat import ParallelStrategy, Trainer, TrainModule
+
+
+class Line(TrainModule):
+    """Fits a sum of eight numbers."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.lr = lr
+
+    def loss(self, batch):
+        x, y = batch
+        return nn.functional.mse_loss(self.layer(x), y)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch, batch_idx):
+        return batch[0].sum(1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Averaging(ParallelStrategy):
+    """The strategy of ParallelStrategy's docstring: gradients averaged by hand."""
+
+    start_method = "fork"
+
+    def optimizer_step(self, optimizer, closure, model=None, **kwargs):
+        def averaged():
+            loss = closure()
+            for parameter in self.module.parameters():
+                parameter.grad = self.reduce(parameter.grad)
+            return loss
+
+        return super().optimizer_step(optimizer, averaged, model, **kwargs)
+
+
+def numbers(count: int = 48) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 8, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+@pytest.fixture
+def line():
+    torch.manual_seed(0)
+    return Line()
+
+
+@pytest.fixture
+def make_line():
+    def make(cls=Line, **kwargs):
+        torch.manual_seed(0)
+        return cls(**kwargs)
+
+    return make
+
+
+@pytest.fixture
+def Module():
+    return Line
+
+
+@pytest.fixture
+def averaging():
+    return Averaging
+
+
+@pytest.fixture
+def loader():
+    def make(batch_size: int = 8, *, count: int = 48, **kwargs):
+        return DataLoader(numbers(count), batch_size=batch_size, **kwargs)
+
+    return make
+
+
+@pytest.fixture
+def quiet_trainer(tmp_path):
+    """Makes a Trainer on the CPU that shows and writes nothing."""
+
+    def make(**kwargs):
+        options = {
+            "accelerator": "cpu",
+            "max_epochs": 2,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "default_root_dir": tmp_path,
+        }
+        return Trainer(**(options | kwargs))
+
+    return make

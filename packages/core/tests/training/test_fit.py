@@ -1,0 +1,464 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from dstrat import Callback, DataModule
+from dstrat.errors import MisuseError, RankFailedError, RequestError
+
+
+def weights(module):
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def by_hand(module, loader, *, epochs, accumulate=1, clip=None):
+    """What the Trainer is compared with: the loop that everybody writes."""
+    optimizer = module.configure_optimizers()
+    for _ in range(epochs):
+        batches = list(loader)
+        for start in range(0, len(batches), accumulate):
+            group = batches[start : start + accumulate]
+            optimizer.zero_grad()
+            for batch in group:
+                loss = module.loss(batch) / len(group)
+                loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            optimizer.step()
+
+
+def test_training_equals_a_hand_written_loop_bit_for_bit(quiet_trainer, make_line, loader):
+    theirs, ours = make_line(), make_line()
+    torch.manual_seed(7)
+    by_hand(theirs, loader(shuffle=True), epochs=2)
+    torch.manual_seed(7)
+    quiet_trainer().fit(ours, loader(shuffle=True))
+    assert torch.equal(weights(theirs), weights(ours))
+
+
+@pytest.mark.parametrize("batches", [6, 5], ids=["even groups", "an incomplete last group"])
+def test_accumulation_and_clipping_equal_a_hand_written_loop(quiet_trainer, make_line, loader, batches):
+    theirs, ours = make_line(), make_line()
+    by_hand(theirs, loader(count=8 * batches), epochs=2, accumulate=2, clip=0.5)
+    trainer = quiet_trainer(accumulate_grad_batches=2, gradient_clip_val=0.5)
+    trainer.fit(ours, loader(count=8 * batches))
+    assert torch.equal(weights(theirs), weights(ours))
+    assert trainer.global_step == 6
+
+
+def test_gradients_are_clipped_by_value_where_that_is_asked_for(quiet_trainer, make_line, loader):
+    class Watching(type(make_line())):
+        def on_before_optimizer_step(self, optimizer):
+            self.before = self.layer.weight.grad.abs().max()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.after = self.layer.weight.grad.abs().max()
+
+    module = make_line(Watching)
+    quiet_trainer(max_steps=1, gradient_clip_val=0.01, gradient_clip_algorithm="value").fit(module, loader())
+    assert module.before > 0.01 >= module.after
+
+
+def test_max_steps_ends_training_within_an_epoch(quiet_trainer, line, loader):
+    trainer = quiet_trainer(max_epochs=-1, max_steps=8)
+    trainer.fit(line, loader())
+    assert (trainer.global_step, trainer.fit_loop.batches_seen) == (8, 8)
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(2, 4), (0.5, 6), (1.0, 12), (0, 0), (100, 12)])
+def test_limit_train_batches_takes_counts_and_fractions(quiet_trainer, line, loader, limit, steps):
+    trainer = quiet_trainer(limit_train_batches=limit)
+    trainer.fit(line, loader())
+    assert trainer.global_step == steps
+
+
+def test_a_loader_without_length_is_trained_to_its_end_with_its_last_group(quiet_trainer, line, loader):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(list(loader(batch_size=1))[:5])
+
+    trainer = quiet_trainer(accumulate_grad_batches=2, max_epochs=1)
+    trainer.fit(line, DataLoader(Stream(), batch_size=None))
+    assert (trainer.fit_loop.batches_seen, trainer.global_step) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        ({}, 2),
+        ({"check_val_every_n_epoch": 2}, 1),
+        ({"val_check_interval": 2}, 6),
+        ({"val_check_interval": 0.5}, 4),
+        ({"limit_val_batches": 0}, 0),
+    ],
+)
+def test_validation_runs_when_it_is_due(quiet_trainer, make_line, loader, options, runs):
+    class Counting(type(make_line())):
+        count = 0
+
+        def on_validation_epoch_end(self):
+            self.count += 1
+
+    module = make_line(Counting)
+    quiet_trainer(num_sanity_val_steps=0, **options).fit(module, loader(), loader())
+    assert module.count == runs
+
+
+def test_the_module_trains_in_training_mode_and_validates_in_evaluation_mode(quiet_trainer, make_line, loader):
+    class Modes(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            assert self.training
+            assert torch.is_grad_enabled()
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            assert not self.training
+            assert torch.is_inference_mode_enabled()
+
+    quiet_trainer(val_check_interval=2).fit(make_line(Modes), loader(), loader())
+
+
+def test_schedulers_step_per_step_and_per_epoch(quiet_trainer, make_line, loader):
+    class Scheduled(type(make_line())):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            schedulers = [
+                {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step", "frequency": 3},
+                torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1),
+            ]
+            return [optimizer], schedulers
+
+        def on_train_epoch_end(self):
+            self.rates = [*getattr(self, "rates", []), self.optimizers().param_groups[0]["lr"]]
+
+    module = make_line(Scheduled)
+    quiet_trainer().fit(module, loader())
+    assert module.rates == pytest.approx([0.05 * 0.25 * 0.1, 0.05 * 0.25**2 * 0.1**2])
+
+
+def test_a_scheduler_gets_the_value_that_it_monitors(quiet_trainer, make_line, loader):
+    class Plateau(type(make_line())):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
+
+        def lr_scheduler_step(self, scheduler, metric):
+            self.seen = [*getattr(self, "seen", []), float(metric)]
+            super().lr_scheduler_step(scheduler, metric)
+
+    module, trainer = make_line(Plateau), quiet_trainer()
+    trainer.fit(module, loader(), loader())
+    assert len(module.seen) == 2
+    assert module.seen[-1] == float(trainer.callback_metrics["val_loss"])
+
+
+def test_a_monitored_value_that_nobody_logged_is_named_with_the_known_ones(quiet_trainer, make_line, loader):
+    class Plateau(type(make_line())):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "vall_loss"}}
+
+    with pytest.raises(MisuseError, match=r"monitors 'vall_loss', which was not logged; logged were: .*val_loss"):
+        quiet_trainer().fit(make_line(Plateau), loader(), loader())
+
+
+def test_a_closure_optimizer_evaluates_the_step_several_times(quiet_trainer, make_line, loader):
+    class Closure(type(make_line())):
+        calls = 0
+
+        def training_step(self, batch, batch_idx):
+            self.calls += 1
+            return self.loss(batch)
+
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=5)
+
+    module = make_line(Closure)
+    quiet_trainer(max_steps=2).fit(module, loader(48))
+    assert module.calls > 4
+    assert module.loss(next(iter(loader(48)))) < 1e-3
+
+
+def test_overridden_optimization_hooks_take_part(quiet_trainer, make_line, loader):
+    class Hooked(type(make_line())):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            self.steps = [*getattr(self, "steps", []), (epoch, batch_idx)]
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            optimizer.zero_grad(set_to_none=False)
+            self.cleared = True
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+            self.clipped = (gradient_clip_val, gradient_clip_algorithm)
+
+    module, plain = make_line(Hooked), make_line()
+    quiet_trainer(limit_train_batches=1).fit(module, loader())
+    quiet_trainer(limit_train_batches=1).fit(plain, loader())
+    assert module.steps == [(0, 0), (1, 0)]
+    assert module.cleared
+    assert module.clipped == (None, "norm")
+    assert torch.equal(weights(module), weights(plain))
+
+
+def test_a_step_that_returns_none_is_skipped_on_one_device(quiet_trainer, make_line, loader):
+    class Skipping(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx % 2 else self.loss(batch)
+
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(make_line(Skipping), loader())
+    assert (trainer.fit_loop.batches_seen, trainer.global_step) == (6, 3)
+
+
+def test_transfer_hooks_see_each_batch(quiet_trainer, make_line, loader):
+    class Transferring(type(make_line())):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return [batch[0] * 0, batch[1] * 0]
+
+    module = make_line(Transferring)
+    trainer = quiet_trainer()
+    trainer.fit(module, loader(), loader())
+    assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(module.layer.bias.item() ** 2)
+
+
+def test_a_data_module_gives_the_loaders(quiet_trainer, line, loader):
+    calls = []
+
+    class Data(DataModule):
+        def prepare_data(self):
+            calls.append("prepare_data")
+
+        def setup(self, stage):
+            calls.append(f"setup {stage}")
+
+        def train_dataloader(self):
+            calls.append("train_dataloader")
+            return loader()
+
+        def val_dataloader(self):
+            return [loader(), loader()]
+
+        def teardown(self, stage):
+            calls.append(f"teardown {stage}")
+
+    trainer = quiet_trainer()
+    trainer.fit(line, datamodule=Data())
+    assert calls == ["prepare_data", "setup fit", "train_dataloader", "teardown fit"]
+    assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"} <= trainer.callback_metrics.keys()
+
+
+def test_several_loaders_give_a_result_each(quiet_trainer, make_line, loader):
+    class Several(type(make_line())):
+        def test_step(self, batch, batch_idx, dataloader_idx):
+            self.log("number", float(dataloader_idx))
+
+    results = quiet_trainer().test(make_line(Several), [loader(), loader()])
+    assert results == [{"number/dataloader_idx_0": 0.0}, {"number/dataloader_idx_1": 1.0}]
+
+
+def test_predictions_come_back_in_the_order_of_the_batches(quiet_trainer, line, loader):
+    predictions = quiet_trainer().predict(line, loader())
+    expected = torch.cat([x.sum(1) for x, _ in loader()])
+    assert torch.equal(torch.cat(predictions), expected)
+
+
+def test_a_training_continues_from_its_checkpoint(quiet_trainer, make_line, loader, tmp_path):
+    class Saving(Callback):
+        runs_last = True
+
+        def on_train_epoch_end(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    whole, first = make_line(), make_line()
+    quiet_trainer(max_epochs=3).fit(whole, loader())
+    quiet_trainer(max_epochs=1, callbacks=Saving()).fit(first, loader())
+    resumed, trainer = make_line(lr=0.5), quiet_trainer(max_epochs=3)
+    trainer.fit(resumed, loader(), ckpt_path=tmp_path / "0.ckpt")
+    assert torch.equal(weights(whole), weights(resumed))
+    assert (trainer.current_epoch, trainer.global_step) == (3, 18)
+
+
+def test_weights_only_checkpoints_serve_evaluation_and_refuse_to_continue(quiet_trainer, make_line, loader, tmp_path):
+    class Saving(Callback):
+        def on_fit_end(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
+
+    trained = make_line()
+    trainer = quiet_trainer(callbacks=Saving())
+    trainer.fit(trained, loader(), loader())
+    [result] = quiet_trainer().validate(make_line(), loader(), ckpt_path=tmp_path / "w.ckpt")
+    assert result["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]))
+    with pytest.raises(OSError, match="weights only, and cannot continue a training"):
+        quiet_trainer().fit(make_line(), loader(), ckpt_path=tmp_path / "w.ckpt")
+
+
+def test_a_failing_fit_leaves_the_interpreter_ready_for_the_next(quiet_trainer, make_line, loader):
+    class Failing(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError("once")
+
+    seen = []
+
+    class Watching(Callback):
+        def on_exception(self, trainer, module, exception):
+            seen.append(str(exception))
+
+    with pytest.raises(ZeroDivisionError, match="once"):
+        quiet_trainer(callbacks=Watching()).fit(make_line(Failing), loader())
+    module = make_line()
+    quiet_trainer().fit(module, loader())
+    assert seen == ["once"]
+    with pytest.raises(MisuseError, match="not attached to a Trainer"):
+        _ = module.trainer
+
+
+def test_two_processes_train_to_the_same_weights_as_one(quiet_trainer, make_line, loader, averaging):
+    one, two = make_line(), make_line()
+    quiet_trainer().fit(one, loader(batch_size=8))
+    quiet_trainer(strategy=averaging(), devices=2).fit(two, loader(batch_size=4))
+    assert torch.allclose(weights(one), weights(two), rtol=1e-6)
+
+
+def test_two_processes_shuffle_into_disjoint_parts(quiet_trainer, make_line, loader, averaging):
+    class Seen(type(make_line())):
+        def on_train_epoch_start(self):
+            self.rows = []
+
+        def training_step(self, batch, batch_idx):
+            self.rows.append(batch[1].flatten())
+            return self.loss(batch)
+
+        def on_train_epoch_end(self):
+            rows = self.all_gather(torch.cat(self.rows)).flatten()
+            self.log("distinct", float(len(set(rows.tolist()))))
+            self.log("first", float(rows[0]))
+
+    firsts = []
+    for seed in (3, 3, 5):
+        trainer = quiet_trainer(strategy=averaging(), devices=2, max_epochs=1)
+        module = make_line(Seen)
+        torch.manual_seed(seed)
+        trainer.fit(module, loader(batch_size=4, shuffle=True))
+        assert trainer.callback_metrics["distinct"] == 48
+        firsts.append(trainer.callback_metrics["first"])
+    assert firsts[0] == firsts[1] != firsts[2]
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_evaluation_counts_each_sample_once_on_several_processes(quiet_trainer, make_line, loader, averaging, devices):
+    module = make_line()
+    [one] = quiet_trainer().validate(module, loader(batch_size=5))
+    [several] = quiet_trainer(strategy=averaging(), devices=devices).validate(module, loader(batch_size=5))
+    assert several == pytest.approx(one, rel=1e-6)
+
+
+def test_predictions_of_several_processes_come_back_in_order(quiet_trainer, line, loader, averaging):
+    trainer = quiet_trainer(strategy=averaging(), devices=3)
+    predictions = trainer.predict(line, loader(batch_size=5))
+    expected = torch.cat([x.sum(1) for x, _ in loader()])
+    assert torch.equal(torch.cat(predictions), expected)
+
+
+def test_a_rank_that_raises_ends_the_fit_and_is_named(quiet_trainer, make_line, loader, averaging):
+    class Failing(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            if self.global_rank == 1 and batch_idx == 2:
+                raise ZeroDivisionError("in rank one")
+            return self.loss(batch)
+
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed: ZeroDivisionError: in rank one") as failure:
+        quiet_trainer(strategy=averaging(), devices=2).fit(make_line(Failing), loader(4))
+    assert "in training_step" in failure.value.rank_traceback
+    module = make_line()
+    quiet_trainer(strategy=averaging(), devices=2).fit(module, loader(4))
+
+
+def test_a_step_that_returns_none_is_an_error_on_several_processes(quiet_trainer, make_line, loader, averaging):
+    class Skipping(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            return None if self.global_rank else self.loss(batch)
+
+    with pytest.raises(RankFailedError, match="training_step returned None on rank 1 of 2"):
+        quiet_trainer(strategy=averaging(), devices=2).fit(make_line(Skipping), loader(4))
+
+
+class TestWrongUse:
+    def test_a_module_without_training_step(self, quiet_trainer, make_line, loader):
+        class Incomplete(type(make_line())):
+            training_step = type(make_line()).__mro__[1].training_step
+
+        with pytest.raises(MisuseError, match="Incomplete has no training_step: define training_step"):
+            quiet_trainer().fit(make_line(Incomplete), loader())
+
+    def test_a_module_without_configure_optimizers(self, quiet_trainer, make_line, loader):
+        class Incomplete(type(make_line())):
+            configure_optimizers = type(make_line()).__mro__[1].configure_optimizers
+
+        with pytest.raises(MisuseError, match="Incomplete has no configure_optimizers: define it and return"):
+            quiet_trainer().fit(make_line(Incomplete), loader())
+
+    def test_no_loader(self, quiet_trainer, line):
+        with pytest.raises(MisuseError, match=r"no train loader: pass one, .* or define Line.train_dataloader"):
+            quiet_trainer().fit(line)
+
+    def test_something_that_is_no_loader(self, quiet_trainer, line):
+        with pytest.raises(MisuseError, match="the train loader is a int, over which one cannot iterate"):
+            quiet_trainer().fit(line, 3)
+
+    def test_loaders_and_a_data_module(self, quiet_trainer, line, loader):
+        with pytest.raises(MisuseError, match="loaders were passed for train, and a datamodule too"):
+            quiet_trainer().fit(line, loader(), datamodule=DataModule())
+
+    def test_a_finished_trainer(self, quiet_trainer, line, loader):
+        trainer = quiet_trainer()
+        trainer.fit(line, loader())
+        with pytest.raises(MisuseError, match=r"has finished its fit \(epoch 2 of 2, step 12\)"):
+            trainer.fit(line, loader())
+
+    def test_a_step_without_a_loss(self, quiet_trainer, make_line, loader):
+        class Strange(type(make_line())):
+            def training_step(self, batch, batch_idx):
+                return {"los": 1}
+
+        with pytest.raises(MisuseError, match="returned dict without a loss"):
+            quiet_trainer().fit(make_line(Strange), loader())
+
+    def test_several_optimizers(self, quiet_trainer, make_line, loader):
+        class Two(type(make_line())):
+            def configure_optimizers(self):
+                return [super().configure_optimizers(), super().configure_optimizers()]
+
+        with pytest.raises(MisuseError, match="returned 2 optimizers, and automatic optimization steps one"):
+            quiet_trainer().fit(make_line(Two), loader())
+
+    def test_saving_outside_a_run(self, quiet_trainer, tmp_path):
+        with pytest.raises(MisuseError, match="save_checkpoint works during a run"):
+            quiet_trainer().save_checkpoint(tmp_path / "x.ckpt")
+
+    def test_a_validation_interval_that_never_comes(self, quiet_trainer, line, loader):
+        with pytest.raises(MisuseError, match="val_check_interval=7 is more than the 6 training batches"):
+            quiet_trainer(val_check_interval=7).fit(line, loader(), loader())
+
+    @pytest.mark.parametrize(
+        ("argument", "value", "message"),
+        [
+            ("limit_train_batches", 1.5, "limit_train_batches=1.5 must be a number of batches"),
+            ("limit_val_batches", -1, "limit_val_batches=-1 must be"),
+            ("max_epochs", -2, "max_epochs=-2 must be an int of at least -1"),
+            ("max_steps", 2.5, "max_steps=2.5 must be an int"),
+            ("accumulate_grad_batches", 0, "accumulate_grad_batches=0 must be an int of at least 1"),
+            ("gradient_clip_val", -1, "gradient_clip_val=-1 must be a positive number"),
+            ("gradient_clip_algorithm", "norms", "gradient_clip_algorithm='norms' must be 'norm' or 'value'"),
+            ("val_check_interval", 0, "val_check_interval=0 must be"),
+            ("callbacks", [Callback], "is not a Callback"),
+            ("logger", ["csv"], "logger='csv' is not a Logger"),
+        ],
+    )
+    def test_an_argument_out_of_range(self, quiet_trainer, argument, value, message):
+        with pytest.raises(RequestError, match=message):
+            quiet_trainer(**{argument: value})

@@ -1,0 +1,143 @@
+"""The order of the hooks, as a whole."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from dstrat import Callback
+from dstrat.training.hooks import DataHooks, ModuleHooks
+
+HOOKS = [
+    name
+    for owner in (DataHooks, ModuleHooks)
+    for name, value in vars(owner).items()
+    if inspect.isfunction(value) and not name.endswith("_dataloader")
+] + ["configure_optimizers", "training_step", "validation_step", "test_step", "predict_step", "optimizer_zero_grad"]
+
+
+@pytest.fixture
+def recorded(make_line):
+    """A module that notes each hook before it does what the hook does."""
+
+    def make(calls):
+        def noting(name, original):
+            def hook(self, *args):
+                calls.append(name)
+                return original(self, *args)
+
+            return hook
+
+        base = type(make_line())
+        return make_line(type("Recorded", (base,), {name: noting(name, getattr(base, name)) for name in HOOKS}))
+
+    return make
+
+
+TRANSFER = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+START = ["prepare_data", "setup", "configure_model", "configure_optimizers"]
+
+
+def evaluation(kind, batches):
+    return [
+        f"on_{kind}_start",
+        f"on_{kind}_epoch_start",
+        *[*TRANSFER, f"on_{kind}_batch_start", f"{kind}_step", f"on_{kind}_batch_end"] * batches,
+        f"on_{kind}_epoch_end",
+        f"on_{kind}_end",
+    ]
+
+
+def test_the_order_of_a_fit(quiet_trainer, recorded, loader):
+    calls = []
+    quiet_trainer(max_epochs=1, limit_val_batches=1, accumulate_grad_batches=2).fit(
+        recorded(calls), loader(24), loader(24)
+    )
+    backward = ["on_before_backward", "on_after_backward"]
+    assert calls == [
+        *START,
+        "on_fit_start",
+        *evaluation("validation", 1),
+        "on_train_start",
+        "on_train_epoch_start",
+        *TRANSFER,
+        "on_train_batch_start",
+        *["training_step", "on_before_zero_grad", "optimizer_zero_grad", *backward],
+        "on_train_batch_end",
+        *TRANSFER,
+        "on_train_batch_start",
+        *["training_step", *backward, "on_before_optimizer_step"],
+        "on_train_batch_end",
+        *evaluation("validation", 1),
+        "on_train_epoch_end",
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+    ]
+
+
+@pytest.mark.parametrize(("method", "kind"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
+def test_the_order_of_an_evaluation(quiet_trainer, recorded, loader, method, kind):
+    calls = []
+    getattr(quiet_trainer(), method)(recorded(calls), loader(24))
+    assert calls == ["prepare_data", "setup", "configure_model", *evaluation(kind, 2), "teardown"]
+
+
+def test_callbacks_come_before_the_module_and_those_that_save_come_last(quiet_trainer, make_line, loader):
+    calls = []
+
+    class Noting(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            calls.append("callback")
+
+    class Saving(Callback):
+        runs_last = True
+
+        def on_train_epoch_end(self, trainer, module):
+            calls.append(("saving", float(trainer.callback_metrics["loss_epoch"]) > 0))
+
+    class Module(type(make_line())):
+        def on_train_epoch_end(self):
+            calls.append("module")
+
+    quiet_trainer(max_epochs=1, callbacks=[Saving(), Noting()]).fit(make_line(Module), loader())
+    assert calls == ["callback", "module", ("saving", True)]
+
+
+def test_a_hook_can_end_the_epoch(quiet_trainer, make_line, loader):
+    class Leaving(type(make_line())):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 2 else None
+
+    trainer = quiet_trainer()
+    trainer.fit(make_line(Leaving), loader())
+    assert trainer.global_step == 4
+
+
+def test_a_callback_can_end_the_training(quiet_trainer, line, loader):
+    class Enough(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            trainer.should_stop = batch_idx == 3
+
+    trainer = quiet_trainer(callbacks=Enough())
+    trainer.fit(line, loader())
+    assert trainer.global_step == 4
+
+
+def test_the_state_of_callbacks_comes_back_from_other_processes(quiet_trainer, line, loader, averaging):
+    class Counting(Callback):
+        count = 0
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.count += 1
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state_dict):
+            self.count = state_dict["count"]
+
+    counting = Counting()
+    quiet_trainer(strategy=averaging(), devices=2, callbacks=counting).fit(line, loader(4))
+    assert counting.count == 12
