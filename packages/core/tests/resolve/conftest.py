@@ -180,7 +180,6 @@ def catalog():
     others = {plugin.distribution for plugin in Catalog({}).plugins} - {"dstrat"}
     catalog = Catalog({"DSTRAT_DISABLE_PLUGINS": ",".join(others)})
     for component in COMPONENTS:
-
         catalog.register(component)
     return catalog
 

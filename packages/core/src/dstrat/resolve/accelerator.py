@@ -97,7 +97,9 @@ def _absence(accelerator: Accelerator) -> str | None:
 
 def _what_is_there(catalog: Catalog) -> str:
     live = [(part.name, part.construct()) for part in automatic_parts("accelerator", catalog)]
-    return f"Available on this machine: {_listed([name for name, accelerator in live if _absence(accelerator) is None])}"
+    return (
+        f"Available on this machine: {_listed([name for name, accelerator in live if _absence(accelerator) is None])}"
+    )
 
 
 def _best(asked: str, parts: Iterator[Part[Accelerator]], catalog: Catalog, load: Load) -> Chosen[Accelerator]:

@@ -130,11 +130,15 @@ def part_of_offer(offer: Offer, catalog: Catalog) -> Part[Any]:
     )
 
 
+def automatic_offers(kind: Kind, catalog: Catalog) -> list[Offer]:
+    """Return what may be chosen without being asked for, the best first."""
+    ranked = [(offer.component.auto, offer) for offer in catalog.offers(kind) if offer.component.auto is not None]
+    return [offer for _, offer in sorted(ranked, key=lambda entry: -entry[0])]  # equal ranks stay in order of names
+
+
 def automatic_parts(kind: Kind, catalog: Catalog) -> Iterator[Part[Any]]:
     """Yield what may be chosen without being asked for, the best first; what cannot be loaded is passed over."""
-    ranked = [(offer.component.auto, offer) for offer in catalog.offers(kind) if offer.component.auto is not None]
-    ranked.sort(key=lambda entry: -entry[0])  # offers of one rank stay in the order of their names
-    yield from usable_parts((offer for _, offer in ranked), catalog)
+    return usable_parts(automatic_offers(kind, catalog), catalog)
 
 
 def usable_parts(offers: Iterable[Offer], catalog: Catalog) -> Iterator[Part[Any]]:

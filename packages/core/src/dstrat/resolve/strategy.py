@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dstrat.errors import ClusterError, ConflictError, DstratError
 from dstrat.plugins.known import FOR_SEVERAL_DEVICES, known_requirement, pip_command
@@ -11,7 +11,7 @@ from dstrat.resolve.ability import ability_by, ability_of
 from dstrat.resolve.choice import Choice
 from dstrat.resolve.cluster import check_cluster
 from dstrat.resolve.obstacles import first_obstacle
-from dstrat.resolve.part import automatic_parts
+from dstrat.resolve.part import automatic_offers, usable_parts
 
 if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
@@ -71,22 +71,22 @@ def _check_processes(found: Obstacle, situation: Situation) -> None:
 
 
 def _automatic(catalog: Catalog, situation: Situation) -> ChosenStrategy:
-    first: tuple[Part[Any], Obstacle] | None = None
-    for part in automatic_parts("strategy", catalog):
-        ability = ability_of(part)
-        if ability.starts_processes != situation.needs_processes:
-            continue
-        found = first_obstacle(ability, situation)
-        if found is None:
-            return ChosenStrategy(part=part, reason=f"the first choice for {_need(situation)}")
-        first = first or (part, found)
-    if first is None:
-        raise ConflictError(_nothing_installed(situation))
-    part, found = first
-    raise found.error(
-        f"no strategy that is chosen automatically fits: {part.title} {found.problem}: {found.cure}"
-        f"{_alternatives(catalog, situation)}"
-    )
+    offers = [
+        offer
+        for offer in automatic_offers("strategy", catalog)
+        if offer.component.starts_processes == situation.needs_processes
+    ]
+    fitting = [offer for offer in offers if first_obstacle(ability_by(offer.component), situation) is None]
+    for part in usable_parts(fitting, catalog):
+        return ChosenStrategy(part=part, reason=f"the first choice for {_need(situation)}")
+    for offer in offers:
+        found = first_obstacle(ability_by(offer.component), situation)
+        if found is not None:
+            raise found.error(
+                f"no strategy that is chosen automatically fits: {offer.title} {found.problem}: {found.cure}"
+                f"{_alternatives(catalog, situation)}"
+            )
+    raise ConflictError(_nothing_installed(situation))
 
 
 def _nothing_installed(situation: Situation) -> str:
