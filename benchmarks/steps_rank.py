@@ -1,0 +1,73 @@
+"""One rank that trains in turn by hand, with dstrat and with Lightning, and times each in its steady state.
+
+All arms run in the same processes, one right after the other, so that what else the machine does meets all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import by_hand
+import torch.distributed as dist
+import with_dstrat
+from workload import WORKLOADS, Clock, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WARMUP = 10
+"""Steps before the time starts."""
+
+Arm = tuple[str, "Callable[[Task, Clock], None]"]
+
+
+def main() -> None:
+    """Measure, and let rank 0 write the steps per second of each arm and repeat."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+
+    task = Task(workload=WORKLOADS[options.workload], steps=WARMUP + options.steps + 1)
+    samples: dict[str, list[float]] = {}
+    for repeat in range(options.repeats + 1):
+        found = arms(options.out, repeat)
+        for name, train in found if repeat % 2 else reversed(found):
+            clock = Clock(WARMUP, WARMUP + options.steps)
+            train(task, clock)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            gc.collect()
+            if repeat:  # the first round only loads what the others find loaded
+                samples.setdefault(name, []).append(options.steps / clock.seconds)
+    if os.environ["RANK"] == "0":
+        options.out.write_text(json.dumps(samples))
+
+
+def arms(out: Path, repeat: int) -> list[Arm]:
+    """Return the arms that can be measured here."""
+    world_size = int(os.environ["WORLD_SIZE"])
+
+    def hand(task: Task, clock: Clock) -> None:
+        meeting_point = f"file://{out}.{repeat}.group"
+        dist.init_process_group("gloo", init_method=meeting_point, rank=int(os.environ["RANK"]), world_size=world_size)
+        by_hand.train(task, clock)
+
+    found: list[Arm] = [("by hand", hand), ("dstrat", lambda task, clock: with_dstrat.train(task, world_size, clock))]
+    if importlib.util.find_spec("lightning"):
+        import with_lightning
+
+        found.append(("lightning", lambda task, clock: with_lightning.train(task, world_size, clock)))
+    return found
+
+
+if __name__ == "__main__":
+    main()

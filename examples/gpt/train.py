@@ -1,0 +1,120 @@
+"""Train a small GPT on the source code of Python's standard library, with any strategy that is installed.
+
+For example::
+
+    python examples/gpt/train.py --strategy ddp --devices 2
+    python examples/gpt/train.py --strategy ddp_spawn --devices 2
+    torchrun --nproc-per-node 2 examples/gpt/train.py --strategy ddp --devices 2
+    python examples/gpt/train.py --accelerator gpu --precision bf16-mixed --steps 5000 --width 384
+
+Everything that it writes is in ``runs/gpt``, unless ``--out`` names another folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from pathlib import Path
+
+import torch
+from data import StandardLibrary
+from model import GPT, Shape
+from report import LossCurve, TokensPerSecond
+
+from dstrat import CSVLogger, Logger, TensorBoardLogger, Trainer
+
+VALIDATIONS = 6
+"""How often the model is validated in a training."""
+VALIDATION_BYTES = 64 * 1024
+
+
+def main() -> None:
+    """Train, and show what the model has learned."""
+    options = read_options()
+    started = time.perf_counter()
+    torch.manual_seed(options.seed)
+    shape = Shape(layers=options.layers, width=options.width, heads=options.heads, context=options.context)
+    trainer = make_trainer(options)
+    model = GPT(shape, learning_rate=options.learning_rate, steps=options.steps)
+    data = StandardLibrary(context=shape.context, batch_size=share_of_batch(options.batch_size, trainer))
+
+    trainer.print(trainer.plan)
+    trainer.fit(model, datamodule=data)
+    # With strategy="ddp" the lines from here on run in every rank, with ddp_spawn in this process alone.
+    if trainer.is_global_zero:
+        show(model, trainer, options.out, seconds=time.perf_counter() - started)
+
+
+def read_options() -> argparse.Namespace:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on the source code of Python's standard library.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--strategy", default="auto", help="alias of a strategy; `dstrat strategies` lists them")
+    add("--accelerator", default="auto", help="cpu, gpu, auto ...")
+    add("--devices", default="auto", help="how many devices of each machine, or which: 2, 0,1, auto")
+    add("--num-nodes", type=int, default=1, help="number of machines")
+    add("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed ...")
+    add("--steps", type=int, default=600, help="optimizer steps")
+    add("--batch-size", type=int, default=8, help="windows of text in a step, over all processes")
+    add("--learning-rate", type=float, default=3e-3, help="the highest one")
+    add("--layers", type=int, default=4, help="blocks of the network")
+    add("--width", type=int, default=192, help="length of the vector of one byte")
+    add("--heads", type=int, default=6, help="attention heads of a block")
+    add("--context", type=int, default=128, help="bytes that the network looks back on")
+    add("--seed", type=int, default=0, help="of weights and order of the data")
+    add("--out", type=Path, default=Path("runs/gpt"), help="folder for logs, checkpoint and curve")
+    return parser.parse_args()
+
+
+def make_trainer(options: argparse.Namespace) -> Trainer:
+    """Return the Trainer for what the command line says."""
+    steps, batch_bytes = options.steps, options.batch_size * options.context
+    return Trainer(
+        strategy=options.strategy,
+        accelerator=options.accelerator,
+        devices=options.devices,
+        num_nodes=options.num_nodes,
+        precision=options.precision,
+        max_steps=steps,
+        val_check_interval=max(1, steps // VALIDATIONS),
+        limit_val_batches=max(1, VALIDATION_BYTES // batch_bytes),
+        log_every_n_steps=10,
+        gradient_clip_val=1.0,
+        callbacks=[TokensPerSecond(batch_bytes), LossCurve(options.out / "loss.png")],
+        logger=loggers(options.out),
+        default_root_dir=options.out,
+    )
+
+
+def loggers(out: Path) -> list[Logger]:
+    """Return the loggers that can be used here."""
+    if importlib.util.find_spec("tensorboard") is None:
+        print("no TensorBoard logs are written, because tensorboard is not installed: pip install tensorboard")
+        return [CSVLogger(out, name="csv")]
+    return [CSVLogger(out, name="csv"), TensorBoardLogger(out, name="tensorboard")]
+
+
+def share_of_batch(batch_size: int, trainer: Trainer) -> int:
+    """Return how many windows each process takes."""
+    share, rest = divmod(batch_size, trainer.plan.world_size)
+    if rest or not share:
+        raise SystemExit(f"--batch-size {batch_size} cannot be divided between {trainer.plan.world_size} processes")
+    return share
+
+
+def show(model: GPT, trainer: Trainer, out: Path, *, seconds: float) -> None:
+    """Print what came out, and a text that the model writes."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"\n{parameters:,} parameters, {trainer.global_step} steps, {seconds:.0f} s")
+    print(f"validation loss {float(trainer.callback_metrics['val_loss']):.3f} nats per byte")
+    print(f"logs, checkpoint and loss.png are in {out}")
+    print("\nWhat it writes after 'def ':\n")
+    print(model.write(b"def ", 400).decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()
