@@ -55,6 +55,12 @@ def test_a_value_that_is_no_whole_number_is_shown(name, value):
     assert refusal({**SECOND_OF_TWO, name: value}).startswith(f"{name} is {value!r}, and must be a whole number from")
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"])
+def test_nothing_where_there_must_be_something_is_refused(name):
+    message = refusal({**SECOND_OF_TWO, name: "0"})
+    assert message.startswith(f"{name} is '0', and must be a whole number from 1 upwards")
+
+
 def test_an_empty_variable_counts_as_missing():
     assert refusal({**SECOND_OF_TWO, "MASTER_ADDR": ""}).startswith("MASTER_ADDR is ''")
 

@@ -33,6 +33,15 @@ def test_the_run_id_is_the_evidence():
     assert TorchElasticEnvironment.evidence({"RANK": "0", "WORLD_SIZE": "1"}) is None
 
 
+def test_tells_whether_the_agent_serves_the_store_and_which_attempt_this_is():
+    cluster = TorchElasticEnvironment(LAST_OF_FOUR)
+    assert (cluster.store_is_served, cluster.attempt) == (False, 0)
+    environ = {**LAST_OF_FOUR, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    again = TorchElasticEnvironment(environ)
+    assert (again.store_is_served, again.attempt) == (True, 2)
+    assert not TorchElasticEnvironment({**environ, "TORCHELASTIC_USE_AGENT_STORE": "False"}).store_is_served
+
+
 @pytest.mark.parametrize(("num_devices", "num_nodes", "name"), [(4, 2, "WORLD_SIZE"), (4, 1, "LOCAL_WORLD_SIZE")])
 def test_another_number_of_processes_is_refused_with_the_command(num_devices, num_nodes, name):
     with pytest.raises(ClusterError, match=rf"^{name} is .* torchrun --nnodes={num_nodes} --nproc-per-node=4,"):
