@@ -12,7 +12,7 @@ from textwrap import dedent
 
 import pytest
 
-NEEDED = ("dstrat", "pluggy", "packaging", "click", "rich", "markdown_it", "mdurl", "pygments")
+NEEDED = ("dstrat", "pluggy", "packaging", "click", "rich", "markdown_it", "mdurl", "pygments", "typing_extensions")
 
 PRELUDE = """
 import json, sys
@@ -44,7 +44,7 @@ from dstrat.plugins.hookspec import hookimpl
 
 def component(alias="acme", target="acme.strategy:Acme", kind="strategy", **facts) -> str:
     """The source text of a record."""
-    return f"Component(**{dict(kind=kind, alias=alias, target=target, summary='for tests', **facts)!r})"
+    return f"Component(**{ {'kind': kind, 'alias': alias, 'target': target, 'summary': 'for tests', **facts}!r})"
 
 
 def hook(*records: str) -> str:
@@ -104,7 +104,9 @@ def bare_packages(tmp_path_factory) -> Path:
     """The packages that listing needs, without metadata, and without torch."""
     folder = tmp_path_factory.mktemp("bare")
     for name in NEEDED:
-        (folder / name).symlink_to(Path(importlib.util.find_spec(name).origin).parent)
+        file = Path(importlib.util.find_spec(name).origin)
+        found = file.parent if file.name == "__init__.py" else file
+        (folder / found.name).symlink_to(found)
     return folder
 
 

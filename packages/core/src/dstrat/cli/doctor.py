@@ -34,6 +34,8 @@ def doctor(ctx: click.Context, seconds: float, as_json: bool) -> None:
 
 
 def _findings(seconds: float) -> Iterator[Finding]:
+    from rich.console import Console
+
     from dstrat.cli.diagnosis.all_reduce import check_all_reduce
     from dstrat.cli.diagnosis.broken import check_plugins
     from dstrat.cli.diagnosis.devices import check_devices
@@ -46,5 +48,6 @@ def _findings(seconds: float) -> Iterator[Finding]:
     yield from check_versions(catalog)
     yield from check_devices(catalog)
     yield from check_evidence(catalog, os.environ)
-    yield from check_all_reduce(seconds)
+    with Console(stderr=True).status("two processes add their numbers ..."):  # shown in terminals only
+        yield from list(check_all_reduce(seconds))
     yield from check_leftovers()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
 
 from dstrat.cli.catalog import loaded_catalog, offer_as_dict
 from dstrat.cli.output import json_option, print_json, print_table
-from dstrat.plugins.known import KNOWN, known_distribution, pip_command
+from dstrat.plugins.known import KNOWN, known_distribution, quoted
 from dstrat.plugins.names import normalized
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Kind
@@ -43,26 +44,23 @@ def _list(kind: Kind, plural: str, as_json: bool) -> None:
         print_json({plural: listed, "not_installed": hints})
         return
     if offers:
-        print_table(_rows(offers, catalog), ["alias", "what it is", "from"])
+        print_table(list(_rows(offers, catalog)))
     else:
         click.echo(f"no {plural} are installed")
     if hints:
-        click.echo("\nalso known, and not installed:")
-        print_table([(command, ", ".join(aliases)) for command, aliases in hints.items()])
+        click.echo("\nnot installed (pip install ...):")
+        print_table([(f"  {requirement}", ", ".join(aliases)) for requirement, aliases in hints.items()])
 
 
-def _rows(offers: Sequence[Offer], catalog: Catalog) -> list[tuple[str, str, str]]:
+def _rows(offers: Sequence[Offer], catalog: Catalog) -> Iterator[tuple[str, str]]:
+    """Yield, for each owner, a row with its name and then one for each of its components."""
     times = Counter(offer.component.alias for offer in offers)
-    return [
-        (
-            offer.full_alias
-            if times[offer.component.alias] > 1
-            else ", ".join([*offer.names, *offer.component.groups]),
-            _description(offer, catalog),
-            offer.owner_label,
-        )
-        for offer in offers
-    ]
+    for owner, offered in groupby(sorted(offers, key=lambda offer: offer.owner), lambda offer: offer.owner_label):
+        yield owner, ""
+        for offer in offered:
+            is_unique = times[offer.component.alias] == 1
+            name = ", ".join((*offer.names, *offer.component.groups)) if is_unique else offer.full_alias
+            yield f"  {name}", _description(offer, catalog)
 
 
 def _description(offer: Offer, catalog: Catalog) -> str:
@@ -71,11 +69,11 @@ def _description(offer: Offer, catalog: Catalog) -> str:
 
 
 def _not_installed(kind: Kind, catalog: Catalog) -> dict[str, list[str]]:
-    """Return, for each command that would install something, the aliases that it would bring."""
+    """Return what could be installed, quoted for a shell, and the aliases that each would bring."""
     offered = {name for offer in catalog.offers(kind) for name in offer.names}
     installed = {normalized(plugin.distribution) for plugin in catalog.plugins}
     hints: dict[str, list[str]] = {}
     for alias, requirement in KNOWN[kind].items():
         if alias not in offered and known_distribution(requirement) not in installed:
             hints.setdefault(requirement, []).append(alias)
-    return {pip_command(requirement): hints[requirement] for requirement in sorted(hints)}
+    return {quoted(requirement): hints[requirement] for requirement in sorted(hints)}

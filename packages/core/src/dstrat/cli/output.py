@@ -11,6 +11,8 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_MOST_OF_A_LINE = 0.7  # what the first column may take, so that names are not broken
+
 json_option: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -39,9 +41,16 @@ def _print_for_people(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> 
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(headers), header_style="bold")
-    for position in range(len(rows[0]) if rows else 0):
-        table.add_column(headers[position] if headers else "", overflow="fold", style="cyan" if position == 0 else "")
+    for position, cells in enumerate(zip(*rows, strict=True)):
+        widest = max(map(len, cells))
+        table.add_column(
+            headers[position] if headers else "",
+            overflow="fold",
+            style="cyan" if position == 0 else "",
+            no_wrap=position == 0 and widest < _MOST_OF_A_LINE * console.width,
+        )
     for row in rows:
         table.add_row(*map(Text, row))
-    Console().print(table)
+    console.print(table)

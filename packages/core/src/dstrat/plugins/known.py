@@ -87,5 +87,9 @@ def known_distribution(requirement: str) -> str:
 
 def pip_command(*requirements: str, upgrade: bool = False) -> str:
     """Return the command that installs the requirements, quoted for a shell."""
-    quoted = (f'"{text}"' if set(text) & set("[]<>=!~; ") else text for text in requirements)
-    return " ".join(["pip install", *(["--upgrade"] if upgrade else []), *quoted])
+    return " ".join(["pip install", *(["--upgrade"] if upgrade else []), *map(quoted, requirements)])
+
+
+def quoted(requirement: str) -> str:
+    """Return the requirement as a shell takes it."""
+    return f'"{requirement}"' if set(requirement) & set("[]<>=!~; ") else requirement

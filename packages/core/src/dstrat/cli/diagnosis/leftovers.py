@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ _PROC = Path("/proc")
 _FOLDER_PREFIX = "dstrat-job-"  # as in builtin/launchers/job.py
 _WATCHDOG = "dstrat-watchdog"  # as in builtin/launchers/watchdog.py; it lives as long as its job, and names the folder
 
+_PAUSE = 0.5  # seconds
+_SHOWN = 60  # characters of a command line
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Process:
@@ -27,22 +31,35 @@ class _Process:
 
 def check_leftovers() -> Iterator[Finding]:
     """Tell of processes and folders of jobs that are over."""
+    if not _PROC.is_dir():
+        yield Finding(subject="leftovers", text="are not looked for on this platform", state="note")
+        return
+    first = _leftovers()
+    if not any(first):
+        yield Finding(subject="leftovers", text="none")
+        return
+    time.sleep(_PAUSE)  # a job that began or ended during the first look is gone from the second
+    second = _leftovers()
+    for pid, command in sorted(first[0] & second[0]):
+        text = f"of a job that is over ({command[:_SHOWN]}): kill {pid}"
+        yield Finding(subject=f"process {pid}", text=text, state="problem")
+    folders = sorted(first[1] & second[1])
+    if folders:
+        text = f"{len(folders)} of jobs that are over: rm -r {' '.join(folders)}"
+        yield Finding(subject="folders", text=text, state="note")
+
+
+def _leftovers() -> tuple[set[tuple[int, str]], set[str]]:
+    """Return the processes and the folders that belong to a job without a watchdog."""
+    folders = {str(folder) for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*")}
     processes = list(_own_processes())
     running = {process.arguments[-1] for process in processes if _WATCHDOG in process.arguments}
-    orphans = [process for process in processes if process.job is not None and process.job not in running]
-    folders = [
-        folder for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*") if str(folder) not in running
-    ]
-    for process in orphans:
-        text = f"belongs to a job that is over ({' '.join(process.arguments)[:60]}): kill {process.pid}"
-        yield Finding(subject=f"process {process.pid}", text=text, state="problem")
-    if not _PROC.is_dir():
-        yield Finding(subject="processes", text="are not looked for on this platform", state="note")
-    elif folders:
-        text = f"{len(folders)} of jobs that are over: rm -r {' '.join(map(str, sorted(folders)))}"
-        yield Finding(subject="folders", text=text, state="note")
-    if not orphans and not folders:
-        yield Finding(subject="leftovers", text="none")
+    orphans = {
+        (process.pid, " ".join(process.arguments))
+        for process in processes
+        if process.job is not None and process.job not in running
+    }
+    return orphans, folders - running
 
 
 def _own_processes() -> Iterator[_Process]:

@@ -1,0 +1,166 @@
+"""``dstrat doctor`` and its checks."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from dstrat.cli.diagnosis.all_reduce import check_all_reduce
+from dstrat.cli.diagnosis.broken import check_plugins
+from dstrat.cli.diagnosis.evidence import check_evidence
+from dstrat.cli.diagnosis.leftovers import check_leftovers
+from dstrat.plugins.catalog import Catalog
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def processes_with(variable: str) -> list[int]:
+    """The processes, other than this one, that have inherited an environment variable."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"{variable}=".encode() in environ and int(folder.name) != os.getpid():
+            found.append(int(folder.name))
+    return found
+
+
+def test_it_reports_on_everything(installed_dstrat):
+    report = installed_dstrat("doctor", "--json")
+    findings = {finding["subject"]: finding for finding in json.loads(report.stdout)["findings"]}
+    assert {"python", "torch", "distributions", "accelerator cpu", "all-reduce on 2 processes"} <= set(findings)
+    assert findings["all-reduce on 2 processes"]["state"] == "ok", findings
+    assert findings["accelerator cpu"]["text"].endswith("collectives by gloo")
+    assert report.returncode == any(finding["state"] == "problem" for finding in findings.values())
+
+
+# The all-reduce
+
+
+@on_linux
+@pytest.mark.parametrize("seconds", [0.01, 2.5])
+def test_the_all_reduce_has_a_time_limit_and_leaves_no_process(seconds, monkeypatch):
+    monkeypatch.setenv("DSTRAT_TEST_OF_THE_LIMIT", "1")
+    started = time.monotonic()
+    (finding,) = check_all_reduce(seconds)
+    assert time.monotonic() - started < 20
+    if finding.state != "ok":  # a very fast machine may finish in time
+        assert finding.text.startswith(f"no result after {seconds:g} s")
+    deadline = time.monotonic() + 5
+    while (left := processes_with("DSTRAT_TEST_OF_THE_LIMIT")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+def test_an_all_reduce_that_fails_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "torch.py").write_text("raise OSError('no driver')")
+    (finding,) = check_all_reduce(30)
+    assert finding.state == "problem"
+    assert "no driver" in finding.text
+
+
+# Leftovers
+
+
+@pytest.fixture
+def temporary(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@on_linux
+def test_processes_and_folders_of_jobs_that_are_over_are_found(temporary):
+    folder = temporary / "dstrat-job-old"
+    folder.mkdir()
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, "DSTRAT_JOB": str(folder)}) as orphan:
+        findings = {finding.subject: finding for finding in check_leftovers()}
+        orphan.kill()
+    process = findings[f"process {orphan.pid}"]
+    assert (process.state, process.text) == ("problem", f"of a job that is over (sleep 60): kill {orphan.pid}")
+    assert findings["folders"].text == f"1 of jobs that are over: rm -r {folder}"
+    assert findings["folders"].state == "note"
+
+
+RUNNING = """
+import sys, time
+from dstrat.builtin.launchers.local import LocalLauncher
+
+def wait():
+    print("running", flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    LocalLauncher(num_processes=1, start_method="spawn").launch(wait)
+"""
+
+
+@on_linux
+def test_a_running_job_is_not_left_over(temporary):
+    script = temporary / "job.py"
+    script.write_text(RUNNING)
+    environ = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen([sys.executable, str(script)], env=environ, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout.readline() == "running\n"
+        folders = list(temporary.glob("dstrat-job-*"))
+        findings = list(check_leftovers())
+        job.kill()
+    assert len(folders) == 1
+    assert not [finding for finding in findings if str(folders[0]) in finding.text or "job.py" in finding.text]
+
+
+# Plugins and evidence
+
+
+def test_broken_plugins_and_components_are_found(site, monkeypatch):
+    site.add("doctor-bad", plugin="raise ValueError('no')")
+    site.add("doctor-slow", plugin="import time\ntime.sleep(0.2)\n" + site.hook(site.component("slow_one")))
+    site.add("doctor-wrong", site.component("wrong_one", "doctor_wrong.gone:Gone"))
+    site.add("doctor-needy", site.component("needy_one", requires=("not-there>=1",)))
+    site.add("doctor-twin", site.component("slow_one"))
+    monkeypatch.syspath_prepend(str(site.folder))
+    findings = {finding.subject: finding for finding in check_plugins(Catalog({"DSTRAT_DISABLE_PLUGINS": "nobody"}))}
+
+    assert findings["doctor-bad 1.0"].text == "failed: ValueError: no"
+    assert findings["doctor-bad 1.0"].state == "problem"
+    assert findings["doctor-slow 1.0"].text.startswith("its plugin module took 0.2")
+    assert findings["strategy wrong_one"].state == "problem"
+    assert "doctor_wrong.gone" in findings["strategy wrong_one"].text
+    assert findings["strategy needy_one"].text.endswith('pip install "not-there>=1"')
+    assert findings["strategy needy_one"].state == "note"
+    assert "is offered by doctor-slow 1.0 and doctor-twin 1.0" in findings["strategy slow_one"].text
+    assert findings["DSTRAT_DISABLE_PLUGINS"].text == "names what is not installed: nobody"
+
+
+def test_the_rank_is_told_where_something_has_started_this_process():
+    torchrun = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }
+    findings = {finding.subject: finding.text for finding in check_evidence(Catalog({}), torchrun)}
+    assert findings["torchelastic"].endswith("rank 3 of 4, machine 1")
+
+
+def test_an_environment_that_contradicts_itself_is_a_problem():
+    (finding, *_) = check_evidence(Catalog({}), {"TORCHELASTIC_RUN_ID": "none", "RANK": "first", "WORLD_SIZE": "4"})
+    assert finding.state == "problem"
+
+
+def test_nothing_is_told_where_nothing_has_started_this_process():
+    (finding,) = check_evidence(Catalog({}), {})
+    assert (finding.state, finding.text) == ("ok", "nothing else has started this process")

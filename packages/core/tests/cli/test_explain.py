@@ -1,0 +1,35 @@
+"""``dstrat explain``."""
+
+import json
+
+from click.testing import CliRunner
+
+from dstrat.cli.main import commands
+
+
+def explain(*options):
+    return CliRunner().invoke(commands, ["explain", "--accelerator", "cpu", *options])
+
+
+def test_the_plan_is_printed_with_reasons_and_owners():
+    shown = explain("--strategy", "single_device", "--precision", "bf16")
+    rows = {line.split("  ")[0]: line for line in shown.stdout.splitlines()}
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert "single_device" in rows["strategy"]
+    assert "asked for" in rows["strategy"]
+    assert "dstrat " in rows["strategy"]
+    assert "bf16-mixed" in rows["precision"]
+
+
+def test_json_holds_the_plan():
+    plan = json.loads(explain("--json").stdout)
+    assert (plan["accelerator"], plan["world_size"]) == ("cpu", 1)
+    assert {"subject", "value", "reason", "owner"} == set(plan["choices"][0])
+
+
+def test_a_plan_that_cannot_be_is_one_line_on_stderr_and_exits_with_2(installed_dstrat):
+    shown = installed_dstrat("explain", "--strategy", "single_device", "--accelerator", "cpu", "--devices", "2")
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr.startswith("dstrat: ")
+    assert "Traceback" not in shown.stderr
+    assert shown.stderr.count("\n") == 1

@@ -1,0 +1,112 @@
+"""``dstrat show``."""
+
+import json
+
+import pytest
+
+SOURCE = '''
+raise ValueError("never imported")
+
+class Fast(Base):
+    """A fast strategy.
+
+    With details.
+    """
+'''
+
+
+def facts(text):
+    return dict(line.split("  ", 1) for line in text.splitlines() if line)
+
+
+def test_all_facts_are_shown_without_importing_the_class(site, dstrat):
+    record = site.component(
+        "fast",
+        "acme.deep.strategy:Fast",
+        synonyms=("quick",),
+        requires=("engine>=2", "packaging-is-not-here"),
+        options={"level": 3, "name": "x"},
+        accelerators=("cpu", "cuda"),
+        starts_processes=True,
+        multi_node=True,
+        notebook_safe=False,
+        max_devices=8,
+        auto=5,
+    )
+    site.add("acme", record)
+    site.write("acme/deep/__init__.py", "raise ValueError('never imported')")
+    site.write("acme/deep/strategy.py", SOURCE)
+    site.write("engine-2.1.dist-info/METADATA", "Name: engine\nVersion: 2.1\n")
+
+    shown = dstrat("show", "quick")
+
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert {name.strip(): text.strip() for name, text in facts(shown.stdout).items()} == {
+        "strategy": "fast",
+        "also called": "quick",
+        "what it is": "for tests",
+        "from": "acme 1.0",
+        "class": "acme.deep.strategy.Fast",
+        "docstring": "A fast strategy.",
+        "preset": "level=3, name='x'",
+        "requires": "engine>=2, packaging-is-not-here (missing)",
+        "accelerators": "cpu, cuda",
+        "precisions": "any",
+        "devices": "at most 8",
+        "processes": "one per device",
+        "machines": "several",
+        "notebooks": "no",
+        "automatic": "rank 5, the highest is chosen",
+    }
+
+
+@pytest.mark.parametrize("target", ["acme.strategy:Missing", "acme.gone:Fast", "gone.deep:Fast", "acme.broken:Fast"])
+def test_a_class_whose_source_is_not_there_has_no_docstring(site, dstrat, target):
+    site.add("acme", site.component("fast", target), strategy=SOURCE, broken="class Fast(:")
+    shown = dstrat("show", "fast")
+    assert shown.returncode == 0
+    assert "docstring" not in shown.stdout
+
+
+def test_a_name_of_several_kinds_shows_each(site, dstrat):
+    site.add("acme", site.component("both"), site.component("both", kind="accelerator"))
+    assert [part.split()[0] for part in dstrat("show", "both").stdout.split("\n\n")] == ["strategy", "accelerator"]
+    assert dstrat("show", "both", "--kind", "accelerator").stdout.startswith("accelerator  both")
+
+
+def test_a_group_shows_its_members(site, dstrat):
+    site.add("acme", *(site.component(name, kind="accelerator", groups=("beads",)) for name in ("one", "two")))
+    assert [part.split()[1] for part in dstrat("show", "beads").stdout.split("\n\n")] == ["one", "two"]
+
+
+def test_json_holds_all_facts(site, dstrat):
+    site.add("acme", site.component("fast", "acme.strategy:Fast"), strategy=SOURCE)
+    (shown,) = json.loads(dstrat("show", "fast@acme", "--json").stdout)
+    assert (shown["alias"], shown["owner"], shown["docstring"]) == ("fast", "acme", "A fast strategy.")
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ("fsat", "strategy 'fsat' is not known: did you mean 'fast'?"),
+        ("tpu", "accelerator 'tpu' comes with dstrat-xla, which is not installed: pip install dstrat-xla"),
+        ("fast@other", "strategy 'fast' is not offered by 'other': it is offered by acme 1.0"),
+        ("old", "strategy 'old' was retired by acme 1.0: use 'fast' instead"),
+    ],
+)
+def test_a_miss_is_one_line_on_stderr_and_exits_with_2(site, dstrat, asked, answer):
+    site.add("acme", site.component("fast"), "Tombstone(kind='strategy', alias='old', replacement='fast')")
+    shown = dstrat("show", asked)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (2, "", f"dstrat: {answer}\n")
+
+
+def test_wrong_usage_exits_with_2(dstrat):
+    assert dstrat("show").returncode == 2
+    assert dstrat("show", "x", "--kind", "nothing").returncode == 2
+    assert dstrat("nothing").returncode == 2
+
+
+def test_help_exits_with_0_and_names_every_command(dstrat):
+    shown = dstrat("--help")
+    assert shown.returncode == 0
+    assert all(name in shown.stdout for name in ("accelerators", "doctor", "explain", "plugins", "show", "strategies"))
