@@ -21,7 +21,7 @@ from dstrat.training.run import execute, execute_elsewhere
 from dstrat.training.sources import Sources
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -354,6 +354,7 @@ class Trainer:
             self.datamodule.attach(self)
         self.dispatch = Dispatch(self, module, self.callbacks)
         self.should_stop = False
+        self.metrics = Metrics()
         self._running = True
 
     def end(self) -> None:
@@ -377,9 +378,16 @@ class Trainer:
         """Write the step's values to the loggers; collective where one of them is synchronised."""
         self._write(self.metrics.of_step(logged, self.strategy))
 
-    def publish_epoch(self, logged: LoggedValues) -> None:
-        """Reduce the values over the epoch, keep them, and write them to the loggers; collective."""
+    def publish_epoch(self, logged: LoggedValues, hooks: Iterable[Callable[[], Any]]) -> None:
+        """Reduce the values over the epoch, call the hooks at its end, and write all to the loggers; collective.
+
+        The hooks see the values, and may log more.
+        """
+        self.metrics.start_epoch()
         values = self.metrics.of_epoch(logged, self.strategy)
+        for hook in hooks:
+            hook()
+        values |= self.metrics.of_epoch(logged, self.strategy)
         if not self.sanity_checking:
             self._write(values)
 

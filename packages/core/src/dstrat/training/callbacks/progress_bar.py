@@ -135,6 +135,9 @@ class ProgressBar(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        if self._display is not None and self._running:
+            self._advance(trainer)
+            self._display.update(self._running, self._values)  # those shown last: reading others might fail again
         self._close()
 
     @override
@@ -178,16 +181,21 @@ class ProgressBar(Callback):
             self._update(trainer)
 
     def _update(self, trainer: Trainer) -> None:
-        if self._display is None:
-            return
+        if self._display is not None:
+            self._advance(trainer)
+            self._take_values(trainer)
+            self._display.update(self._running, self._values)
+            self._schedule(self._display)
+
+    def _advance(self, trainer: Trainer) -> None:
         if self._evaluation is not None:
             self._evaluation.reach(self._evaluated)
         elif self._training is not None:
             self._training.reach(trainer.fit_loop.batches_seen - self._batches_before)
-        self._take_values(trainer)
-        running = [progress for progress in (self._training, self._evaluation) if progress is not None]
-        self._display.update(running, self._values)
-        self._schedule(self._display)
+
+    @property
+    def _running(self) -> list[Progress]:
+        return [progress for progress in (self._training, self._evaluation) if progress is not None]
 
     def _take_values(self, trainer: Trainer) -> None:
         if not trainer.sanity_checking:
@@ -196,7 +204,7 @@ class ProgressBar(Callback):
     def _open(self, trainer: Trainer) -> None:
         if self._display is not None or not trainer.is_global_zero:
             return
-        self._training = None
+        self._training = self._evaluation = None
         self._values = {}
         self._display = _make_display()
         self._next_update = 0.0

@@ -21,17 +21,17 @@ class LineDisplay:
 
     def update(self, running: Sequence[Progress], values: Mapping[str, float]) -> None:
         """Write a line about the innermost loop that runs."""
-        _write(running[-1], values)
+        _write(", in ".join(progress.title for progress in reversed(running)), running[-1], values)
 
     def finish(self, progress: Progress, values: Mapping[str, float]) -> None:
         """Write the line of a loop that is over."""
-        _write(progress, values)
+        _write(progress.title, progress, values)
 
     def close(self) -> None:
         """Do nothing: each line is complete."""
 
 
-def _write(progress: Progress, values: Mapping[str, float]) -> None:
+def _write(title: str, progress: Progress, values: Mapping[str, float]) -> None:
     left = format_duration(progress.seconds_left)
     facts = [
         f"{format_count(progress)} batches",
@@ -39,4 +39,4 @@ def _write(progress: Progress, values: Mapping[str, float]) -> None:
         f"{left} left" if left else "",
         *(f"{name} {format_value(value)}" for name, value in values.items()),
     ]
-    print(f"{progress.title}: {', '.join(filter(None, facts))}", file=sys.stderr, flush=True)
+    print(f"{title}: {', '.join(filter(None, facts))}", file=sys.stderr, flush=True)

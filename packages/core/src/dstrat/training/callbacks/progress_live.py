@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dstrat.training.callbacks.log_streams import move_handlers
 from dstrat.training.callbacks.progress import format_count, format_duration, format_speed, format_value
 
 if TYPE_CHECKING:
@@ -31,7 +32,11 @@ class LiveDisplay:
             auto_refresh=False,
             redirect_stdout=sys.stdout.isatty(),  # where it goes to a file, it stays there
         )
+        before = (sys.stdout, sys.stderr)
         self._live.start()
+        self._replaced = list(zip(before, (sys.stdout, sys.stderr), strict=True))
+        for old, new in self._replaced:  # logging handlers keep the stream that they were made with
+            move_handlers(old, new)
         self._live.console.show_cursor()  # a process that is killed could not bring it back
 
     def update(self, running: Sequence[Progress], values: Mapping[str, float]) -> None:
@@ -44,6 +49,8 @@ class LiveDisplay:
 
     def close(self) -> None:
         """Draw a last time, and give the terminal back."""
+        for old, new in self._replaced:
+            move_handlers(new, old)
         self._live.stop()
 
 
