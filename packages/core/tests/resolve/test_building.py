@@ -1,0 +1,129 @@
+"""Live objects from plans."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from dstrat.builtin.launchers.external import ExternalLauncher
+from dstrat.builtin.launchers.local import LocalLauncher
+from dstrat.errors import UnknownAliasError
+from dstrat.resolve import Request, build, make_plan
+
+FARM = {"FARM": "2", "FARM_RANK": "1"}
+
+
+@pytest.fixture
+def built(catalog):
+    def plan_and_build(environ=FARM, **words):
+        request = Request(**words)
+        plan = make_plan(request, catalog=catalog, environ=environ, interactive=False)
+        return build(pickle.loads(pickle.dumps(plan)), request, catalog=catalog, environ=environ)
+
+    return plan_and_build
+
+
+def test_a_strategy_by_alias_has_all_its_parts(built, parts):
+    strategy = built({}, strategy="many", accelerator="cpu", devices=2, precision="bf16", plugins=("shelf",))
+    assert type(strategy) is parts["many"]
+    assert type(strategy.accelerator) is parts["cpu"]
+    assert type(strategy.checkpoint_io) is parts["shelf"]
+    assert type(strategy.cluster_environment) is parts["local"]
+    assert strategy.precision_plugin.flag == "bf16-mixed"
+    assert strategy.parallel_devices == (torch.device("cpu"), torch.device("cpu"))
+
+
+def test_an_alias_gives_its_options_to_the_constructor(built):
+    assert built({}, strategy="many_spawn", devices=2).start_method == "spawn"
+
+
+def test_a_cluster_environment_reads_the_given_variables(built):
+    strategy = built(FARM, strategy="many", accelerator="cpu")
+    assert (strategy.world_size, strategy.global_rank) == (2, 1)
+
+
+def test_a_class_of_the_users_own_is_constructed_and_completed(built, parts):
+    class Mine(parts["many"]):
+        pass
+
+    strategy = built({}, strategy=Mine, accelerator=parts["slow"], plugins=[parts["odd"]], devices=2)
+    assert type(strategy) is Mine
+    assert type(strategy.accelerator) is parts["slow"]
+    assert type(strategy.precision_plugin) is parts["odd"]
+
+
+def test_a_strategy_of_the_users_own_receives_what_it_lacks_once_and_keeps_what_it_has(built, parts):
+    class Counting(parts["many"]):
+        received = 0
+
+        def receive(self, parts):
+            self.received += 1
+            super().receive(parts)
+
+    shelf, odd = parts["shelf"](), parts["odd"]()
+    mine = Counting(checkpoint_io=shelf, precision_plugin=odd)
+    strategy = built({}, strategy=mine, accelerator="cpu", devices=2)
+    assert strategy is mine
+    assert mine.received == 1
+    assert (mine.checkpoint_io, mine.precision_plugin) == (shelf, odd)
+    assert type(mine.accelerator) is parts["cpu"]
+
+
+def test_a_strategy_that_is_used_twice_has_the_parts_of_the_second_time(built, parts):
+    mine = parts["many"]()
+    built({}, strategy=mine, accelerator="fast", devices=3)
+    built({}, strategy=mine, accelerator="cpu", devices=2)
+    assert type(mine.accelerator) is parts["cpu"]
+    assert len(mine.parallel_devices) == 2
+
+
+def test_devices_of_a_strategy_of_the_users_own_stay(built, parts):
+    devices = (torch.device("cpu"),) * 3
+    strategy = built({}, strategy=parts["many"](parallel_devices=devices))
+    assert strategy.parallel_devices == devices
+
+
+def test_a_precision_is_the_strategys_then_the_accelerators_then_the_catalogs(built, parts):
+    class Particular(parts["many"]):
+        def precision_for(self, flag):
+            return parts["bf16-mixed"]("16-mixed") if flag == "16-mixed" else None
+
+    own = built({}, strategy=Particular(), accelerator="fast", precision="bf16-true").precision_plugin
+    assert type(own).__name__ == "FastPrecision"
+    assert type(built({}, accelerator="cpu", precision="bf16-true").precision_plugin) is parts["bf16-true"]
+
+    theirs = Particular()
+    theirs.precision_for = {"bf16-true": parts["odd"]()}.get
+    assert type(built({}, strategy=theirs, accelerator="fast", precision="bf16-true").precision_plugin) is parts["odd"]
+
+
+def test_a_precision_that_the_user_made_is_nobody_elses_to_choose(built, parts):
+    class Particular(parts["many"]):
+        def precision_for(self, flag):
+            raise AssertionError
+
+    mine = parts["odd"]()
+    assert built({}, strategy=Particular(), accelerator="cpu", precision=mine).precision_plugin is mine
+
+
+def test_the_launcher_follows_from_who_starts_the_processes(built):
+    assert built({}, accelerator="cpu").launcher is None
+    assert isinstance(built(FARM, accelerator="cpu").launcher, ExternalLauncher)
+    local = built({}, strategy="many_spawn", accelerator="cpu", devices=3).launcher
+    assert isinstance(local, LocalLauncher)
+    assert (local.num_processes, local.num_nodes, local.start_method) == (3, 1, "spawn")
+
+
+def test_a_strategy_with_one_process_per_device_needs_no_launcher_for_one_device(built):
+    strategy = built({}, strategy="many", accelerator="cpu", devices=1)
+    assert strategy.launcher is None
+    assert (strategy.world_size, strategy.global_rank) == (1, 0)
+
+
+def test_a_plan_from_another_catalog_is_refused(catalog, core_catalog):
+    request = Request(strategy="many", accelerator="cpu")
+    plan = make_plan(request, catalog=catalog, environ={}, interactive=False)
+    with pytest.raises(UnknownAliasError, match="strategy 'many' is not known"):
+        build(plan, request, catalog=core_catalog, environ={})
