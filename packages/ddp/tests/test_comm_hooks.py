@@ -134,16 +134,17 @@ def counting_hook(state, bucket):
     return default_hooks.allreduce_hook(None, bucket)
 
 
-def sizes_seen(cluster):
+def sizes_seen(cluster, accumulate):
     sizes = []
     strategy = DDPStrategy(ddp_comm_hook=counting_hook, ddp_comm_state=sizes)
     start(strategy, Net(), parts(cluster))
-    train(strategy, steps=3)
+    train(strategy, steps=3, accumulate=accumulate)
     strategy.teardown()
     return sum(sizes), sum(parameter.numel() for parameter in strategy.module.parameters()), dist.is_initialized()
 
 
-def test_a_hook_of_ones_own_gets_its_state_and_every_gradient(ranks):
-    for seen, parameters, still_open in ranks(sizes_seen):
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_hook_of_ones_own_gets_its_state_and_every_gradient_once_in_an_optimizer_step(ranks, accumulate):
+    for seen, parameters, still_open in ranks(sizes_seen, accumulate=accumulate):
         assert seen == 3 * parameters
         assert not still_open

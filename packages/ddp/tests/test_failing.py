@@ -34,8 +34,9 @@ def until_it_breaks(cluster, module):
     except Exception as error:
         begun = time.monotonic()
         strategy.on_exception(error)
+        still_open = dist.is_initialized()
         strategy.teardown()
-        return f"{type(error).__name__}: {error}", time.monotonic() - begun, dist.is_initialized()
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun, still_open
     return None
 
 

@@ -132,6 +132,7 @@ def frozen_module(cluster):
     with strategy.no_backward_sync():
         loss = strategy.training_step(next(batches()), 0)
     plain = strategy.model is strategy.module
+    strategy.barrier()  # there was nothing else to wait for the others
     strategy.teardown()
     return plain, loss.requires_grad, records
 

@@ -1,0 +1,68 @@
+"""The aliases through the Trainer, in scripts that are started as a user starts them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import ddp_program
+import pytest
+
+PROGRAM = Path(ddp_program.__file__)
+
+
+def run_script(out, *runs):
+    """Run the program with these arguments for the Trainer, one after the other in one interpreter."""
+    order = json.dumps({"out": str(out), "runs": [{"devices": 2, **run} for run in runs]})
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(PROGRAM), order],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        cwd=out,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """Losses and weights after training on one device."""
+    out = tmp_path_factory.mktemp("one_device")
+    ddp_program.run(out, "single", devices=1, strategy="single_device")
+    return json.loads((out / "single.json").read_text())["losses"], float((out / "single.weights.0").read_text())
+
+
+def check(out, name, one_device):
+    found = json.loads((out / f"{name}.json").read_text())
+    losses, weights = one_device
+    assert found["losses"] == pytest.approx(losses, rel=1e-6)
+    assert (found["world_size"], found["model"]) == (2, "DistributedDataParallel")
+    came_back = [float(path.read_text()) for path in out.glob(f"{name}.weights.*")]
+    assert came_back == pytest.approx([weights] * len(came_back), rel=1e-5)
+    assert came_back
+
+
+def failure(out, name):
+    [path] = out.glob(f"{name}.error.*")
+    return path.read_text()
+
+
+def test_ddp_runs_the_script_again_and_gives_the_losses_of_one_device(tmp_path, one_device):
+    run_script(tmp_path, {"name": "ddp", "strategy": "ddp"})
+    check(tmp_path, "ddp", one_device)
+
+
+def test_other_start_methods_bring_the_weights_back_also_after_failures(tmp_path, one_device):
+    aliases = ["ddp_fork", "ddp_spawn", "ddp_notebook_find_unused_parameters_false"]
+    run_script(
+        tmp_path,
+        {"name": "fails", "strategy": "ddp_fork", "fails_on": 1},
+        {"name": "unused", "strategy": "ddp_fork", "unused": True},
+        {"name": "searched", "strategy": "ddp_fork_find_unused_parameters_true", "unused": True},
+        *({"name": alias, "strategy": alias} for alias in aliases),
+    )
+    assert failure(tmp_path, "fails").startswith("RankFailedError: rank 1 of 2 failed: ValueError: rank 1 had enough")
+    assert "MisuseError: the loss does not depend on unused.weight, unused.bias" in failure(tmp_path, "unused")
+    for name in ("searched", *aliases):
+        check(tmp_path, name, one_device)
