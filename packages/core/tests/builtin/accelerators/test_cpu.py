@@ -21,7 +21,7 @@ def test_one_process_is_what_is_taken_automatically(devices):
 
 
 def test_a_slip_of_the_pen_does_not_start_thousands_of_processes():
-    with pytest.raises(DeviceError, match="at most 1024 of cpu"):
+    with pytest.raises(DeviceError, match="at most 1024 cpu devices"):
         CPUAccelerator().parse_devices(4000)
 
 

@@ -61,7 +61,7 @@ def test_no_device_is_refused(devices):
 
 @pytest.mark.parametrize("devices", [5, "5"])
 def test_more_than_there_are_is_refused(devices):
-    with pytest.raises(DeviceError, match="is more than there are: at most 4 of acme can be used here"):
+    with pytest.raises(DeviceError, match="is more than there are: at most 4 acme devices can be used here"):
         parse(devices)
 
 

@@ -20,7 +20,7 @@ def test_without_a_device_it_says_so():
 def test_there_is_one_device():
     mps = MPSAccelerator()
     assert mps.parse_devices("auto") == mps.parse_devices(1) == mps.parse_devices([0]) == [0]
-    with pytest.raises(DeviceError, match="at most 1 of mps"):
+    with pytest.raises(DeviceError, match="at most 1 mps devices"):
         mps.parse_devices(2)
     mps.setup(mps.get_parallel_devices([0])[0])
     assert mps.get_device_stats(torch.device("mps"))["memory_allocated"] >= 0

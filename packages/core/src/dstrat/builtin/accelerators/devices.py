@@ -39,7 +39,9 @@ def parse_indices(devices: Devices, *, everything: int, limit: int, name: str) -
     if count < 1:
         raise DeviceError(f"devices={devices!r} is not a number of {name} devices: {_FORMS}")
     if count > limit:
-        raise DeviceError(f"devices={devices!r} is more than there are: at most {limit} of {name} can be used here")
+        raise DeviceError(
+            f"devices={devices!r} is more than there are: at most {limit} {name} devices can be used here"
+        )
     return list(range(count))
 
 
