@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import FunctionType
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from dstrat.errors import (
     UnknownAliasError,
 )
 from dstrat.plugins.catalog import Catalog
-from dstrat.resolve import Request, build, make_plan
+from dstrat.resolve import Request, make_plan
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job",
@@ -325,6 +326,21 @@ BAD = {
         RequestError,
         "strategy=CPUAccelerator() is of the type CPUAccelerator: give an alias, a subclass of Strategy or an instance",
     ),
+    "an alias of a class that needs arguments": (
+        {"strategy": "demanding"},
+        {},
+        MisuseError,
+        "strategy 'demanding' from this process cannot be constructed (Demanding.__init__() missing 1 required",
+    ),
+    "a class that needs arguments": (
+        {"strategy": lambda parts: parts["demanding"], "accelerator": "cpu"},
+        {},
+        MisuseError,
+        (
+            "strategy Demanding cannot be constructed (Demanding.__init__() missing 1 required positional argument: 'size')"
+            ": construct it yourself, and give the instance"
+        ),
+    ),
     "a strategy that does not call its base": (
         {"strategy": lambda parts: parts["many"].__new__(parts["many"])},
         {},
@@ -336,7 +352,9 @@ BAD = {
 
 def request_of(words, parts):
     """The request, its classes and instances taken from the catalog."""
-    return Request(**{name: value(parts) if callable(value) else value for name, value in words.items()})
+    return Request(
+        **{name: value(parts) if isinstance(value, FunctionType) else value for name, value in words.items()}
+    )
 
 
 @pytest.mark.parametrize(("words", "environ", "error", "message"), BAD.values(), ids=BAD)
@@ -397,11 +415,3 @@ def test_strict_mode_refuses_every_request_while_a_plugin_is_broken(site, monkey
     for words in ({}, {"plugins": ("torch",)}, {"strategy": "single_device"}):
         with pytest.raises(PluginError, match="RuntimeError: no"):
             make_plan(Request(**words), catalog=catalog, environ={}, interactive=False)
-
-
-def test_a_class_that_needs_arguments_is_refused_when_it_is_built(catalog):
-    request = Request(strategy="demanding", accelerator="cpu")
-    plan = make_plan(request, catalog=catalog, environ={}, interactive=False)
-    message = "strategy 'demanding' from this process cannot be constructed (Demanding.__init__() missing 1 required"
-    with pytest.raises(MisuseError, match=re.escape(message)):
-        build(plan, request, catalog=catalog, environ={})

@@ -206,3 +206,16 @@ def test_parts_of_a_strategy_say_where_they_come_from(catalog, parts):
     choices = {choice.subject: choice for choice in plan.choices}
     assert (choices["accelerator"].value, choices["accelerator"].reason) == ("Slow", "given to Many(accelerator=...)")
     assert choices["precision"].value == "Odd (odd)"
+
+
+def test_a_class_says_how_it_starts_and_what_it_has_when_it_is_constructed(catalog, parts):
+    """Both are in its constructor, where nobody sees them before."""
+
+    class Mine(parts["many"]):
+        def __init__(self):
+            super().__init__(start_method="fork", precision_plugin=parts["odd"]())
+
+    for interactive in (True, False):
+        request = Request(strategy=Mine, accelerator="cpu", devices=2)
+        plan = make_plan(request, catalog=catalog, environ={}, interactive=interactive)
+        assert (plan.start_method, plan.precision) == ("fork", "odd")

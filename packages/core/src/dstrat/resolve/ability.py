@@ -67,7 +67,4 @@ def ability_by(record: Component) -> Ability:
 
 def start_method_of(part: Part[Strategy]) -> str | None:
     """Return how the strategy starts processes where it has to; None where it starts none."""
-    if part.instance is not None:
-        return part.instance.start_method
-    method: str | None = part.options.get("start_method") or part.cls.start_method
-    return method
+    return part.construct().start_method

@@ -9,8 +9,8 @@ from dstrat.builtin.launchers.external import ExternalLauncher
 from dstrat.builtin.launchers.local import LocalLauncher
 from dstrat.interfaces.parts import Parts
 from dstrat.plugins.catalog import get_catalog
-from dstrat.resolve.given import SUBJECTS, given_parts
-from dstrat.resolve.part import part_from, part_of_offer
+from dstrat.resolve.given import SUBJECTS, given_parts, written
+from dstrat.resolve.part import constructed_strategy, part_from, part_of_offer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,8 +67,8 @@ def _planned_parts(plan: Plan, request: Request, catalog: Catalog) -> dict[Kind,
     planned: dict[Kind, Part[Any]] = {
         kind: part_of_offer(catalog.find(kind, name), catalog) for kind, name in plan.catalog_names
     }
-    if "strategy" not in planned:
-        planned["strategy"] = part_from("strategy", request.strategy, catalog, place="strategy=")
+    asked = dict(plan.catalog_names).get("strategy", request.strategy)
+    planned["strategy"] = constructed_strategy(asked, catalog, place=written("strategy", asked))
     given = given_parts(request, planned["strategy"], catalog)
     for kind, subject in SUBJECTS.items():
         if kind not in planned:

@@ -58,7 +58,7 @@ def given_parts(request: Request, strategy: Part[Any] | None, catalog: Catalog) 
 
     Args:
         request: What the user said.
-        strategy: The strategy that was asked for; its constructor may have been given parts.
+        strategy: The strategy that was asked for, constructed; it may have been given parts.
         catalog: Where the aliases of plugins are looked up.
 
     Raises:
@@ -136,7 +136,7 @@ def _is_known(kind: Kind, alias: str, catalog: Catalog) -> bool:
 def _of_strategy(strategy: Part[Any] | None) -> Iterable[tuple[Subject, Given]]:
     if strategy is None:
         return
-    arguments = strategy.options if strategy.instance is None else _constructed_with(strategy.instance)
+    arguments = _constructed_with(strategy.construct())
     for argument, subject in _OF_STRATEGY.items():
         value = arguments.get(argument)
         if value is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dstrat.errors import DstratError, MisuseError, RequestError
@@ -44,7 +44,7 @@ class Part(Generic[T]):
             known.
         catalog_name: Its full alias; empty where the user gave a class or an instance.
         owner: The distribution that brings it; empty where the user gave a class or an instance.
-        instance: What the user constructed; None where it is still to be constructed.
+        instance: What the user constructed, or what was constructed to be asked; None where nothing is yet.
         options: Constructor arguments that its alias presets.
     """
 
@@ -84,6 +84,20 @@ class Part(Generic[T]):
             raise MisuseError(
                 f"{self.title} cannot be constructed ({error}): construct it yourself, and give the instance"
             ) from error
+
+
+def constructed_strategy(value: object, catalog: Catalog, *, place: str) -> Part[Strategy]:
+    """Return the strategy that a user means, constructed: only then it tells with what parts, and how it starts.
+
+    Raises:
+        RequestError: It is of another type.
+        CatalogError: Nothing usable has that alias.
+        MisuseError: It cannot be constructed.
+    """
+    part: Part[Strategy] = part_from("strategy", value, catalog, place=place)
+    if isinstance(value, type):
+        return _own("strategy", value, catalog, instance=part.construct())
+    return replace(part, instance=part.construct())
 
 
 def part_from(kind: Kind, value: object, catalog: Catalog, *, place: str) -> Part[Any]:

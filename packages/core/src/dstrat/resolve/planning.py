@@ -16,7 +16,7 @@ from dstrat.resolve.given import given_parts, written
 from dstrat.resolve.interactive import is_interactive
 from dstrat.resolve.launcher import choose_launch
 from dstrat.resolve.obstacles import Situation
-from dstrat.resolve.part import part_from
+from dstrat.resolve.part import constructed_strategy
 from dstrat.resolve.plan import Plan
 from dstrat.resolve.precision import choose_precision, flag_of, precision_choice
 from dstrat.resolve.strategy import choose_strategy
@@ -145,7 +145,7 @@ def _checked_num_nodes(num_nodes: object) -> int:
 def _asked_strategy(request: Request, catalog: Catalog) -> Part[Strategy] | None:
     if isinstance(request.strategy, str) and request.strategy == "auto":
         return None
-    return part_from("strategy", request.strategy, catalog, place=written("strategy", request.strategy))
+    return constructed_strategy(request.strategy, catalog, place=written("strategy", request.strategy))
 
 
 def _nodes_choice(num_nodes: int) -> list[Choice]:
