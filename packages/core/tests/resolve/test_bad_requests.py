@@ -337,8 +337,8 @@ BAD = {
         {},
         MisuseError,
         (
-            "strategy Demanding cannot be constructed (Demanding.__init__() missing 1 required positional argument: 'size')"
-            ": construct it yourself, and give the instance"
+            "strategy Demanding cannot be constructed (Demanding.__init__() missing 1 required positional argument: "
+            "'size'): construct it yourself, and give the instance"
         ),
     ),
     "a strategy that does not call its base": (
@@ -386,6 +386,18 @@ def test_several_processes_without_a_strategy_for_them_name_what_to_install(core
     message = "2 processes need a strategy that runs one process per device, and none is installed: pip install dstrat-"
     with pytest.raises(ConflictError, match=re.escape(message)):
         make_plan(Request(accelerator="cpu"), catalog=core_catalog, environ=TORCHRUN, interactive=False)
+
+
+def test_an_automatic_choice_that_cannot_be_loaded_says_why(site, monkeypatch):
+    facts = {"starts_processes": True, "multi_node": True, "auto": 1}
+    site.add(
+        "frail", site.component(alias="frail", target="frail.strategy:Frail", requires=("nothing-like-it",), **facts)
+    )
+    monkeypatch.syspath_prepend(site.folder)
+    others = {plugin.distribution for plugin in Catalog({}).plugins} - {"dstrat", "frail"}
+    catalog = Catalog({"DSTRAT_DISABLE_PLUGINS": ",".join(others)})
+    with pytest.raises(MissingRequirementError, match=r"strategy 'frail' from frail 1\.0 needs nothing-like-it"):
+        make_plan(Request(accelerator="cpu", devices=2), catalog=catalog, environ={}, interactive=False)
 
 
 def test_an_automatic_choice_that_fails_names_the_best_candidate(catalog):

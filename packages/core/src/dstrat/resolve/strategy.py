@@ -11,7 +11,7 @@ from dstrat.resolve.ability import ability_by, ability_of
 from dstrat.resolve.choice import Choice
 from dstrat.resolve.cluster import check_cluster
 from dstrat.resolve.obstacles import first_obstacle
-from dstrat.resolve.part import automatic_offers, usable_parts
+from dstrat.resolve.part import automatic_offers, part_of_offer, usable_parts
 
 if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
@@ -77,7 +77,9 @@ def _automatic(catalog: Catalog, situation: Situation) -> ChosenStrategy:
         if offer.component.starts_processes == situation.needs_processes
     ]
     fitting = [offer for offer in offers if first_obstacle(ability_by(offer.component), situation) is None]
-    for part in usable_parts(fitting, catalog):
+    if fitting:
+        # Where none can be loaded, the best of them says why.
+        part = next(usable_parts(fitting, catalog), None) or part_of_offer(fitting[0], catalog)
         return ChosenStrategy(part=part, reason=f"the first choice for {_need(situation)}")
     for offer in offers:
         found = first_obstacle(ability_by(offer.component), situation)
