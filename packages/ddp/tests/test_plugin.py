@@ -53,8 +53,8 @@ def test_only_ddp_is_chosen_automatically():
 
 def test_the_retired_alias_says_what_to_write():
     [tombstone] = [record for record in dstrat_components() if isinstance(record, Tombstone)]
-    assert tombstone.alias == "ddp_cpu"
-    assert 'accelerator="cpu"' in tombstone.replacement
+    assert (tombstone.alias, tombstone.replacement) == ("ddp_cpu", "ddp")
+    assert 'accelerator="cpu"' in tombstone.reason
 
 
 def test_the_entry_point_leads_to_the_plugin():

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
-    from dstrat_ddp.step_module import StepModule
+    from dstrat_ddp.step_module import StepWatch
 
 
 class ManualBackward:
@@ -18,18 +18,18 @@ class ManualBackward:
 
     Args:
         model: What the steps run in.
-        steps: What runs them.
+        watch: Knows when a step is running.
     """
 
-    def __init__(self, model: DistributedDataParallel, steps: StepModule) -> None:
+    def __init__(self, model: DistributedDataParallel, watch: StepWatch) -> None:
         self._model = model
-        self._steps = steps
+        self._watch = watch
         self._ran = False
-        steps.after_step = self._after_step
+        watch.after_step = self._after_step
 
     def before_backward(self, loss: Tensor) -> None:
         """Prepare for the backward pass from a loss, if a step is running."""
-        if not self._steps.is_running:
+        if not self._watch.is_running:
             return
         self._ran = True
         model = self._model

@@ -46,8 +46,8 @@ _DDP2 = Component(
 _RETIRED = Tombstone(
     kind="strategy",
     alias="ddp_cpu",
-    replacement='strategy="ddp", accelerator="cpu"',
-    reason="the accelerator is chosen by itself",
+    replacement="ddp",
+    reason='accelerator="cpu" says where it runs',
 )
 
 

@@ -12,6 +12,21 @@ if TYPE_CHECKING:
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
+class StepWatch:
+    """What is known of the step of a StepModule; apart from the module, because setting a module's attributes is slow.
+
+    Attributes:
+        is_running: Whether a step is being run now.
+        after_step: Called after each step, before the wrapper looks at its output.
+    """
+
+    __slots__ = ("after_step", "is_running")
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self.after_step: Callable[[], None] | None = None
+
+
 class StepModule(Module):
     """A module whose forward is a named step of the user's module.
 
@@ -19,27 +34,23 @@ class StepModule(Module):
 
     Args:
         module: The user's module; its parameters appear under ``module.``.
-
-    Attributes:
-        is_running: Whether a step is being run now.
-        after_step: Called after each step, before the wrapper looks at its output.
     """
 
     def __init__(self, module: Module) -> None:
         super().__init__()
         self.module = module
-        self.is_running = False
-        self.after_step: Callable[[], None] | None = None
+        self.watch = StepWatch()
         if hasattr(module, _IGNORED):
             setattr(self, _IGNORED, [f"module.{name}" for name in getattr(module, _IGNORED)])
 
     def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step of that name."""
-        self.is_running = True
+        watch = self.watch
+        watch.is_running = True
         try:
             output = getattr(self.module, step)(*args, **kwargs)
         finally:
-            self.is_running = False
-        if self.after_step is not None:
-            self.after_step()
+            watch.is_running = False
+        if watch.after_step is not None:
+            watch.after_step()
         return output

@@ -129,7 +129,7 @@ class DDPStrategy(ParallelStrategy):
         self.model = steps
         self.configure_ddp()
         if isinstance(self.model, DistributedDataParallel):
-            self._manual_backward = ManualBackward(self.model, steps)
+            self._manual_backward = ManualBackward(self.model, steps.watch)
             self._explained = ExplainedUnusedParameters(self.model)
         self._configure_communication()
 
