@@ -66,6 +66,17 @@ def raise_while_others_wait():
     dist.all_reduce(torch.ones(1))
 
 
+def raise_after_hanging_up():
+    """Rank 1 is lost by the other before it fails."""
+    rank = open_group(30)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        dist.destroy_process_group()
+        time.sleep(0.3)
+        raise ValueError("boom")
+    dist.all_reduce(torch.ones(1))
+
+
 def die_while_others_wait():
     rank = open_group(30)
     dist.all_reduce(torch.ones(1))
@@ -93,9 +104,16 @@ def listeners():
     return [address for addresses in gathered for address in addresses]
 
 
-def _listening_addresses():
-    """Return the hexadecimal addresses of this process's listening sockets."""
-    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+def listeners_of_the_supervisor():
+    """Return the addresses on which the process that has forked this one listens."""
+    open_group(30)
+    dist.barrier()  # all ranks have been started
+    return _listening_addresses(os.getppid())
+
+
+def _listening_addresses(pid="self"):
+    """Return the hexadecimal addresses of a process's listening sockets."""
+    links = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
     lines = [line for table in ("tcp", "tcp6") for line in Path("/proc/self/net", table).read_text().splitlines()[1:]]
     sockets = [line.split() for line in lines]
     return [

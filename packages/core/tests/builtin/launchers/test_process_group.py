@@ -78,6 +78,10 @@ def test_ranks_listen_on_the_loopback_only(launch):
     assert set(addresses) == {"0100007F"}
 
 
+def test_supervisor_keeps_no_port_open(launch):
+    assert launch("listeners_of_the_supervisor", start_method="fork") == []
+
+
 def test_rank_that_hangs_is_named_with_its_stack(launch):
     start = time.monotonic()
     with pytest.raises(
@@ -85,7 +89,7 @@ def test_rank_that_hangs_is_named_with_its_stack(launch):
     ) as caught:
         launch("get_stuck")
     assert time.monotonic() - start < 6
-    assert "in fall_asleep" in caught.value.rank_traceback
+    assert "in fall_asleep" in caught.value.rank_traceback.splitlines()[1]
     assert caught.value.rank == 1
     assert caught.value.exit_code is None
 
@@ -101,6 +105,11 @@ def test_rank_that_raises_is_named_and_not_those_that_lose_it(launch):
         with pytest.raises(RankFailedError, match="rank 2 of 4 failed: ValueError: boom") as caught:
             launch("raise_while_others_wait", num_processes=4)
         assert "Connection" not in str(caught.value)
+
+
+def test_rank_that_raises_later_than_the_others_lose_it_is_named(launch):
+    with pytest.raises(RankFailedError, match="rank 1 of 2 failed: ValueError: boom"):
+        launch("raise_after_hanging_up")
 
 
 def test_rank_that_is_killed_is_named_and_not_the_one_that_loses_it(launch):

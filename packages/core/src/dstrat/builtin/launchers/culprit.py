@@ -71,7 +71,7 @@ def hung_rank(ends: Sequence[RankEnd], running: Mapping[int, str]) -> int | None
     if not any(end.failure and end.failure.kind == "timeout" for end in failures):
         return None
     # A rank that waits for others is not the one that they wait for.
-    return min(running, key=lambda rank: ("torch/distributed" in running[rank], rank), default=None)
+    return min(running, key=lambda rank: (_waits(running[rank]), rank), default=None)
 
 
 def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_size: int) -> LaunchError:
@@ -102,6 +102,10 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
         exit_code=1 if first.failure is not None else first.exit_code,  # it may not have ended yet
         rank_traceback=text,
     )
+
+
+def _waits(stack: str) -> bool:
+    return any(folder in stack for folder in ("torch/distributed/", "dstrat/parallel/"))
 
 
 def _what_happened(end: RankEnd) -> str:

@@ -123,7 +123,7 @@ class LocalLauncher(Launcher):
             supervisor.end_all()
             raise LaunchError(f"local rank {len(ranks)} of {self.num_processes} cannot be started: {error}") from None
         if job.listener is not None:
-            job.listener.close()  # rank 0 has it now; were it open here too, nobody would notice that rank 0 is gone
+            job.listener.close()  # rank 0 has it now; were it open here too, connecting to a dead rank 0 would succeed
         supervisor.run()
 
     def _write_function(self, job: Job, call: partial[T]) -> None:

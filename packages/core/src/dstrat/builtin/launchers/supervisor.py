@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrat.builtin.launchers.culprit import RankEnd, failure_error
@@ -16,15 +17,17 @@ from dstrat.builtin.launchers.rank import STACK_SIGNAL, stack_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
     from dstrat.builtin.launchers.interrupts import Interrupts
     from dstrat.builtin.launchers.processes import RankProcess
 
 _POLL = 0.01  # seconds between two looks
-_SETTLE = 0.75  # seconds for the rank that failed first to be seen, after another one has lost it
+_SETTLE_LOST = 3.0  # seconds for a rank to fail after others have lost it: it may be tidying up
+_SETTLE_LATE = 0.75  # seconds for ranks to run out of patience one after the other
 _DUMP = 0.5  # seconds for a rank to write its stack
 _REAP = 5.0  # seconds for killed processes to go
+
+_OUR_FOLDER = str(Path(__file__).parent)
 
 
 class Supervisor:
@@ -90,7 +93,8 @@ class Supervisor:
             )
         if not self._failures():
             return False
-        self._wait_until(lambda: self._has_cause() or self._all_exited(), _SETTLE)
+        late = any(end.failure is not None and end.failure.kind == "timeout" for end in self._failures())
+        self._wait_until(lambda: self._has_cause() or self._all_exited(), _SETTLE_LATE if late else _SETTLE_LOST)
         self._look()
         self._note_stop()
         return self.stop_signal is None
@@ -215,4 +219,8 @@ def _stopped_by(end: RankEnd) -> signal.Signals | None:
 
 
 def _read_stack(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace").strip() if file.exists() else ""
+    """Return the stacks in a file, without the launcher's outermost frames."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+    while lines and (not lines[-1] or _OUR_FOLDER in lines[-1]):
+        lines.pop()
+    return "\n".join(lines)
