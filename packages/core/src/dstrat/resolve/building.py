@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from dstrat.builtin.launchers.external import ExternalLauncher
-from dstrat.builtin.launchers.local import LocalLauncher
 from dstrat.interfaces.parts import Parts
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve.given import SUBJECTS, given_parts, written
@@ -85,10 +83,16 @@ def _precision(plan: Plan, part: Part[Precision], strategy: Strategy, accelerato
 
 def _launcher(plan: Plan, environ: Mapping[str, str]) -> Launcher | None:
     if plan.start_method is not None:
+        from dstrat.builtin.launchers.local import LocalLauncher  # slow to import; most plans need none
+
         return LocalLauncher(
             num_processes=plan.processes_per_node,
             start_method=plan.start_method,
             num_nodes=plan.num_nodes,
             environ=environ,
         )
-    return ExternalLauncher(environ) if plan.started_by == "cluster" else None
+    if plan.started_by == "cluster":
+        from dstrat.builtin.launchers.external import ExternalLauncher
+
+        return ExternalLauncher(environ)
+    return None

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from dstrat.builtin.launchers.processes import StartMethod
 from dstrat.errors import ClusterError, ConflictError, RequestError
 from dstrat.resolve.ability import ability_of, start_method_of
 from dstrat.resolve.choice import Choice
 from dstrat.resolve.cluster import check_cluster
 
 if TYPE_CHECKING:
+    from dstrat.builtin.launchers.processes import StartMethod
     from dstrat.interfaces.strategy import Strategy
     from dstrat.resolve.obstacles import Situation
     from dstrat.resolve.part import Part
-
-START_METHODS: tuple[StartMethod, ...] = get_args(StartMethod)
 
 StartedBy = Literal["nobody", "dstrat", "cluster"]
 """Who starts the processes: nobody where this one is enough."""
@@ -101,9 +99,10 @@ def _start_method(strategy: Part[Strategy], world_size: int) -> StartMethod:
             f"{strategy.title} starts no processes, and {world_size} are needed: start them with torchrun, "
             "or with a scheduler"
         )
-    for known in START_METHODS:
-        if method == known:
-            return known
-    raise RequestError(
-        f"start_method {method!r} of {strategy.title} does not exist: choose one of {', '.join(START_METHODS)}"
-    )
+    from dstrat.builtin.launchers.processes import StartMethod  # slow to import; most plans need none
+
+    known: tuple[StartMethod, ...] = get_args(StartMethod)
+    for start_method in known:
+        if method == start_method:
+            return start_method
+    raise RequestError(f"start_method {method!r} of {strategy.title} does not exist: choose one of {', '.join(known)}")
