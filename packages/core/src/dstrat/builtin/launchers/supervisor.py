@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dstrat.builtin.launchers.interrupts import Interrupts
     from dstrat.builtin.launchers.processes import RankProcess
 
-_POLL = 0.01  # seconds between two looks
+_POLL = 0.02  # seconds between two looks
 _SETTLE_LOST = 3.0  # seconds for a rank to fail after others have lost it: it may be tidying up
 _SETTLE_LATE = 0.75  # seconds for ranks to run out of patience one after the other
 _DUMP = 0.5  # seconds for a rank to write its stack
