@@ -44,7 +44,7 @@ class CheckpointName:
         """
         missing = [field for field in self._fields if field not in values]
         if missing:
-            raise MisuseError(f"filename={self._template!r} asks for {missing[0]!r}, {known_values(values)}")
+            raise MisuseError(f"filename={self._template!r} asks for {missing[0]!r}, {not_logged(values)}")
         numbers = {field: _number(values[field]) for field in self._fields}
         try:
             return _WholeNames().vformat(self._template, (), numbers)
@@ -60,9 +60,11 @@ class _WholeNames(Formatter):
         return kwargs[field_name], field_name
 
 
-def known_values(values: Mapping[str, Any]) -> str:
+def not_logged(values: Mapping[str, Any]) -> str:
     """Return the end of a sentence about a name that is not among the values."""
-    return f"which was not logged; there is {', '.join(sorted(values))}" if values else "and nothing was logged"
+    if not values:
+        return "which was not logged, nor was anything else: log it with self.log in a step of the module"
+    return f"which was not logged: log it, or choose from {', '.join(sorted(values))}"
 
 
 def unused_path(folder: Path, name: str, replaceable: str | None) -> str:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from dstrat.errors import MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.callbacks.checkpoint_name import CheckpointName, known_values, unused_path
+from dstrat.training.callbacks.checkpoint_name import CheckpointName, not_logged, unused_path
 from dstrat.training.callbacks.ranking import Mode, Ranking
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class ModelCheckpoint(Callback):
         values = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
         if self.monitor is not None and self.monitor not in values:
             problem = (
-                f"ModelCheckpoint(monitor={self.monitor!r}) waits for a value {known_values(trainer.callback_metrics)}"
+                f"ModelCheckpoint(monitor={self.monitor!r}) waits for a value {not_logged(trainer.callback_metrics)}"
             )
             return Decision(error=problem) if must_be_known else None
         if self._comes_from_validation and not self._is_fresh(trainer):

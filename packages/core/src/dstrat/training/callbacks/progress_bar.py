@@ -146,6 +146,7 @@ class ProgressBar(Callback):
 
     def _start_evaluation(self, trainer: Trainer, title: str) -> None:
         self._open(trainer)
+        self._advance(trainer)
         counts = [count for count in trainer.evaluation_batches if count is not None]
         is_known = len(counts) == len(trainer.evaluation_batches)
         self._evaluation = Progress(title, sum(counts) if is_known else None)

@@ -1,0 +1,83 @@
+"""A terminal, and what it shows after something has written to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import sys
+import threading
+
+import pytest
+
+_TOKEN = re.compile(r"\x1b\[(\??)([\d;]*)([A-Za-z])|(.)", re.DOTALL)
+
+
+class Screen:
+    """The lines of a terminal, and whether its cursor is visible.
+
+    It follows the few control sequences that a bar needs: line ends, cursor up, erase line, show and hide the cursor.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.cursor_is_visible = True
+        lines, row, column = [""], 0, 0
+        for private, numbers, command, character in _TOKEN.findall(text):
+            if character == "\r":
+                column = 0
+            elif character == "\n":
+                row += 1
+                lines += [""] * (row - len(lines) + 1)
+            elif character:
+                line = lines[row].ljust(column)
+                lines[row] = line[:column] + character + line[column + 1 :]
+                column += 1
+            elif private:
+                assert numbers == "25", f"unknown private mode {numbers}"
+                self.cursor_is_visible = command == "h"
+            elif command == "A":
+                row -= int(numbers or 1)
+                assert row >= 0
+            elif command == "K":
+                assert numbers == "2", f"unknown erasure {numbers}"
+                lines[row] = ""
+            else:
+                assert command == "m", f"unknown sequence {numbers}{command}"
+        self.lines = [line.rstrip() for line in lines]
+
+
+@pytest.fixture
+def make_screen():
+    return Screen
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes stdout and stderr a terminal of 100 columns for a while; the screen that it gives is filled at its end."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+
+    @contextlib.contextmanager
+    def open_():
+        master, slave = pty.openpty()
+        received = []
+        reader = threading.Thread(target=_drain, args=(master, received), daemon=True)
+        reader.start()
+        screen = Screen("")
+        with os.fdopen(slave, "w", buffering=1, encoding="utf-8") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            patch.setattr(sys, "stderr", stream)
+            yield screen
+            assert sys.stdout is sys.stderr is stream
+        reader.join(10)
+        os.close(master)
+        screen.__init__(b"".join(received).decode())
+
+    return open_
+
+
+def _drain(descriptor, received):
+    with contextlib.suppress(OSError):  # what Linux says when the other end was closed
+        while data := os.read(descriptor, 65536):
+            received.append(data)

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+
+from dstrat import ModelCheckpoint, TrainModule
+from dstrat.errors import MisuseError, RequestError
+
+
+class Scripted(TrainModule):
+    """Logs the values that it is given: one for each validation."""
+
+    def __init__(self, scores=(), name="score"):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+        self.scores, self.name = list(scores), name
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        if self.trainer.sanity_checking:
+            self.log(self.name, -1000.0)
+        elif batch_idx == 0:
+            self.log(self.name, self.scores.pop(0))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("*"))
+
+
+@pytest.fixture
+def fit(quiet_trainer, loader):
+    """Fits with a callback, by default over two batches and a validation in each epoch."""
+
+    def fit_(callback, scores=(), *, validates=True, module=None, ckpt_path=None, **options):
+        trainer = quiet_trainer(
+            callbacks=callback, enable_checkpointing=True, **({"limit_train_batches": 2, "max_epochs": 3} | options)
+        )
+        module = module or Scripted(scores)
+        trainer.fit(module, loader(), loader() if validates else None, ckpt_path=ckpt_path)
+        return trainer
+
+    return fit_
+
+
+def test_by_default_the_checkpoint_of_the_last_epoch_is_kept(fit, tmp_path):
+    trainer = fit(None, validates=False)
+    callback = trainer.checkpoint_callback
+    assert isinstance(callback, ModelCheckpoint)
+    assert callback.best_model_path == str(tmp_path / "checkpoints" / "epoch=2-step=6.ckpt")
+    assert callback.best_model_score is None
+    assert names(tmp_path / "checkpoints") == ["epoch=2-step=6.ckpt"]
+
+
+def test_with_a_logger_checkpoints_are_in_the_folder_of_the_run(fit, tmp_path):
+    fit(ModelCheckpoint(), validates=False, logger=True)
+    assert names(tmp_path / "dstrat_logs" / "version_0" / "checkpoints") == ["epoch=2-step=6.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept", "best"), [("min", ["0-0.500", "2-0.250"], "2-0.250"), ("max", ["0-0.500", "1-0.750"], "1-0.750")]
+)
+def test_the_best_k_by_a_monitored_value_are_kept(fit, tmp_path, mode, kept, best):
+    callback = ModelCheckpoint(tmp_path / "c", "{epoch}-{score:.3f}", monitor="score", mode=mode, save_top_k=2)
+    fit(callback, [0.5, 0.75, 0.25])
+    assert names(tmp_path / "c") == [f"{name}.ckpt" for name in kept]
+    assert callback.best_model_path == str(tmp_path / "c" / f"{best}.ckpt")
+    assert f"{callback.best_model_score:.3f}" == best[2:]
+
+
+def test_nan_is_never_the_best(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
+    fit(callback, [math.nan, 0.5, math.nan])
+    assert callback.best_model_path == str(tmp_path / "1.ckpt")
+    assert callback.best_model_score == 0.5
+    fit(only_nan := ModelCheckpoint(tmp_path / "nan", monitor="score"), [math.nan] * 3)
+    assert only_nan.best_model_path == ""
+    assert names(tmp_path / "nan") == ["epoch=0-step=2.ckpt"]
+
+
+def test_a_checkpoint_holds_the_weights_of_its_step(fit, tmp_path, loader):
+    module = Scripted()
+    fit(ModelCheckpoint(tmp_path), module=module, validates=False)
+    saved = torch.load(tmp_path / "epoch=2-step=6.ckpt", weights_only=True)
+    assert (saved["epoch"], saved["global_step"]) == (2, 6)
+    assert torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight)
+
+
+def test_weights_alone_are_saved_where_that_is_asked_for(fit, tmp_path):
+    fit(ModelCheckpoint(tmp_path, save_weights_only=True), validates=False)
+    saved = torch.load(tmp_path / "epoch=2-step=6.ckpt", weights_only=True)
+    assert "state_dict" in saved
+    assert "optimizer_states" not in saved
+
+
+def test_all_or_none_are_kept_and_the_last_one_besides(fit, tmp_path):
+    fit(ModelCheckpoint(tmp_path / "all", save_top_k=-1, every_n_epochs=2), validates=False, max_epochs=5)
+    assert names(tmp_path / "all") == ["epoch=1-step=4.ckpt", "epoch=3-step=8.ckpt"]
+    callback = ModelCheckpoint(tmp_path / "none", save_top_k=0, save_last=True)
+    fit(callback, validates=False)
+    assert names(tmp_path / "none") == ["last.ckpt"]
+    assert callback.last_model_path == str(tmp_path / "none" / "last.ckpt")
+    assert torch.load(callback.last_model_path, weights_only=True)["global_step"] == 6
+
+
+def test_the_last_one_is_replaced_also_when_it_is_not_among_the_best(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "best", monitor="score", save_last=True)
+    fit(callback, [0.1, 0.2, 0.3])
+    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["epoch"] == 0
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 2
+
+
+def test_every_n_steps_counts_optimizer_steps(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2)
+    fit(callback, validates=False, limit_train_batches=6, accumulate_grad_batches=2, max_epochs=2)
+    assert names(tmp_path) == ["epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt", "epoch=1-step=6.ckpt"]
+
+
+def test_within_an_epoch_a_value_of_validation_is_saved_with_the_weights_that_it_belongs_to(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=-1, every_n_train_steps=2)
+    fit(callback, [0.1, 0.2, 0.3, 0.4], limit_train_batches=6, val_check_interval=3, max_epochs=2)
+    assert names(tmp_path) == ["12-0.4.ckpt", "3-0.1.ckpt", "6-0.2.ckpt", "9-0.3.ckpt"]
+
+
+def test_epochs_without_validation_are_not_ranked_by_an_old_value(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score", save_top_k=-1)
+    fit(callback, [0.5, 0.25], check_val_every_n_epoch=2, max_epochs=5)
+    assert names(tmp_path) == ["1-0.5.ckpt", "3-0.25.ckpt"]
+
+
+def test_values_of_the_sanity_check_rank_nothing(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=-1, every_n_train_steps=1)
+    fit(callback, [0.5], max_epochs=1, limit_train_batches=2)
+    assert names(tmp_path) == ["2-0.5.ckpt"]
+
+
+@pytest.mark.parametrize("when", [{}, {"every_n_train_steps": 1}], ids=["epochs", "steps"])
+def test_a_monitored_value_that_nobody_logs_is_an_error_that_lists_the_known_ones(fit, tmp_path, when):
+    message = r"ModelCheckpoint\(monitor='scores'\) waits for a value which was not logged: log it, or choose from "
+    with pytest.raises(MisuseError, match=message + "loss, score$"):
+        fit(ModelCheckpoint(tmp_path, monitor="scores", **when), [0.5, 0.5, 0.5])
+
+
+def test_where_nothing_is_logged_the_error_says_so(fit, tmp_path, make_line):
+    class Silent(Scripted):
+        def log(self, *args, **kwargs):
+            pass
+
+    with pytest.raises(MisuseError, match=r"which was not logged, nor was anything else: log it with self.log"):
+        fit(ModelCheckpoint(tmp_path, monitor="loss"), module=Silent(), validates=False)
+
+
+def test_files_of_another_run_are_not_touched(fit, tmp_path):
+    for name in ("best.ckpt", "last.ckpt"):
+        (tmp_path / name).write_text("precious")
+    callback = ModelCheckpoint(tmp_path, "best", monitor="score", save_last=True)
+    fit(callback, [0.3, 0.2, 0.1])
+    assert names(tmp_path) == ["best-v1.ckpt", "best.ckpt", "last-v1.ckpt", "last.ckpt"]
+    assert (tmp_path / "best.ckpt").read_text() == (tmp_path / "last.ckpt").read_text() == "precious"
+    assert callback.best_model_path == str(tmp_path / "best-v1.ckpt")
+
+
+def test_a_second_fit_with_the_same_callback_begins_anew(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{score}", monitor="score")
+    fit(callback, [0.1, 0.2, 0.3])
+    fit(callback, [0.6, 0.5, 0.4])
+    assert names(tmp_path) == ["0.1.ckpt", "0.4.ckpt"]
+    assert callback.best_model_score == 0.4
+
+
+def test_a_run_that_goes_on_remembers_its_best_and_removes_what_falls_out(fit, tmp_path):
+    first = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score", save_top_k=2, save_last=True)
+    fit(first, [0.3, 0.1], max_epochs=2)
+    assert names(tmp_path) == ["0-0.3.ckpt", "1-0.1.ckpt", "last.ckpt"]
+    second = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score", save_top_k=2, save_last=True)
+    fit(second, [0.2, 0.4], max_epochs=4, ckpt_path=tmp_path / "last.ckpt")
+    assert names(tmp_path) == ["1-0.1.ckpt", "2-0.2.ckpt", "last.ckpt"]
+    assert second.best_model_path == str(tmp_path / "1-0.1.ckpt")
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 3
+
+
+def test_a_run_that_goes_on_in_another_folder_leaves_the_first_folder_alone(fit, tmp_path):
+    fit(ModelCheckpoint(tmp_path / "a", "{score}", monitor="score"), [0.2], max_epochs=1)
+    second = ModelCheckpoint(tmp_path / "b", "{score}", monitor="score")
+    fit(second, [0.3, 0.1], max_epochs=3, ckpt_path=tmp_path / "a" / "0.2.ckpt")
+    assert names(tmp_path / "a") == ["0.2.ckpt"]
+    assert names(tmp_path / "b") == ["0.1.ckpt"]
+    assert second.best_model_path == str(tmp_path / "b" / "0.1.ckpt")
+
+
+def test_two_of_them_work_side_by_side(fit, tmp_path):
+    best = ModelCheckpoint(tmp_path, "best", monitor="score")
+    often = ModelCheckpoint(tmp_path, "often-{step}", every_n_train_steps=3)
+    trainer = fit([best, often], [0.1, 0.2, 0.3])
+    assert names(tmp_path) == ["best.ckpt", "often-6.ckpt"]
+    assert set(torch.load(tmp_path / "best.ckpt", weights_only=True)["callbacks"]) == {
+        callback.state_key for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)
+    }
+
+
+def test_all_ranks_follow_rank_0(quiet_trainer, loader, averaging, tmp_path):
+    class Disagreeing(Scripted):
+        def training_step(self, batch, batch_idx):
+            self.log("mine", float(batch_idx if self.global_rank else -batch_idx), on_step=True, on_epoch=False)
+            return super().training_step(batch, batch_idx)
+
+    callback = ModelCheckpoint(tmp_path, "{step}", monitor="mine", every_n_train_steps=1, save_last=True)
+    trainer = quiet_trainer(devices=2, strategy=averaging(), callbacks=callback, max_epochs=1)
+    trainer.fit(Disagreeing(), loader())
+    assert names(tmp_path) == ["3.ckpt", "last.ckpt"]
+    assert callback.best_model_path == str(tmp_path / "3.ckpt")
+    assert callback.best_model_score == -2.0
+
+
+def test_a_value_that_only_rank_0_has_hangs_nobody(quiet_trainer, loader, averaging, tmp_path):
+    class OnlyZero(Scripted):
+        def training_step(self, batch, batch_idx):
+            if self.global_rank == 0:
+                self.log("mine", 1.0 / (1 + batch_idx), on_step=True, on_epoch=False)
+            return super().training_step(batch, batch_idx)
+
+    callback = ModelCheckpoint(tmp_path, "{step}", monitor="mine", every_n_train_steps=1)
+    quiet_trainer(devices=2, strategy=averaging(), callbacks=callback, max_epochs=1).fit(OnlyZero(), loader())
+    assert names(tmp_path) == ["3.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "smallest"}, r"mode='smallest' must be 'min' or 'max'"),
+        ({"save_top_k": -2}, r"save_top_k=-2 must be an int of at least -1"),
+        ({"save_top_k": 1.5}, r"save_top_k=1.5 must be an int of at least -1"),
+        ({"every_n_epochs": 0}, r"every_n_epochs=0 must be an int of at least 1"),
+        ({"every_n_train_steps": 0}, r"every_n_train_steps=0 must be an int of at least 1"),
+        ({"filename": "{epoch"}, r"filename='\{epoch' is not a template"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(RequestError, match=message):
+        ModelCheckpoint(**arguments)
+
+
+def test_it_can_be_pickled_before_and_after_a_fit(fit, tmp_path):
+    callback = pickle.loads(pickle.dumps(ModelCheckpoint(tmp_path, "{score}", monitor="score")))
+    fit(callback, [0.1, 0.2, 0.3])
+    assert pickle.loads(pickle.dumps(callback)).best_model_path == str(tmp_path / "0.1.ckpt")

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from dstrat import Trainer
+from dstrat.training.callbacks.progress_bar import ProgressBar
+
+NUMBER = r"[\d.e+-]+"
+
+
+@pytest.fixture
+def shown(quiet_trainer, loader, capfd):
+    """Fits with lines of progress, and returns the lines that stderr got."""
+
+    def shown_(module, *, validates=False, **options):
+        trainer = quiet_trainer(enable_progress_bar=True, **options)
+        trainer.fit(module, loader(), loader() if validates else None)
+        return capfd.readouterr().err.splitlines()
+
+    return shown_
+
+
+def matches(lines, *patterns):
+    assert len(lines) == len(patterns), lines
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern.replace("SPEED", rf"{NUMBER} (it/s|s/it)"), line), line
+    return True
+
+
+class Telling:
+    """Mixed into a module: logs to the bar."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("step", batch_idx, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", 0.123456, prog_bar=True)
+        self.log("hidden", 1.0)
+
+
+@pytest.fixture
+def telling(line_class):
+    return type("TellingLine", (Telling, line_class), {})
+
+
+def test_elsewhere_than_on_a_terminal_there_is_a_line_for_each_epoch(shown, telling):
+    assert matches(
+        shown(telling(), validates=True),
+        r"Epoch 1/2: 6/6 batches, SPEED, val 0\.1235, step 5",
+        r"Epoch 2/2: 6/6 batches, SPEED, val 0\.1235, step 5",
+    )
+
+
+def test_further_lines_come_in_the_interval_that_was_asked_for(shown, telling):
+    lines = shown(telling(), validates=True, callbacks=ProgressBar(refresh_seconds=0), max_epochs=1)
+    done = [line.split(" batches")[0] for line in lines]
+    assert done == [
+        "Sanity check: 0/2", "Sanity check: 1/2", "Sanity check: 2/2",
+        "Epoch 1/1: 0/6", *(f"Epoch 1/1: {n}/6" for n in range(1, 7)),
+        *(f"Validation, in Epoch 1/1: {n}/6" for n in range(7)),
+        "Epoch 1/1: 6/6",
+    ]  # fmt: skip
+    assert "val" not in lines[2]
+
+
+def test_the_end_by_max_steps_is_the_end_of_the_bar(shown, line):
+    lines = shown(line, max_epochs=None, max_steps=4, accumulate_grad_batches=1)
+    assert matches(lines, r"Epoch 1: 4/4 batches, SPEED")
+
+
+def test_accumulated_batches_count_until_the_last_step(shown, line):
+    assert matches(shown(line, max_epochs=None, max_steps=2, accumulate_grad_batches=2), r"Epoch 1: 4/4 batches, SPEED")
+
+
+def test_evaluation_and_prediction_have_a_line_each_with_their_own_values(
+    quiet_trainer, telling, line_class, loader, capfd
+):
+    trainer = quiet_trainer(enable_progress_bar=True)
+    module = telling()
+    trainer.validate(module, [loader(), loader(count=8)])
+    trainer.test(module, loader())
+    trainer.predict(module, loader())
+    assert matches(
+        capfd.readouterr().err.splitlines(),
+        r"Validation: 7/7 batches, SPEED, val/dataloader_idx_0 0\.1235, val/dataloader_idx_1 0\.1235",
+        r"Test: 6/6 batches, SPEED",
+        r"Prediction: 6/6 batches, SPEED",
+    )
+
+
+def test_a_loader_without_a_length_is_counted_without_an_end(quiet_trainer, telling, capfd):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.zeros(8), torch.zeros(1))] * 3)
+
+    module = telling()
+    trainer = quiet_trainer(enable_progress_bar=True, max_epochs=1)
+    trainer.fit(module, torch.utils.data.DataLoader(Stream()))
+    trainer.predict(module, torch.utils.data.DataLoader(Stream()))
+    assert matches(
+        capfd.readouterr().err.splitlines(),
+        r"Epoch 1/1: 3 batches, SPEED, step 2",
+        r"Prediction: 3 batches, SPEED",
+    )
+
+
+def test_an_exception_leaves_a_line_about_where_it_happened(quiet_trainer, line_class, loader, capfd):
+    class Failing(line_class):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise ValueError("broken")
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet_trainer(enable_progress_bar=True)
+    with pytest.raises(ValueError, match="broken"):
+        trainer.fit(Failing(), loader())
+    assert matches(capfd.readouterr().err.splitlines(), r"Epoch 1/2: 3/6 batches, SPEED, 0:00 left")
+
+
+def test_one_bar_serves_several_fits(quiet_trainer, telling, line, loader, capfd):
+    bar = ProgressBar()
+    for module in (telling(), line):
+        quiet_trainer(callbacks=bar, enable_progress_bar=True, max_epochs=1).fit(module, loader())
+    assert matches(
+        capfd.readouterr().err.splitlines(), r"Epoch 1/1: 6/6 batches, SPEED, step 5", r"Epoch 1/1: 6/6 batches, SPEED"
+    )
+    pickle.dumps(bar)
+
+
+def test_only_rank_0_shows_it(quiet_trainer, line, loader, averaging, capfd):
+    trainer = quiet_trainer(enable_progress_bar=True, devices=2, strategy=averaging(), max_epochs=1)
+    trainer.fit(line, loader())
+    assert matches(capfd.readouterr().err.splitlines(), r"Epoch 1/1: 3/3 batches, SPEED")
+
+
+def test_values_are_read_only_when_they_are_shown(telling, loader, tmp_path):
+    class Counting(Trainer):
+        reads = 0
+
+        @property
+        def progress_bar_metrics(self):
+            Counting.reads += 1
+            return super().progress_bar_metrics
+
+    trainer = Counting(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False)
+    trainer.fit(telling(), loader(batch_size=1))
+    assert trainer.global_step == 96
+    assert Counting.reads == 2
+
+
+def test_bar_checkpoint_and_csv_cost_a_few_calls_per_batch(line_class, tmp_path):
+    """Counted rather than timed, so that a busy machine changes nothing."""
+
+    def calls(batches, *, enabled):
+        module = line_class()
+        module.log = lambda *args, **kwargs: None
+        count = 0
+
+        def on_call(frame, event, argument):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        trainer = Trainer(
+            accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, logger=enabled, log_every_n_steps=50,
+            enable_progress_bar=enabled, enable_checkpointing=enabled, enable_model_summary=enabled,
+        )  # fmt: skip
+        data = [(torch.zeros(1, 8), torch.zeros(1, 1))] * batches
+        sys.setprofile(on_call)
+        try:
+            trainer.fit(module, data)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    def per_batch(*, enabled):
+        return (calls(1100, enabled=enabled) - calls(100, enabled=enabled)) / 1000
+
+    per_batch(enabled=True)
+    assert per_batch(enabled=True) - per_batch(enabled=False) < 5
+
+
+def test_rich_is_not_loaded_where_no_bar_moves(tmp_path):
+    script = (
+        "import sys, torch; from dstrat import Trainer, TrainModule\n"
+        "class Net(TrainModule):\n"
+        "    def __init__(self): super().__init__(); self.layer = torch.nn.Linear(2, 1)\n"
+        "    def training_step(self, batch, index): return self.layer(batch).sum()\n"
+        "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+        "Trainer(accelerator='cpu', max_epochs=1).fit(Net(), [torch.zeros(1, 2)])\n"
+        "print('rich' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], timeout=100, check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout == "False\n"
+    assert "Epoch 1/1: 1/1 batches" in done.stderr
+
+
+BAR = r"[━╸╺]+"
+
+
+@pytest.fixture
+def slow(line_class):
+    """A module whose batches take long enough for a bar to move."""
+
+    class Slow(Telling, line_class):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.02)
+            self.say(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            time.sleep(0.02)
+            super().validation_step(batch, batch_idx)
+
+        def say(self, batch_idx):
+            pass
+
+    return Slow
+
+
+@pytest.fixture
+def bar_trainer(quiet_trainer):
+    return lambda **options: quiet_trainer(enable_progress_bar=True, **options)
+
+
+def test_on_a_terminal_bars_end_with_the_last_state_below_what_was_written(terminal, bar_trainer, slow, loader):
+    class Chatty(slow):
+        def say(self, batch_idx):
+            if batch_idx == 30:
+                print("printed")
+                log.warning("logged")
+                sys.stderr.write("written\n")
+
+    log = logging.Logger("test")  # noqa: LOG001 - a logger that nothing else sees
+    with terminal() as screen:
+        logging.root.manager.loggerDict["test"] = log
+        log.addHandler(logging.StreamHandler())
+        trainer = bar_trainer()
+        trainer.fit(Chatty(), loader(1), loader(2))
+        trainer.validate(Chatty(), loader(2))
+        print("after")
+        log.warning("afterwards")
+        del logging.root.manager.loggerDict["test"]
+    assert matches(
+        screen.lines,
+        "printed", "logged", "written",
+        "printed", "logged", "written",
+        rf"Epoch 2/2 {BAR} 48/48 SPEED", "step 47  val 0.1235",
+        rf"Validation {BAR} 24/24 SPEED", "val 0.1235",
+        "after", "afterwards", "",
+    )  # fmt: skip
+    assert screen.cursor_is_visible
+
+
+def test_validation_has_a_bar_below_the_epoch_and_an_exception_keeps_both(terminal, bar_trainer, slow, loader):
+    class Failing(slow):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            if batch_idx == 20:
+                raise ValueError("broken")
+
+    with terminal() as screen, pytest.raises(ValueError, match="broken"):
+        bar_trainer().fit(Failing(), loader(1), loader(1))
+    assert matches(
+        screen.lines, rf"Epoch 1/2\s+{BAR} 48/48 SPEED", rf"Validation {BAR} 20/48 SPEED +0:0\d", r"step \d+", ""
+    )
+    assert screen.cursor_is_visible
+
+
+def test_what_is_printed_into_a_file_stays_there(terminal, bar_trainer, slow, loader, tmp_path, monkeypatch):
+    class Chatty(slow):
+        def say(self, batch_idx):
+            print("result", batch_idx)
+
+    with terminal() as screen, (tmp_path / "results").open("w") as results, contextlib.redirect_stdout(results):
+        bar_trainer(max_epochs=1).fit(Chatty(), loader(2))
+    assert matches(screen.lines, rf"Epoch 1/1 {BAR} 24/24 SPEED", "step 23", "")
+    assert (tmp_path / "results").read_text().splitlines() == [f"result {index}" for index in range(24)]
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(terminal, bar_trainer, telling, loader, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal() as screen:
+        bar_trainer().fit(telling(), loader())
+    assert matches(screen.lines, r"Epoch 1/2: 6/6 batches, SPEED, step 5", r"Epoch 2/2: 6/6 batches, SPEED, step 5", "")
+
+
+INTERRUPTED = """
+import sys, time, torch
+from dstrat import Trainer, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02)
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+original = sys.stdout
+try:
+    Trainer(accelerator="cpu", logger=False, enable_model_summary=False).fit(Net(), [torch.zeros(1, 2)] * 3000)
+except KeyboardInterrupt:
+    print("interrupted", sys.stdout is original)
+"""
+
+
+def test_ctrl_c_leaves_the_terminal_in_order(make_screen, tmp_path):
+    pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed")
+    child = pexpect.spawn(
+        sys.executable, ["-c", INTERRUPTED], env=os.environ | {"TERM": "xterm"}, timeout=100, encoding="utf-8",
+        dimensions=(24, 100), cwd=str(tmp_path),
+    )  # fmt: skip
+    child.expect(r"\d\d/3000")
+    text = child.before + child.after
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.close()
+    screen = make_screen(text + child.before)
+    assert child.exitstatus == 0
+    assert matches(
+        [line.replace("^C", "") for line in screen.lines], rf"Epoch 1/1000 {BAR} \d+/3000 SPEED +[\d:]+",
+        "interrupted True", "",
+    )  # fmt: skip
+    assert screen.cursor_is_visible

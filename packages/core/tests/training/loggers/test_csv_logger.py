@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from dstrat import Trainer
+from dstrat.training.loggers.csv_logger import CSVLogger, CSVTable
+
+
+def rows_of(logger):
+    with (logger.log_dir / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def open_logger(tmp_path):
+    made = []
+
+    def open_(version=None):
+        made.append(CSVLogger(tmp_path, version=version))
+        return made[-1]
+
+    yield open_
+    for logger in made:
+        logger.finalize("success")
+
+
+@pytest.fixture
+def logger(open_logger):
+    return open_logger()
+
+
+def test_each_call_becomes_a_row_that_is_in_the_file_at_once(logger):
+    logger.log_metrics({"epoch": 0, "loss": 0.5}, step=10)
+    logger.log_metrics({"epoch": 0, "loss": 0.25}, step=20)
+    assert rows_of(logger) == [
+        {"step": "10", "epoch": "0", "loss": "0.5"},
+        {"step": "20", "epoch": "0", "loss": "0.25"},
+    ]
+
+
+def test_a_new_name_becomes_a_column_that_is_empty_in_earlier_rows(logger):
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.log_metrics({"val_loss": 0.75, "a, b": 1.0}, step=2)
+    logger.log_metrics({"loss": 0.25}, step=3)
+    assert rows_of(logger) == [
+        {"step": "1", "loss": "0.5", "val_loss": "", "a, b": ""},
+        {"step": "2", "loss": "", "val_loss": "0.75", "a, b": "1.0"},
+        {"step": "3", "loss": "0.25", "val_loss": "", "a, b": ""},
+    ]
+    assert [path.name for path in logger.log_dir.iterdir()] == ["metrics.csv"]
+
+
+def test_numbers_come_back_exactly(logger):
+    values = {"third": 1 / 3, "tiny": 5e-324, "nan": float("nan"), "infinite": float("-inf")}
+    logger.log_metrics(values, step=1)
+    read = {name: float(text) for name, text in rows_of(logger)[0].items()}
+    assert {name: repr(read[name]) for name in values} == {name: repr(value) for name, value in values.items()}
+
+
+def test_rows_go_on_after_the_logger_was_closed(logger):
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.finalize("success")
+    logger.log_metrics({"test_loss": 0.1}, step=1)
+    assert len(rows_of(logger)) == 2
+
+
+def test_a_version_that_exists_keeps_its_rows_and_loses_half_a_row_of_a_killed_run(open_logger):
+    first = open_logger(version=0)
+    first.log_metrics({"loss": 0.5}, step=1)
+    first.finalize("failed")
+    with (first.log_dir / "metrics.csv").open("a") as file:
+        file.write("2,0.")
+    second = open_logger(version=0)
+    second.log_metrics({"loss": 0.25}, step=2)
+    assert rows_of(second) == [{"step": "1", "loss": "0.5"}, {"step": "2", "loss": "0.25"}]
+
+
+def test_a_process_that_is_killed_loses_no_row(tmp_path):
+    script = (
+        "import os, sys; from dstrat.training.loggers.csv_logger import CSVLogger\n"
+        "logger = CSVLogger(sys.argv[1], version=0)\n"
+        "for step in range(100): logger.log_metrics({'loss': step / 8, **({'late': 1.0} if step > 50 else {})}, step)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
+    assert done.returncode == -9
+    assert [row["step"] for row in rows_of(CSVLogger(tmp_path, version=0))] == [str(step) for step in range(100)]
+
+
+def test_settings_are_written_as_json_also_those_that_json_does_not_know(logger, tmp_path):
+    logger.log_hyperparams({"lr": 0.1, "where": tmp_path})
+    assert json.loads((logger.log_dir / "hparams.json").read_text()) == {"lr": 0.1, "where": str(tmp_path)}
+
+
+def test_it_can_be_pickled_before_its_first_row(logger):
+    copy = pickle.loads(pickle.dumps(logger))
+    copy.log_metrics({"loss": 0.5}, step=1)
+    copy.finalize("success")
+    assert rows_of(copy) == [{"step": "1", "loss": "0.5"}]
+
+
+def test_saving_brings_rows_to_the_disk_and_needs_none(logger, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    logger.save()
+    assert not synced
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.save()
+    assert len(synced) == 1
+
+
+def test_a_file_without_a_single_whole_row_is_begun_anew(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,lo")
+    table = CSVTable(tmp_path / "metrics.csv")
+    table.add({"step": 1, "loss": 0.5})
+    table.close()
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == ["step,loss", "1,0.5"]
+
+
+def test_a_trainer_writes_a_csv_table_in_its_own_folder_by_default(tmp_path, line, loader):
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, log_every_n_steps=2, default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(line, loader(), loader())
+    trainer.test(line, loader())
+    assert trainer.logger.log_dir == trainer.log_dir == tmp_path / "dstrat_logs" / "version_0"
+    rows = rows_of(trainer.logger)
+    assert [row["step"] for row in rows if row["loss_step"]] == ["2", "4", "6", "8", "10", "12"]
+    assert [(row["epoch"], row["step"]) for row in rows if row["val_loss"]] == [("0", "6"), ("1", "12")]
+    assert [(row["epoch"], row["step"]) for row in rows if row["loss_epoch"]] == [("0", "6"), ("1", "12")]
+    assert float(rows[-1]["test_loss"]) == trainer.callback_metrics["test_loss"]
+
+
+def test_only_rank_0_writes_and_all_ranks_know_the_folder(tmp_path, line, loader, averaging):
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=averaging(), max_epochs=1, log_every_n_steps=1,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+
+    class Noting(type(line)):
+        def on_train_end(self):
+            (tmp_path / f"rank_{self.global_rank}").write_text(str(self.trainer.log_dir))
+
+    trainer.fit(Noting(), loader())
+    assert {(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)} == {str(tmp_path / "dstrat_logs/version_0")}
+    assert [path.name for path in (tmp_path / "dstrat_logs").iterdir()] == ["version_0"]
+    rows = rows_of(CSVLogger(tmp_path, version=0))
+    assert [row["step"] for row in rows if row["loss_step"]] == ["1", "2", "3"]
