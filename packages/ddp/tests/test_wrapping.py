@@ -142,6 +142,32 @@ def test_a_module_without_trainable_parameters_runs_as_it_is_and_that_is_logged(
     assert ranks(frozen_module) == [(True, False, [message])] * 2
 
 
+def unfrozen_halfway(strategy, given, accumulate):
+    """Losses of a training whose first layer is frozen (or all are) for the first five steps."""
+    module = Net()
+    module.layers[0].requires_grad_(False)
+    start(strategy, module, given)
+    losses = train(strategy, steps=5, accumulate=accumulate)
+    module.layers[0].requires_grad_(True)
+    losses += train(strategy, accumulate=accumulate)
+    strategy.teardown()
+    return losses
+
+
+def unfrozen_with_ddp(cluster, accumulate, options):
+    return unfrozen_halfway(DDPStrategy(**options), parts(cluster), accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"ddp_comm_hook": "allreduce"}])
+def test_parameters_that_are_unfrozen_later_are_averaged_too(ranks, accumulate, options):
+    from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+
+    expected = unfrozen_halfway(SingleDeviceStrategy(), parts(), accumulate)
+    for losses in ranks(unfrozen_with_ddp, accumulate=accumulate, options=options):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
 def ignored_parameters(cluster):
     module = Net()
     module._ddp_params_and_buffers_to_ignore = ["layers.4.bias"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
-    from torch.nn import Module
+    from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
     from dstrat.interfaces.accelerator import Accelerator
@@ -104,6 +104,7 @@ class DDPStrategy(ParallelStrategy):
         self._manual_backward: ManualBackward | None = None
         self._explained: AbstractContextManager[Any] = nullcontext()
         self._has_run_backward = False
+        self._frozen: list[Parameter] = []
 
     # Wrapping
 
@@ -118,9 +119,12 @@ class DDPStrategy(ParallelStrategy):
         return len(self.parallel_devices)
 
     def wrap_model(self, trainer: TrainerLike) -> None:
-        if not trainer.is_fitting:
-            return
-        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+        if trainer.is_fitting:
+            self._wrap()
+
+    def _wrap(self) -> None:
+        self._frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
+        if len(self._frozen) == len(list(self.module.parameters())):
             _logger.info(
                 "%s has no trainable parameter, so that there is nothing to average", type(self.module).__name__
             )
@@ -137,11 +141,17 @@ class DDPStrategy(ParallelStrategy):
         """Replace :attr:`model`, a module whose forward runs a step, by a wrapper that averages its gradients."""
         self.model = DistributedDataParallel(self.model, device_ids=self.device_ids, **self._ddp_kwargs)
 
+    def _wrap_again(self) -> None:
+        """Wrap anew: a wrapper averages what was trainable when it was made, and more has been unfrozen since."""
+        _logger.info("%s has more trainable parameters than before, and is wrapped again", type(self.module).__name__)
+        self._unwrap()
+        self._wrap()
+
     def _configure_communication(self) -> None:
         if self._comm_hook is None:
             return
         self._comm_hook.register(self.model, self.root_device)
-        if self._model_averaging_period is not None:
+        if self._model_averaging_period is not None and self._averaging is None:
             self._averaging = ParameterAveraging(
                 self._model_averaging_period, self._comm_hook.state, self.processes_per_machine
             )
@@ -149,6 +159,8 @@ class DDPStrategy(ParallelStrategy):
     # Steps: only training goes through the wrapper, whose forward waits for the other ranks
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._frozen and any(parameter.requires_grad for parameter in self._frozen):
+            self._wrap_again()
         if self.model is self.module:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.forward_context(), self._explained:
@@ -200,15 +212,22 @@ class DDPStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._unwrap()
+        self._end_training()
         abort_process_group()
 
     def teardown(self) -> None:
-        self._unwrap()
+        self._end_training()
         super().teardown()
 
-    def _unwrap(self) -> None:
+    def _end_training(self) -> None:
+        self._unwrap()
+        self._frozen = []
         if self._averaging is not None:
             self._averaging.close()
-        self.model, self._averaging, self._manual_backward = self._module, None, None
+            self._averaging = None
+
+    def _unwrap(self) -> None:
+        if self._manual_backward is not None:
+            self._manual_backward.close()
+        self.model, self._manual_backward = self._module, None
         self._explained, self._has_run_backward = nullcontext(), False

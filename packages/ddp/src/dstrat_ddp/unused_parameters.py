@@ -40,7 +40,7 @@ def _explanation(model: DistributedDataParallel, message: str) -> str:
     return (
         f"the loss does not depend on {shown}{more}, and ddp waits for a gradient of every trainable parameter. "
         'Where that is meant, choose strategy="ddp_find_unused_parameters_true" or '
-        "DDPStrategy(find_unused_parameters=True); otherwise use them in the loss, or freeze them"
+        "DDPStrategy(find_unused_parameters=True); otherwise use them in the loss, or freeze them before training"
     )
 
 
