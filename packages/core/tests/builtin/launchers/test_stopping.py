@@ -88,6 +88,22 @@ def test_job_goes_on_and_ends_when_its_watchdog_is_killed(program, waiting):
     assert "rank 0 of 2 was killed by SIGKILL" in program.finish().errors
 
 
+def test_signal_after_the_ranks_have_ended_leaves_no_folder(program):
+    """The supervisor reads the result then, which takes a while when it is large."""
+    (program.folder / "script.py").write_text(
+        "import time\nfrom train import launcher, write\n"
+        "class Large:\n"
+        "    def __getstate__(self): return 1\n"
+        "    def __setstate__(self, state): write('reading'); time.sleep(60)\n"
+        "if __name__ == '__main__': launcher('spawn').launch(Large)\n"
+    )
+    program.start("script.py")
+    program.wait_for("reading")
+    os.kill(program.process.pid, signal.SIGTERM)
+    assert program.finish().code == -signal.SIGTERM
+    assert program.wait_until_gone() == []
+
+
 def test_ranks_die_with_their_supervisor_even_without_a_watchdog(program, waiting):
     waiting("wait")
     (watchdog,) = (pid for pid, command in program.processes().items() if "dstrat-watchdog" in command)

@@ -79,8 +79,11 @@ class LocalLauncher(Launcher):
             raise
 
     def _launch(self, call: partial[T]) -> Any:
-        with open_job(num_processes=self.num_processes, num_nodes=self.num_nodes, environ=self.environ) as job:
-            with Interrupts() as interrupts, Watchdog(job.folder) as watchdog:
+        with (
+            open_job(num_processes=self.num_processes, num_nodes=self.num_nodes, environ=self.environ) as job,
+            Watchdog(job.folder) as watchdog,
+        ):
+            with Interrupts() as interrupts:
                 start = self._prepare(job, call, interrupts, watchdog)
                 self._supervise(job, start, interrupts, watchdog)
             if self.start_method == "popen":
