@@ -10,9 +10,15 @@ from dstrat.builtin.launchers.job import open_job, threads_per_rank
 from dstrat.errors import LaunchError
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_set(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def variables(local_rank=0, num_processes=2, num_nodes=1, **environ):
     with open_job(num_processes=num_processes, num_nodes=num_nodes, environ=environ) as job:
-        return job.rank_variables(local_rank)
+        return job.rank_environment(local_rank)
 
 
 def test_ranks_have_the_variables_that_torch_and_others_read():
@@ -27,8 +33,8 @@ def test_ranks_have_the_variables_that_torch_and_others_read():
 
 def test_what_the_user_has_set_is_kept():
     found = variables(OMP_NUM_THREADS="3", GLOO_SOCKET_IFNAME="eth0")
-    assert "OMP_NUM_THREADS" not in found
-    assert "GLOO_SOCKET_IFNAME" not in found
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert found["GLOO_SOCKET_IFNAME"] == "eth0"
     assert found["NCCL_SOCKET_IFNAME"] == "lo"
 
 
@@ -58,6 +64,13 @@ def test_job_inside_a_rank_does_not_take_the_port_of_the_outer_one():
         assert variables(MASTER_PORT=port, DSTRAT_JOB="/outer")["MASTER_PORT"] != port
         with pytest.raises(LaunchError, match=f"MASTER_PORT is {port}"):
             variables(MASTER_PORT=port)
+
+
+def test_nothing_of_the_rank_that_has_started_a_job_reaches_its_ranks():
+    found = variables(1, DSTRAT_JOB="/outer", DSTRAT_RANK_PID="1", DSTRAT_LISTENER="7", RANK="5", WORLD_SIZE="9")
+    assert not {"DSTRAT_RANK_PID", "DSTRAT_LISTENER"} & found.keys()
+    assert (found["RANK"], found["WORLD_SIZE"]) == ("1", "2")
+    assert found["DSTRAT_JOB"] != "/outer"
 
 
 def test_folder_is_private_and_goes_with_the_job():

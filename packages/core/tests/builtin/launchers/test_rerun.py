@@ -148,6 +148,21 @@ def test_launch_after_failed_ones_finds_the_script_in_the_same_state(run, progra
         assert caught[2:] == [2, 3]
 
 
+def test_ranks_know_that_they_only_repeat_what_another_process_has_done(run, program):
+    code = """
+    repeating = []
+    for number in range(3):
+        repeating.append(launcher("popen").repeats_the_script)
+        try:
+            launcher("popen").launch(divmod, 1, number)
+        except RankFailedError:
+            pass
+    write(f"done-{os.environ['RANK']}", [*repeating, launcher("popen").repeats_the_script])
+    """
+    assert run(code).code == 0
+    assert program.wait_for("done-0") == "[True, True, False, False]"
+
+
 def test_failure_outside_of_any_launch_is_shown(run):
     outcome = run("launcher('popen').launch(int)\nif os.environ['RANK'] == '1': raise KeyError('gone')\ntime.sleep(60)")
     assert outcome.code == 1

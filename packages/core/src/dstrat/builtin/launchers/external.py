@@ -32,8 +32,7 @@ class ExternalLauncher(Launcher):
 
     @property
     def repeats_the_script(self) -> bool:
-        rank = this_rank()
-        return rank is not None and rank.runs_script and history.is_behind()
+        return history.is_behind()
 
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         launch = history.next_launch()

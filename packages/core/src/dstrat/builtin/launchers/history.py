@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 _begun: list[int] = []
 _failed: dict[int, bytes] = {}  # pickled, for an exception keeps alive whatever its traceback has seen
+_started_for: list[int] = []
 _FILE = "history.pickle"
 
 
@@ -20,12 +21,8 @@ def next_launch() -> int:
 
 
 def is_behind() -> bool:
-    """Return whether this process, which re-runs a program, has yet to reach the launch that it was started for.
-
-    That is the first one that had not failed in the process that started it.
-    """
-    target = max(_failed, default=-1) + 1
-    return len(_begun) <= target
+    """Return whether this process re-runs a program, and has yet to reach the launch that it was started for."""
+    return any(launch >= len(_begun) for launch in _started_for)
 
 
 def record_failure(launch: int, error: BaseException) -> None:
@@ -39,10 +36,12 @@ def past_failure(launch: int) -> BaseException | None:
 
 
 def save(folder: Path) -> None:
-    """Write what has failed so far, for ranks that re-run the program."""
-    (folder / _FILE).write_bytes(pickle.dumps(_failed))
+    """Write which launch this is and what has failed before, for ranks that re-run the program up to it."""
+    (folder / _FILE).write_bytes(pickle.dumps((_begun[-1], _failed)))
 
 
 def load(folder: Path) -> None:
     """Take over what had failed in the process that started this rank."""
-    _failed.update(pickle.loads((folder / _FILE).read_bytes()))  # noqa: S301 - written by our own supervisor
+    launch, failed = pickle.loads((folder / _FILE).read_bytes())  # noqa: S301 - written by our own supervisor
+    _started_for.append(launch)
+    _failed.update(failed)

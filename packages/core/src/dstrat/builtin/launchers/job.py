@@ -38,7 +38,7 @@ class Job:
         address: Host name or address of the machine with rank 0.
         port: Where rank 0 listens.
         listener: The socket that it listens on; None where rank 0 opens its own.
-        environ: The environment that was there before the job.
+        environ: What the user has set in the environment.
     """
 
     folder: Path
@@ -59,9 +59,22 @@ class Job:
         """Return the rank in the whole job."""
         return self.node_rank * self.num_processes + local_rank
 
-    def rank_variables(self, local_rank: int) -> dict[str, str]:
-        """Return what a rank's environment has beyond the one that was there before."""
-        variables = {
+    def rank_environment(self, local_rank: int) -> dict[str, str]:
+        """Return a rank's whole environment: what the user has set, and what the job sets."""
+        environ = {**os.environ, **self.environ}
+        for name in (PID_VARIABLE, LISTENER_VARIABLE):  # of the rank that this job may have been started by
+            environ.pop(name, None)
+        defaults = {"OMP_NUM_THREADS": str(threads_per_rank(self.num_processes))}
+        if self.num_nodes == 1:
+            defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback_interface())
+        return {**defaults, **environ, **self._rank_variables(local_rank)}
+
+    def listener_of(self, local_rank: int) -> socket.socket | None:
+        """Return the socket that a rank takes over: rank 0 does, where there is one."""
+        return self.listener if self.global_rank(local_rank) == 0 else None
+
+    def _rank_variables(self, local_rank: int) -> dict[str, str]:
+        return {
             JOB_VARIABLE: str(self.folder),
             "RANK": str(self.global_rank(local_rank)),
             "WORLD_SIZE": str(self.world_size),
@@ -71,10 +84,6 @@ class Job:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
-        defaults = {"OMP_NUM_THREADS": str(threads_per_rank(self.num_processes))}
-        if self.num_nodes == 1:
-            defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback_interface())
-        return variables | {name: value for name, value in defaults.items() if name not in self.environ}
 
 
 @contextlib.contextmanager

@@ -59,9 +59,9 @@ def start_served(job: Job, local_rank: int) -> RankProcess:
     context = multiprocessing.get_context("forkserver")
     # Once the server runs this has no effect; torch._dynamo is what the first optimizer loads.
     context.set_forkserver_preload([name for name in ("torch", "torch._dynamo", __name__) if name in sys.modules])
-    environ = {**os.environ, **job.rank_variables(local_rank)}  # the server may have been started with another one
-    listener = job.listener if job.global_rank(local_rank) == 0 else None
-    process = context.Process(target=_run_served, args=(job.folder, environ, listener))
+    # The environment is passed as the server may have been started with another one.
+    arguments = (job.folder, job.rank_environment(local_rank), job.listener_of(local_rank))
+    process = context.Process(target=_run_served, args=arguments)
     with _hidden_main():
         process.start()
     return _rank_process(job, local_rank, process)
@@ -84,11 +84,11 @@ def start_forked(
 def _start_interpreter(
     job: Job, local_rank: int, flags: tuple[str, ...], words: list[str], directory: str | None
 ) -> RankProcess:
-    environ = {**os.environ, **job.rank_variables(local_rank)}
+    environ = job.rank_environment(local_rank)
     passed: tuple[int, ...] = ()
-    if job.listener is not None and job.global_rank(local_rank) == 0:
-        passed = (job.listener.fileno(),)
-        environ[LISTENER_VARIABLE] = str(job.listener.fileno())
+    if (listener := job.listener_of(local_rank)) is not None:
+        passed = (listener.fileno(),)
+        environ[LISTENER_VARIABLE] = str(listener.fileno())
     process = subprocess.Popen(  # noqa: S603 - it is the command that the user has started
         [sys.executable, *flags, str(_BOOTSTRAP), str(job.folder), str(os.getpid()), *words],
         env=environ,
@@ -115,9 +115,9 @@ def _run_forked(
     os.setsid()
     interrupts.restore()
     watchdog.let_go()
-    os.environ.update(job.rank_variables(local_rank))
-    if job.listener is not None and job.global_rank(local_rank) == 0:
-        os.environ[LISTENER_VARIABLE] = str(job.listener.fileno())
+    _replace_environment(job.rank_environment(local_rank))
+    if (listener := job.listener_of(local_rank)) is not None:
+        os.environ[LISTENER_VARIABLE] = str(listener.fileno())
     elif job.listener is not None:
         job.listener.close()
     if torch := sys.modules.get("torch"):
@@ -128,14 +128,19 @@ def _run_forked(
 
 def _run_served(folder: Path, environ: dict[str, str], listener: socket.socket | None) -> None:
     os.setsid()
-    os.environ.clear()
-    os.environ.update(environ)
+    _replace_environment(environ)
     if listener is not None:
         os.environ[LISTENER_VARIABLE] = str(listener.detach())
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # read when torch was loaded, by the server
+        # It was read when torch was loaded, by the server; "4,2" is for nested parallel regions.
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"].partition(",")[0]))
     rank.enter_rank(folder, runs_script=False, parent=None)
     sys.exit(rank.exit_code_of(folder, lambda: rank.run_function(folder)))
+
+
+def _replace_environment(environ: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
 
 
 @contextlib.contextmanager
