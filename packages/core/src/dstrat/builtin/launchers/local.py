@@ -80,12 +80,13 @@ class LocalLauncher(Launcher):
 
     def _launch(self, call: partial[T]) -> Any:
         with (
+            Interrupts() as interrupts,  # first: a signal before the watchdog is there would leave the folder
             open_job(num_processes=self.num_processes, num_nodes=self.num_nodes, environ=self.environ) as job,
             Watchdog(job.folder) as watchdog,
         ):
-            with Interrupts() as interrupts:
-                start = self._prepare(job, call, interrupts, watchdog)
-                self._supervise(job, start, interrupts, watchdog)
+            start = self._prepare(job, call, interrupts, watchdog)
+            self._supervise(job, start, interrupts, watchdog)
+            interrupts.restore()
             if self.start_method == "popen":
                 raise SystemExit(0)
             return self._result(job)
