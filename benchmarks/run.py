@@ -45,7 +45,7 @@ def main() -> None:
         console.print(f"measuring {module} ...")
         for figure in importlib.import_module(module).measure(settings):
             figures.append(figure)
-            console.print(f"  {figure.name}: {quantity(figure.value, figure.unit)}", highlight=False)
+            console.print(f"  {sentence(figure)}", highlight=False, soft_wrap=True)
     console.print(table_of(figures))
     console.print(f"written to {write(figures, settings)}", soft_wrap=True)
 
@@ -64,11 +64,15 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def sentence(figure: Figure) -> str:
+    """Return a figure with the medians of its arms, in one line."""
+    arms = ", ".join(f"{arm} {quantity(value, figure.arm_unit)}" for arm, value in figure.medians.items())
+    return f"{figure.name}: {quantity(figure.value, figure.unit)} ({arms})"
+
+
 def table_of(figures: list[Figure]) -> Table:
-    """Return the figures as a table."""
-    table = Table(title="dstrat, medians")
-    for column in ("figure", "measured", "goal", "met", "Lightning", "medians of the arms"):
-        table.add_column(column)
+    """Return the figures next to their goals."""
+    table = Table("figure", "measured", "goal", "met", "Lightning")
     for figure in figures:
         bound = "at most" if figure.better == "smaller" else "at least"
         table.add_row(
@@ -77,7 +81,6 @@ def table_of(figures: list[Figure]) -> Table:
             "" if figure.goal is None else f"{bound} {quantity(figure.goal, figure.unit)}",
             {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[figure.is_met],
             "" if figure.peer is None else quantity(figure.peer, figure.unit),
-            ", ".join(f"{arm} {quantity(value, figure.arm_unit)}" for arm, value in figure.medians.items()),
         )
     return table
 

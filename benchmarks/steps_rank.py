@@ -28,7 +28,7 @@ Arm = tuple[str, "Callable[[Task, Clock], None]"]
 
 
 def main() -> None:
-    """Measure, and let rank 0 write the steps per second of each arm and repeat."""
+    """Measure, and let rank 0 write steps per second and milliseconds of computing per step of each arm and repeat."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
 
     task = Task(workload=WORKLOADS[options.workload], steps=WARMUP + options.steps + 1)
-    samples: dict[str, list[float]] = {}
+    samples: dict[str, dict[str, list[float]]] = {"steps/s": {}, "cpu": {}}
     for repeat in range(options.repeats + 1):
         found = arms(options.out, repeat)
         for name, train in found if repeat % 2 else reversed(found):
@@ -47,7 +47,8 @@ def main() -> None:
                 dist.destroy_process_group()
             gc.collect()
             if repeat:  # the first round only loads what the others find loaded
-                samples.setdefault(name, []).append(options.steps / clock.seconds)
+                samples["steps/s"].setdefault(name, []).append(options.steps / clock.seconds)
+                samples["cpu"].setdefault(name, []).append(1000 * clock.cpu_seconds / options.steps)
     if os.environ["RANK"] == "0":
         options.out.write_text(json.dumps(samples))
 
@@ -57,16 +58,25 @@ def arms(out: Path, repeat: int) -> list[Arm]:
     world_size = int(os.environ["WORLD_SIZE"])
 
     def hand(task: Task, clock: Clock) -> None:
-        meeting_point = f"file://{out}.{repeat}.group"
-        dist.init_process_group("gloo", init_method=meeting_point, rank=int(os.environ["RANK"]), world_size=world_size)
+        open_group(f"{out}.{repeat}.by-hand", world_size)
         by_hand.train(task, clock)
 
     found: list[Arm] = [("by hand", hand), ("dstrat", lambda task, clock: with_dstrat.train(task, world_size, clock))]
     if importlib.util.find_spec("lightning"):
         import with_lightning
 
-        found.append(("lightning", lambda task, clock: with_lightning.train(task, world_size, clock)))
+        def lightning(task: Task, clock: Clock) -> None:
+            # Left to itself, Lightning meets in torchrun's store, where it finds what its last fit left there.
+            open_group(f"{out}.{repeat}.lightning", world_size)
+            with_lightning.train(task, world_size, clock)
+
+        found.append(("lightning", lightning))
     return found
+
+
+def open_group(path: str, world_size: int) -> None:
+    """Open a process group whose ranks meet in a file of their own."""
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=int(os.environ["RANK"]), world_size=world_size)
 
 
 if __name__ == "__main__":

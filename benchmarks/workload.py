@@ -95,20 +95,23 @@ class Clock:
     Args:
         first: Index of the step at whose beginning the time starts.
         last: Index of the step at whose beginning it ends.
+
+    Attributes:
+        seconds: What the steps took.
+        cpu_seconds: What this process computed in them, all of its threads together.
     """
 
     def __init__(self, first: int, last: int) -> None:
-        self.steps = last - first
         self._first, self._last = first, last
-        self._start = 0.0
-        self.seconds = 0.0
+        self.seconds = self.cpu_seconds = 0.0
 
     def __call__(self, step: int) -> None:
         """Take note of a step's beginning."""
         if step == self._first:
-            self._start = time.perf_counter()
+            self.seconds, self.cpu_seconds = -time.perf_counter(), -time.process_time()
         elif step == self._last:
-            self.seconds = time.perf_counter() - self._start
+            self.seconds += time.perf_counter()
+            self.cpu_seconds += time.process_time()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

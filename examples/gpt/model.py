@@ -33,7 +33,7 @@ class Shape:
     layers: int = 4
     width: int = 192
     heads: int = 6
-    context: int = 128
+    context: int = 64
 
 
 class Attention(nn.Module):
@@ -133,7 +133,7 @@ class GPT(TrainModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW; the learning rate rises to its highest value and falls again along a cosine."""
         optimizer: Optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=0.1, fused=True
         )
         return {
             "optimizer": optimizer,

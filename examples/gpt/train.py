@@ -24,9 +24,9 @@ from report import LossCurve, TokensPerSecond
 
 from dstrat import CSVLogger, Logger, TensorBoardLogger, Trainer
 
-VALIDATIONS = 6
+VALIDATIONS = 8
 """How often the model is validated in a training."""
-VALIDATION_BYTES = 64 * 1024
+VALIDATION_BYTES = 32 * 1024
 
 
 def main() -> None:
@@ -40,6 +40,8 @@ def main() -> None:
     data = StandardLibrary(context=shape.context, batch_size=share_of_batch(options.batch_size, trainer))
 
     trainer.print(trainer.plan)
+    if not writes_tensorboard():
+        trainer.print("no TensorBoard logs will be written, as tensorboard is not installed: pip install tensorboard")
     trainer.fit(model, datamodule=data)
     # With strategy="ddp" the lines from here on run in every rank, with ddp_spawn in this process alone.
     if trainer.is_global_zero:
@@ -58,13 +60,13 @@ def read_options() -> argparse.Namespace:
     add("--devices", default="auto", help="how many devices of each machine, or which: 2, 0,1, auto")
     add("--num-nodes", type=int, default=1, help="number of machines")
     add("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed ...")
-    add("--steps", type=int, default=600, help="optimizer steps")
+    add("--steps", type=int, default=800, help="optimizer steps")
     add("--batch-size", type=int, default=8, help="windows of text in a step, over all processes")
-    add("--learning-rate", type=float, default=3e-3, help="the highest one")
+    add("--learning-rate", type=float, default=1.5e-3, help="the highest one")
     add("--layers", type=int, default=4, help="blocks of the network")
     add("--width", type=int, default=192, help="length of the vector of one byte")
     add("--heads", type=int, default=6, help="attention heads of a block")
-    add("--context", type=int, default=128, help="bytes that the network looks back on")
+    add("--context", type=int, default=64, help="bytes that the network looks back on")
     add("--seed", type=int, default=0, help="of weights and order of the data")
     add("--out", type=Path, default=Path("runs/gpt"), help="folder for logs, checkpoint and curve")
     return parser.parse_args()
@@ -92,10 +94,13 @@ def make_trainer(options: argparse.Namespace) -> Trainer:
 
 def loggers(out: Path) -> list[Logger]:
     """Return the loggers that can be used here."""
-    if importlib.util.find_spec("tensorboard") is None:
-        print("no TensorBoard logs are written, because tensorboard is not installed: pip install tensorboard")
-        return [CSVLogger(out, name="csv")]
-    return [CSVLogger(out, name="csv"), TensorBoardLogger(out, name="tensorboard")]
+    tensorboard = [TensorBoardLogger(out, name="tensorboard")] if writes_tensorboard() else []
+    return [CSVLogger(out, name="csv"), *tensorboard]
+
+
+def writes_tensorboard() -> bool:
+    """Return whether there will be logs for TensorBoard."""
+    return importlib.util.find_spec("tensorboard") is not None
 
 
 def share_of_batch(batch_size: int, trainer: Trainer) -> int:
@@ -111,7 +116,7 @@ def show(model: GPT, trainer: Trainer, out: Path, *, seconds: float) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"\n{parameters:,} parameters, {trainer.global_step} steps, {seconds:.0f} s")
     print(f"validation loss {float(trainer.callback_metrics['val_loss']):.3f} nats per byte")
-    print(f"logs, checkpoint and loss.png are in {out}")
+    print(f"logs and loss.png are in {out}, the checkpoint is {trainer.checkpoint_callback.best_model_path}")
     print("\nWhat it writes after 'def ':\n")
     print(model.write(b"def ", 400).decode(errors="replace"))
 
