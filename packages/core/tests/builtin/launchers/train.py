@@ -12,10 +12,10 @@ from dstrat.builtin.launchers.external import ExternalLauncher
 from dstrat.builtin.launchers.local import LocalLauncher
 
 
-def launcher(method, **options):
+def launcher(method):
     if LocalEnvironment().creates_processes_externally:
         return ExternalLauncher()
-    return LocalLauncher(num_processes=2, start_method=method, **options)
+    return LocalLauncher(num_processes=2, start_method=method, grace=0.5)  # so that the tests take less time
 
 
 def write(name, text=""):
