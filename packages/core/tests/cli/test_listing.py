@@ -5,13 +5,14 @@ import json
 
 def test_strategies_are_listed_by_owner_each_on_one_line(site, dstrat):
     site.add("b-family", site.component("zig", summary="a long description " * 9, synonyms=("zag",)), version="2.1")
-    site.add("a-family", site.component("alpha"), site.component("hpu", kind="accelerator"))
+    site.add("a-family", site.component("zulu"), site.component("alpha"), site.component("hpu", kind="accelerator"))
     listing = dstrat("strategies")
     assert (listing.returncode, listing.stderr) == (0, "")
     table, hints = listing.stdout.split("\n\n")
     assert table.split("\n") == [
         "a-family 1.0",
         "  alpha       for tests",
+        "  zulu        for tests",
         "b-family 2.1",
         f"  zig, zag    {'a long description ' * 9}".rstrip(),
     ]

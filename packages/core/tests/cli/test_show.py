@@ -63,6 +63,7 @@ def test_all_facts_are_shown_without_importing_the_class(site, dstrat):
 @pytest.mark.parametrize("target", ["acme.strategy:Missing", "acme.gone:Fast", "gone.deep:Fast", "acme.broken:Fast"])
 def test_a_class_whose_source_is_not_there_has_no_docstring(site, dstrat, target):
     site.add("acme", site.component("fast", target), strategy=SOURCE, broken="class Fast(:")
+    site.write("deep.py", SOURCE)  # not the module that is meant
     shown = dstrat("show", "fast")
     assert shown.returncode == 0
     assert "docstring" not in shown.stdout

@@ -41,7 +41,8 @@ def check_all_reduce(seconds: float) -> Iterator[Finding]:
     if process.returncode == 0:
         yield Finding(subject=subject, text=f"works with gloo, in {time.monotonic() - started:.1f} s")
     else:
-        yield Finding(subject=subject, text=f"failed: {errors.strip() or process.returncode}", state="problem")
+        *_, last = ["", *errors.splitlines()]
+        yield Finding(subject=subject, text=f"failed with exit code {process.returncode}: {last}", state="problem")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -77,7 +78,7 @@ def _main() -> None:
     try:
         total = LocalLauncher(num_processes=_RANKS, start_method="spawn").launch(_sum_of_ranks)
     except DstratError as error:
-        sys.exit(str(error))
+        sys.exit(str(error).partition("\n")[0])  # the rank's traceback follows
     if total != expected:
         sys.exit(f"the sum was {total}, and should have been {expected}")
 

@@ -32,4 +32,5 @@ def _seen(offer: Offer, catalog: Catalog, environ: Mapping[str, str]) -> Iterato
     except DstratError as error:
         yield Finding(subject=alias, text=str(error), state="problem")
     except Exception as error:  # noqa: BLE001 - variables that were set by hand may hold anything
-        yield Finding(subject=alias, text=f"{evidence}, and then {type(error).__name__}: {error}", state="problem")
+        text = f"{offer.owner_label} raised {type(error).__name__}: {error}"
+        yield Finding(subject=alias, text=text, state="problem")
