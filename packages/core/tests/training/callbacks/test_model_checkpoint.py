@@ -125,6 +125,14 @@ def test_every_n_steps_counts_optimizer_steps(fit, tmp_path):
     assert names(tmp_path) == ["epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt", "epoch=1-step=6.ckpt"]
 
 
+def test_a_run_that_goes_on_does_not_save_again_what_it_began_with(fit, tmp_path):
+    options = {"validates": False, "limit_train_batches": 4, "accumulate_grad_batches": 2}
+    fit(ModelCheckpoint(tmp_path, save_top_k=-1), max_epochs=1, **options)
+    callback = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
+    fit(callback, max_epochs=2, ckpt_path=tmp_path / "epoch=0-step=2.ckpt", **options)
+    assert names(tmp_path) == ["4.ckpt", "epoch=0-step=2.ckpt"]
+
+
 def test_within_an_epoch_a_value_of_validation_is_saved_with_the_weights_that_it_belongs_to(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=-1, every_n_train_steps=2)
     fit(callback, [0.1, 0.2, 0.3, 0.4], limit_train_batches=6, val_check_interval=3, max_epochs=2)

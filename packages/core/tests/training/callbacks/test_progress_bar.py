@@ -75,6 +75,26 @@ def test_further_lines_come_in_the_interval_that_was_asked_for(shown, telling):
     assert "val" not in lines[2]
 
 
+def test_the_speed_of_training_leaves_validation_out(quiet_trainer, line_class, loader, capfd, monkeypatch):
+    now = 1000.0
+    for name in ("progress", "progress_bar"):
+        monkeypatch.setattr(f"dstrat.training.callbacks.{name}.monotonic", lambda: now)
+
+    class Clocked(line_class):
+        def training_step(self, batch, batch_idx):
+            nonlocal now
+            now += 0.125
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            nonlocal now
+            now += 1.0
+
+    trainer = quiet_trainer(callbacks=ProgressBar(refresh_seconds=1e6), enable_progress_bar=True, val_check_interval=3)
+    trainer.fit(Clocked(), loader(), loader(count=16))
+    assert capfd.readouterr().err == "Epoch 1/2: 6/6 batches, 8 it/s\nEpoch 2/2: 6/6 batches, 8 it/s\n"
+
+
 def test_the_end_by_max_steps_is_the_end_of_the_bar(shown, line):
     lines = shown(line, max_epochs=None, max_steps=4, accumulate_grad_batches=1)
     assert matches(lines, r"Epoch 1: 4/4 batches, SPEED")
@@ -247,12 +267,13 @@ def test_on_a_terminal_bars_end_with_the_last_state_below_what_was_written(termi
     log = logging.Logger("test")  # noqa: LOG001 - a logger that nothing else sees
     with terminal() as screen:
         logging.root.manager.loggerDict["test"] = log
-        log.addHandler(logging.StreamHandler())
+        log.addHandler(handler := logging.StreamHandler())
         trainer = bar_trainer()
         trainer.fit(Chatty(), loader(1), loader(2))
         trainer.validate(Chatty(), loader(2))
         print("after")
         log.warning("afterwards")
+        assert handler.stream is sys.stderr
         del logging.root.manager.loggerDict["test"]
     assert matches(
         screen.lines,

@@ -12,8 +12,9 @@ CLAIM = """
 import sys
 from pathlib import Path
 from dstrat.training.loggers.version_folder import VersionFolder
+print("ready", flush=True)
 sys.stdin.readline()
-for _ in range(20):
+for _ in range(100):
     print(VersionFolder("logs", None).claim(Path(sys.argv[1])))
 """
 
@@ -38,12 +39,13 @@ def test_runs_that_start_at_the_same_moment_get_different_folders(tmp_path):
         )
         for _ in range(3)
     ]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 3
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
     claimed = [line for process in processes for line in process.communicate(timeout=60)[0].split()]
-    assert len(claimed) == 60
-    assert len(set(claimed)) == 60
+    assert len(claimed) == 300
+    assert len(set(claimed)) == 300
 
 
 @pytest.mark.parametrize(("version", "name"), [(3, "version_3"), ("trial", "trial")])

@@ -164,7 +164,7 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.sanity_checking or not trainer.is_fitting or self.monitor not in trainer.metrics.latest_epoch:
+        if not trainer.is_fitting or self.monitor not in trainer.metrics.latest_epoch:
             return
         self._comes_from_validation = True
         self._validated_at = (trainer.current_epoch, trainer.global_step)
