@@ -1,5 +1,6 @@
 """Ranks that cost a fraction of a second: processes of a warm forkserver, connected over loopback."""
 
+import faulthandler
 import importlib.util
 import multiprocessing
 import os
@@ -116,6 +117,7 @@ def work(results, path, name, place, arguments):
     """What a rank does."""
     import torch
 
+    faulthandler.dump_traceback_later(SECONDS * 0.8)  # says where a rank hangs
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -58,6 +58,21 @@ def test_when_a_rank_dies_the_others_notice_and_can_close(ranks):
     assert not still_open
 
 
+def reducer_after_an_exception(cluster):
+    strategy = DDPStrategy()
+    start(strategy, Net(), parts(cluster))
+    kept_by_a_traceback = strategy.model
+    had = hasattr(kept_by_a_traceback, "reducer")
+    strategy.on_exception(ValueError())
+    strategy.teardown()
+    return had, hasattr(kept_by_a_traceback, "reducer")
+
+
+def test_what_holds_the_process_group_goes_before_it(ranks):
+    # Otherwise one rank in twenty hung for ever in torch, holding Python's lock, when its traceback was freed.
+    assert ranks(reducer_after_an_exception) == [(True, False)] * 2
+
+
 def test_teardown_before_setup_and_twice_is_harmless():
     strategy = DDPStrategy()
     strategy.receive(parts())

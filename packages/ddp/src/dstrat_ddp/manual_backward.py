@@ -44,10 +44,6 @@ class ManualBackward:
             self._model.require_backward_grad_sync = True
             self._model.require_forward_param_sync = True
 
-    def close(self) -> None:
-        """Let go of the wrapper, so that it is freed at once, with what it has attached to the parameters."""
-        self._watch.after_step = None
-
     def _after_step(self) -> None:
         # Otherwise the end of the forward prepares for a backward pass that has been already.
         if self._ran:

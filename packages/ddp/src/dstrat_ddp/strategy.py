@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
-from dstrat_ddp.abort import abort_process_group
 from dstrat_ddp.comm_hooks import comm_hook
 from dstrat_ddp.ddp_keywords import check_ddp_keywords
+from dstrat_ddp.ending import abort_process_group, release_reducer
 from dstrat_ddp.local_sgd import ParameterAveraging, check_averaging_period
 from dstrat_ddp.manual_backward import ManualBackward
 from dstrat_ddp.step_module import StepModule
@@ -227,7 +227,7 @@ class DDPStrategy(ParallelStrategy):
             self._averaging = None
 
     def _unwrap(self) -> None:
-        if self._manual_backward is not None:
-            self._manual_backward.close()
+        if isinstance(self.model, DistributedDataParallel):
+            release_reducer(self.model)
         self.model, self._manual_backward = self._module, None
         self._explained, self._has_run_backward = nullcontext(), False
