@@ -139,7 +139,7 @@ def test_a_trainer_writes_a_csv_table_in_its_own_folder_by_default(tmp_path, lin
     assert float(rows[-1]["test_loss"]) == trainer.callback_metrics["test_loss"]
 
 
-def test_only_rank_0_writes_and_all_ranks_know_the_folder(tmp_path, line, loader, averaging):
+def test_only_rank_0_writes_and_all_processes_know_the_folder(tmp_path, line, loader, averaging):
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy=averaging(), max_epochs=1, log_every_n_steps=1,
         default_root_dir=tmp_path,
@@ -152,6 +152,8 @@ def test_only_rank_0_writes_and_all_ranks_know_the_folder(tmp_path, line, loader
 
     trainer.fit(Noting(), loader())
     assert {(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)} == {str(tmp_path / "dstrat_logs/version_0")}
+    trainer.test(line, loader())
+    assert trainer.log_dir == trainer.logger.log_dir == tmp_path / "dstrat_logs" / "version_0"
     assert [path.name for path in (tmp_path / "dstrat_logs").iterdir()] == ["version_0"]
     rows = rows_of(CSVLogger(tmp_path, version=0))
     assert [row["step"] for row in rows if row["loss_step"]] == ["1", "2", "3"]
