@@ -38,6 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     """Measure what was asked for, print it and write it."""
     options = read_options()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages are compiled
     settings = Settings(quick=options.quick, peer=options.peer)
     console = Console()
     figures: list[Figure] = []
