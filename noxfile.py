@@ -141,4 +141,4 @@ def bench(session: nox.Session) -> None:
     arguments = [argument for argument in session.posargs if argument != "--with-lightning"]
     lightning = ["lightning>=2.6,<2.7"] if "--with-lightning" in session.posargs else []
     programs = workspace("lightning", *lightning) if lightning else workspace()
-    run(session, programs, "python", "-m", "benchmarks", *arguments)
+    run(session, programs, "python", str(ROOT / "benchmarks" / "run.py"), *arguments)
