@@ -19,7 +19,7 @@ def launcher(method):
 
 
 def write(name, text=""):
-    unfinished = Path(f"{name}.unfinished")
+    unfinished = Path(f"{name}.{os.getpid()}.unfinished")  # both ranks may write the same file
     unfinished.write_text(str(text))
     unfinished.replace(name)
 
