@@ -29,7 +29,8 @@ def fault_on_step(fault: str, fault_time: str | None) -> Callable[[int], None]:
         fault: One of ``FAULTS``.
         fault_time: Where the failing rank writes the time.
     """
-    rank, (culprit, _) = int(os.environ.get("RANK", "0")), FAULTS[fault]
+    culprit, _ = FAULTS[fault]
+    rank = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0"))  # Lightning sets only the second
 
     def on_step(step: int) -> None:
         if step != STEP:

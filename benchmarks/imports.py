@@ -18,44 +18,56 @@ if TYPE_CHECKING:
 
 NO_TORCH = "import sys; assert 'torch' not in sys.modules"
 USE = "Trainer(strategy='ddp', accelerator='cpu', devices=2, logger=False)"
+AT_ONCE = "import os; os._exit(0)"
+"""Ends an interpreter without the half second that it takes to let go of torch."""
 
 
 def measure(settings: Settings) -> Iterator[Figure]:
     """Measure ``import dstrat``, and a Trainer that is made."""
-    programs = {
-        "empty": (sys.executable, "pass"),
-        "dstrat": (sys.executable, f"import dstrat; {NO_TORCH}"),
-        "torch": (sys.executable, "import torch"),
-        "Trainer": (sys.executable, f"from dstrat import Trainer; {USE}"),
-    }
-    if settings.peer:
-        programs["lightning"] = (str(settings.peer), f"from lightning import Trainer; {USE}")
-    samples: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for arm, (python, program) in programs.items():
-            Path(folder, f"with_{arm}.py").write_text(program)
-            _seconds(python, Path(folder, f"with_{arm}.py"))  # compiles the modules, as pip does
-        for _ in range(3 if settings.quick else 11):
-            for arm, (python, _) in programs.items():
-                samples.setdefault(arm, []).append(_seconds(python, Path(folder, f"with_{arm}.py")))
+    yield _light_import(_samples({"empty": "pass", "dstrat": f"import dstrat; {NO_TORCH}"}, settings))
+    for ending, name in (
+        (AT_ONCE, "from dstrat import Trainer, and a Trainer made, over import torch"),
+        ("pass", "the same, with the end of the interpreter"),
+    ):
+        programs = {"torch": f"import torch; {ending}", "dstrat": f"from dstrat import Trainer; {USE}; {ending}"}
+        if settings.peer:
+            programs["lightning"] = f"from lightning import Trainer; {USE}; {ending}"
+        samples = _samples(programs, settings)
+        yield Figure(
+            name=name,
+            value=ratio_of(samples, "dstrat", over="torch"),
+            goal=1.10,
+            peer=ratio_of(samples, "lightning", over="torch") if settings.peer else None,
+            medians=medians_of(samples),
+            samples=samples,
+        )
+
+
+def _light_import(samples: dict[str, list[float]]) -> Figure:
     medians = medians_of(samples)
-    yield Figure(
+    return Figure(
         name="import dstrat, over an empty interpreter",
         value=1000 * (medians["dstrat"] - medians["empty"]),
         unit="ms",
         goal=30,
-        medians={arm: medians[arm] for arm in ("empty", "dstrat")},
-        samples={arm: samples[arm] for arm in ("empty", "dstrat")},
+        medians=medians,
+        samples=samples,
         note="torch is not loaded",
     )
-    yield Figure(
-        name="from dstrat import Trainer, and a Trainer made, over import torch",
-        value=ratio_of(samples, "Trainer", over="torch"),
-        goal=1.10,
-        peer=ratio_of(samples, "lightning", over="torch") if settings.peer else None,
-        medians={arm: value for arm, value in medians.items() if arm not in ("empty", "dstrat")},
-        samples={arm: values for arm, values in samples.items() if arm not in ("empty", "dstrat")},
-    )
+
+
+def _samples(programs: dict[str, str], settings: Settings) -> dict[str, list[float]]:
+    """Run the programs in turn, each as a script of its own."""
+    samples: dict[str, list[float]] = {arm: [] for arm in programs}
+    with tempfile.TemporaryDirectory() as folder:
+        for repeat in range(4 if settings.quick else 12):
+            for arm, program in programs.items():
+                path = Path(folder, f"with_{arm}.py")
+                path.write_text(program)
+                seconds = _seconds(str(settings.peer) if arm == "lightning" else sys.executable, path)
+                if repeat:  # the first round compiles the modules, as pip does
+                    samples[arm].append(seconds)
+    return samples
 
 
 def _seconds(python: str, program: Path) -> float:

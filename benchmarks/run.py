@@ -66,9 +66,10 @@ def read_options() -> argparse.Namespace:
 
 
 def sentence(figure: Figure) -> str:
-    """Return a figure with the medians of its arms, in one line."""
+    """Return a figure with the medians of its arms, and its note, in one line."""
     arms = ", ".join(f"{arm} {quantity(value, figure.arm_unit)}" for arm, value in figure.medians.items())
-    return f"{figure.name}: {quantity(figure.value, figure.unit)} ({arms})"
+    note = f"; {figure.note}" if figure.note else ""
+    return f"{figure.name}: {quantity(figure.value, figure.unit)} ({arms}){note}"
 
 
 def table_of(figures: list[Figure]) -> Table:

@@ -35,6 +35,7 @@ def measure(settings: Settings) -> Iterator[Figure]:
             medians=medians_of(speeds),
             arm_unit="steps/s",
             samples=speeds,
+            note=f"a second arm by hand has {ratio_of(speeds, 'by hand again', over='by hand'):.3f}",
         )
         yield Figure(
             name=f"DDP on 2 ranks, computing per step over by hand ({workload})",

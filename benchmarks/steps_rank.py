@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import json
 import os
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,9 +39,11 @@ def main() -> None:
 
     task = Task(workload=WORKLOADS[options.workload], steps=WARMUP + options.steps + 1)
     samples: dict[str, dict[str, list[float]]] = {"steps/s": {}, "cpu": {}}
+    order = random.Random(0)  # the same in both ranks
     for repeat in range(options.repeats + 1):
         found = arms(options.out, repeat)
-        for name, train in found if repeat % 2 else reversed(found):
+        order.shuffle(found)
+        for name, train in found:
             clock = Clock(WARMUP, WARMUP + options.steps)
             train(task, clock)
             if dist.is_initialized():
@@ -57,11 +60,18 @@ def arms(out: Path, repeat: int) -> list[Arm]:
     """Return the arms that can be measured here."""
     world_size = int(os.environ["WORLD_SIZE"])
 
-    def hand(task: Task, clock: Clock) -> None:
-        open_group(f"{out}.{repeat}.by-hand", world_size)
-        by_hand.train(task, clock)
+    def hand(name: str) -> Arm:
+        def train(task: Task, clock: Clock) -> None:
+            open_group(f"{out}.{repeat}.{name}", world_size)
+            by_hand.train(task, clock)
 
-    found: list[Arm] = [("by hand", hand), ("dstrat", lambda task, clock: with_dstrat.train(task, world_size, clock))]
+        return name, train
+
+    def dstrat(task: Task, clock: Clock) -> None:
+        with_dstrat.train(task, world_size, clock)
+
+    # The second one by hand shows how far apart two equal arms are: what is less than that is noise.
+    found: list[Arm] = [hand("by hand"), hand("by hand again"), ("dstrat", dstrat)]
     if importlib.util.find_spec("lightning"):
         import with_lightning
 
