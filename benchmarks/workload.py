@@ -39,7 +39,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "mlp": Workload(features=512, width=1024, hidden=2, classes=512, batch_size=64),  # 3.2 million parameters
+    "mlp": Workload(features=512, width=1024, hidden=2, classes=512, batch_size=64),  # 3.1 million parameters
     "tiny": Workload(features=32, width=64, hidden=0, classes=8, batch_size=8),
 }
 
