@@ -77,7 +77,7 @@ def make_line():
 
 
 @pytest.fixture
-def Module():
+def line_class():
     return Line
 
 

@@ -130,12 +130,18 @@ def test_schedulers_step_per_step_and_per_epoch(quiet_trainer, make_line, loader
             ]
             return [optimizer], schedulers
 
-        def on_train_epoch_end(self):
-            self.rates = [*getattr(self, "rates", []), self.optimizers().param_groups[0]["lr"]]
+        def on_train_start(self):
+            self.rates = []
+
+        def on_train_epoch_start(self):
+            self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+        def on_train_end(self):
+            self.rates.append(self.optimizers().param_groups[0]["lr"])
 
     module = make_line(Scheduled)
     quiet_trainer().fit(module, loader())
-    assert module.rates == pytest.approx([0.05 * 0.25 * 0.1, 0.05 * 0.25**2 * 0.1**2])
+    assert module.rates == pytest.approx([0.05, 0.05 * 0.25 * 0.1, 0.05 * 0.25**2 * 0.1**2])
 
 
 def test_a_scheduler_gets_the_value_that_it_monitors(quiet_trainer, make_line, loader):

@@ -69,8 +69,7 @@ class EvaluationLoop:
         with self._no_gradients():
             for dataloader_idx, (loader, count) in enumerate(zip(self._loaders, counts, strict=True)):
                 self._run_loader(dataloader_idx, loader, count)
-        dispatch.call(f"on_{purpose}_epoch_end")
-        trainer.publish_epoch(self.logged)
+        trainer.publish_epoch(self.logged, dispatch.of(f"on_{purpose}_epoch_end"))
         dispatch.call(f"on_{purpose}_end")
         self._module.train(was_training)
 

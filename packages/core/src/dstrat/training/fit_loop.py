@@ -86,10 +86,8 @@ class FitLoop:
         self._train_batches()
         self.logged.in_step = False
         self.epochs_done = self.epoch + 1
+        trainer.publish_epoch(self.logged, dispatch.early("on_train_epoch_end"))
         step_schedulers(trainer, self._module, interval="epoch", count=self.epochs_done)
-        for hook in dispatch.early("on_train_epoch_end"):
-            hook()
-        trainer.publish_epoch(self.logged)
         for hook in dispatch.late("on_train_epoch_end"):
             hook()
         self.epoch = self.epochs_done

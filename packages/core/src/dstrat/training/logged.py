@@ -152,9 +152,12 @@ class LoggedValues:
         chosen = [entry for entry in self._values.values() if entry.on_step and entry.logger]
         return {e.step_name: _synchronised(e, strategy) if e.sync_step else e.latest for e in chosen}
 
-    def epoch_values(self, strategy: Strategy) -> dict[str, Tensor | float]:
-        """Return the values over the epoch, reduced over all processes, by name; collective."""
-        return reduce_over_processes([entry for entry in self._values.values() if entry.on_epoch], strategy)
+    def take_epoch_values(self, strategy: Strategy) -> dict[str, Tensor | float]:
+        """Return what was logged over the epoch, reduced over all processes, by name, and forget it; collective."""
+        logged = [entry for entry in self._values.values() if entry.total is not None]
+        values = reduce_over_processes(logged, strategy)
+        self.start_epoch()
+        return values
 
     def latest_values(self) -> dict[str, Tensor | float]:
         """Return the values of the latest step in this process, by name."""

@@ -39,11 +39,15 @@ class Metrics:
         """Return the values of a step that loggers write; collective where one is synchronised."""
         return as_numbers(logged.step_values(strategy))
 
+    def start_epoch(self) -> None:
+        """Begin to collect the values over another epoch."""
+        self.latest_epoch = {}
+
     def of_epoch(self, logged: LoggedValues, strategy: Strategy) -> dict[str, float]:
-        """Reduce the values over an epoch, keep them, and return those that loggers write; collective."""
-        values = logged.epoch_values(strategy)
+        """Reduce what was logged over an epoch, keep it, and return what loggers write of it; collective."""
+        values = logged.take_epoch_values(strategy)
         self._values |= values
-        self.latest_epoch = values
+        self.latest_epoch |= values
         self._shown |= logged.names_for_progress_bar()
         written = logged.names_for_logger()
         return as_numbers({name: value for name, value in values.items() if name in written})

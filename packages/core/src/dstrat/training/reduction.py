@@ -25,11 +25,11 @@ def reduce_over_processes(entries: Sequence[LoggedValue], strategy: Strategy) ->
     Raises:
         MisuseError: The processes logged different names.
     """
-    local = [entry for entry in entries if not entry.sync_epoch and entry.total is not None]
+    local = [entry for entry in entries if not entry.sync_epoch]
     results = {entry.epoch_name: _finish(entry, entry.total, entry.weight) for entry in local}
     shared = sorted((entry for entry in entries if entry.sync_epoch), key=lambda entry: entry.name)
     if strategy.world_size == 1:
-        return results | {e.epoch_name: _finish(e, e.total, e.weight) for e in shared if e.total is not None}
+        return results | {e.epoch_name: _finish(e, e.total, e.weight) for e in shared}
     shared = _agreed(shared, strategy)
     for operation in ("sum", "max", "min"):
         chosen = [entry for entry in shared if _operation(entry) == operation]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.training.checkpoint import restore_checkpoint
 from dstrat.training.evaluation_loop import EvaluationLoop
+from dstrat.training.metrics import Metrics
 from dstrat.training.outcome import Outcome
 
 _log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
         _on_exception(trainer, exception)
         raise
     outcome = Outcome.of(trainer, result)
-    _finish(trainer, module, sources)
+    _finish(trainer, sources)
     return outcome
 
 
@@ -90,6 +91,7 @@ def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
     validation.run(trainer.num_sanity_val_steps)
     trainer.dispatch.call_callbacks("on_sanity_check_end")
     trainer.sanity_checking = False
+    trainer.metrics = Metrics()  # values of a few batches are no results
 
 
 def _evaluate(trainer: Trainer, module: TrainModule, sources: Sources) -> list[dict[str, float]]:
@@ -129,7 +131,7 @@ def _try(step: Callable[[], None], exception: BaseException) -> None:
         _log.exception("cleaning up after %s failed", type(exception).__name__)
 
 
-def _finish(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+def _finish(trainer: Trainer, sources: Sources) -> None:
     for logger in trainer.writing_loggers:
         logger.finalize("success")
     trainer.dispatch.call_callbacks("teardown", trainer.stage)
