@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,22 +17,24 @@ def apply_to_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
 
     Goes into dicts, lists, tuples, named tuples and dataclasses; everything else is returned as it is.
     """
-    from torch import Tensor
-
-    if isinstance(batch, Tensor):
+    if isinstance(batch, _tensor_class()):
         return function(batch)
+    if isinstance(batch, list | tuple):
+        values = [apply_to_tensors(value, function) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     if isinstance(batch, Mapping):
         return _rebuild_mapping(batch, {key: apply_to_tensors(value, function) for key, value in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(apply_to_tensors(value, function) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(apply_to_tensors(value, function) for value in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {
-            f.name: apply_to_tensors(getattr(batch, f.name), function) for f in dataclasses.fields(batch) if f.init
-        }
-        return dataclasses.replace(batch, **values)
+        fields = [field.name for field in dataclasses.fields(batch) if field.init]
+        return dataclasses.replace(batch, **{f: apply_to_tensors(getattr(batch, f), function) for f in fields})
     return batch
+
+
+@cache
+def _tensor_class() -> type[Tensor]:
+    from torch import Tensor
+
+    return Tensor
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:

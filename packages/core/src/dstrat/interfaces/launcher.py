@@ -30,6 +30,11 @@ class Launcher(ABC):
         return True
 
     @property
+    def reruns_the_script(self) -> bool:
+        """Whether the processes run the whole script, so that ``launch`` does not return in this one."""
+        return False
+
+    @property
     def repeats_the_script(self) -> bool:
         """Whether this process only repeats what another one did, up to the launch that it was started for.
 

@@ -15,16 +15,18 @@ if TYPE_CHECKING:
 _KEY = "catalog"
 
 
-def check_same_catalog(catalog: Catalog, store: dist.Store, rank: int) -> None:
-    """Compare this rank's catalog with that of rank 0.
+def check_same_catalog(catalog: Catalog, store: dist.Store, rank: int, world_size: int) -> None:
+    """Compare this rank's catalog with that of rank 0, which waits until all others have read its own.
 
     Raises:
         CatalogMismatchError: They differ; the message names what only one of them has.
     """
     if rank == 0:
         store.set(_KEY, json.dumps(list(catalog.fingerprint_lines)))
+        store.wait([f"{_KEY} read by {other}" for other in range(1, world_size)])
         return
     first = json.loads(store.get(_KEY))
+    store.set(f"{_KEY} read by {rank}", "")
     mine = list(catalog.fingerprint_lines)
     if mine == first:
         return

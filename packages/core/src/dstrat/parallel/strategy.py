@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.parts import Parts
     from dstrat.interfaces.precision import Precision
 
 T = TypeVar("T")
@@ -76,10 +77,18 @@ class ParallelStrategy(Strategy):
             cluster_environment=cluster_environment,
         )
         self.parts = self.given_parts
+        self._root_device: torch.device | None = None
         self.process_group_backend = process_group_backend
         self.timeout = timeout or DEFAULT_TIMEOUT
         if start_method is not None:
             self.start_method = start_method
+
+    def receive(self, parts: Parts) -> None:
+        super().receive(parts)
+        self._root_device = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_root_device": None}  # another process has another one
 
     # Where this process is
 
@@ -95,7 +104,9 @@ class ParallelStrategy(Strategy):
 
     @property
     def root_device(self) -> torch.device:
-        return self.parallel_devices[self.local_rank]
+        if self._root_device is None:  # asked for with every batch, and found by reading the environment
+            self._root_device = self.parallel_devices[self.local_rank]
+        return self._root_device
 
     @property
     def is_global_zero(self) -> bool:
@@ -124,10 +135,11 @@ class ParallelStrategy(Strategy):
     # The life cycle
 
     def setup_environment(self) -> None:
+        self._root_device = None  # what was found before the launch does not hold in a rank that was forked
         super().setup_environment()
         backend = self.process_group_backend or self.accelerator.process_group_backend
         store = open_process_group(self.cluster_environment, backend=backend, timeout=self.timeout)
-        check_same_catalog(get_catalog(), store, self.global_rank)
+        check_same_catalog(get_catalog(), store, self.global_rank, self.world_size)
 
     def model_to_device(self) -> None:
         self.module.to(self.root_device)

@@ -436,7 +436,8 @@ class Trainer:
             return execute(self, module, sources, ckpt_path).result
         if launcher.runs_here:
             return launcher.launch(execute, self, module, sources, ckpt_path).result
-        if self.node_rank == 0:  # here rather than in rank 0, so that this process knows the folder afterwards
+        if self.node_rank == 0 and not launcher.reruns_the_script:
+            # Here rather than in rank 0, so that this process knows the folder afterwards.
             folders = [logger.log_dir for logger in self.loggers]
             self.log_dir = next(filter(None, folders), None)
         outcome = launcher.launch(execute_elsewhere, RandomState.capture(), self, module, sources, ckpt_path)

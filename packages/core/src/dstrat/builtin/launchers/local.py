@@ -68,6 +68,10 @@ class LocalLauncher(Launcher):
     def runs_here(self) -> bool:
         return False
 
+    @property
+    def reruns_the_script(self) -> bool:
+        return self.start_method == "popen"
+
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         launch = history.next_launch()
         try:
