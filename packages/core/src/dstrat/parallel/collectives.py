@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,13 +41,31 @@ def reduce_tensor(tensor: Tensor, *, group: dist.ProcessGroup | None = None, red
 def gather_tensors(tensor: Tensor, *, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
     """Return the tensors of all ranks stacked along a new first dimension; ``(*shape)`` to ``(world_size, *shape)``."""
     if sync_grads and torch.is_grad_enabled():
-        from torch.distributed.nn.functional import all_gather
+        gathered: Tensor = _GatherWithGradients.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch leaves it so
+        return gathered
+    return _gather(tensor.detach(), group)
 
-        return torch.stack(list(all_gather(tensor, group=group or dist.group.WORLD)))
-    tensor = tensor.detach().contiguous()
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    tensor = tensor.contiguous()
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, tensor, group=group)
     return torch.stack(gathered)
+
+
+class _GatherWithGradients(torch.autograd.Function):
+    """Gathers going forward; going back, each rank gets the sum of all ranks' gradients of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return _gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        summed = gradient.contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed[dist.get_rank(ctx.group)], None
 
 
 def broadcast_object(obj: T, *, src: int = 0, group: dist.ProcessGroup | None = None) -> T:

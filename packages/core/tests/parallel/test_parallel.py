@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dstrat.builtin.clusters.local import LocalEnvironment
+from dstrat.builtin.launchers.local import LocalLauncher
+from dstrat.errors import CatalogMismatchError, ClusterError, RankFailedError, RequestError
+from dstrat.parallel.agreement import check_same_catalog
+from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor
+from dstrat.parallel.process_group import close_process_group, open_process_group
+
+TIMEOUT = timedelta(seconds=20)
+
+
+@dataclasses.dataclass
+class Seen:
+    """Stands for a catalog of which only the fingerprint counts."""
+
+    fingerprint_lines: tuple[str, ...]
+
+
+def in_ranks(function, *args, ranks: int = 2):
+    """Run a function in forked ranks with an open process group; return what it returned in rank 0."""
+
+    def run():
+        store = open_process_group(LocalEnvironment(os.environ), backend="gloo", timeout=TIMEOUT)
+        try:
+            return function(store, *args)
+        finally:
+            close_process_group()
+
+    return LocalLauncher(num_processes=ranks, start_method="fork").launch(run)
+
+
+def expected_reduction(operation: str, ranks: int) -> list[float]:
+    stacked = torch.stack([torch.tensor([rank + 1.0, -rank]) for rank in range(ranks)])
+    return {
+        "mean": stacked.mean(0),
+        "avg": stacked.mean(0),
+        "sum": stacked.sum(0),
+        "max": stacked.amax(0),
+        "min": stacked.amin(0),
+    }[operation].tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_reductions_equal_those_of_the_stacked_tensors(ranks):
+    operations = ["mean", "avg", "sum", "max", "min"]
+
+    def reduce_all(store):
+        mine = torch.tensor([dist.get_rank() + 1.0, -dist.get_rank()])
+        results = [reduce_tensor(mine, reduce_op=operation).tolist() for operation in operations]
+        assert mine.tolist() == [dist.get_rank() + 1.0, -dist.get_rank()]
+        return results
+
+    assert in_ranks(reduce_all, ranks=ranks) == [expected_reduction(operation, ranks) for operation in operations]
+
+
+def test_a_mean_of_integers_is_a_float():
+    assert in_ranks(lambda store: reduce_tensor(torch.tensor(dist.get_rank())).item()) == 0.5
+
+
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(RequestError, match="reduce_op 'median' is not one of mean, avg, sum, max, min"):
+        reduce_tensor(torch.zeros(1), reduce_op="median")
+
+
+def test_gathered_tensors_are_stacked_in_the_order_of_ranks():
+    def gather(store):
+        return gather_tensors(torch.full((2, 3), float(dist.get_rank()))[:, ::2])
+
+    gathered = in_ranks(gather, ranks=3)
+    assert gathered.shape == (3, 2, 2)
+    assert gathered[:, 0, 0].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_gradients_flow_back_through_gathering_where_that_is_asked_for():
+    def gather(store):
+        mine = torch.ones(2, requires_grad=True)
+        (gather_tensors(mine, sync_grads=True) * 3).sum().backward()
+        return mine.grad.tolist()
+
+    assert in_ranks(gather) == [6.0, 6.0]  # each of two ranks uses the tensor three times
+
+
+def test_an_object_comes_from_the_source_rank():
+    assert in_ranks(lambda store: broadcast_object({"rank": dist.get_rank()}, src=1)) == {"rank": 1}
+
+
+def test_a_process_group_can_be_opened_again_in_the_same_job():
+    def twice(store):
+        close_process_group()
+        open_process_group(LocalEnvironment(os.environ), backend="gloo", timeout=TIMEOUT)
+        return reduce_tensor(torch.tensor(1.0), reduce_op="sum").item()
+
+    assert in_ranks(twice) == 2.0
+
+
+def test_a_process_group_of_the_users_is_joined():
+    def join(store):
+        group = dist.group.WORLD
+        open_process_group(LocalEnvironment(os.environ), backend="gloo", timeout=TIMEOUT)
+        return dist.group.WORLD is group
+
+    assert in_ranks(join)
+
+
+def test_a_process_group_of_another_size_is_refused():
+    class Larger(LocalEnvironment):
+        world_size = 3
+
+    def join(store):
+        with pytest.raises(ClusterError, match=r"open already, with rank \d of 2, and .* says rank \d of 3: close it"):
+            open_process_group(Larger(os.environ), backend="gloo", timeout=TIMEOUT)
+        return True
+
+    assert in_ranks(join)
+
+
+def test_ranks_that_see_the_same_catalog_go_on():
+    def compare(store):
+        check_same_catalog(Seen(("ddp dstrat-ddp 0.1.0",)), store, dist.get_rank(), dist.get_world_size())
+        return True
+
+    assert in_ranks(compare, ranks=3)
+
+
+def test_a_rank_that_sees_another_catalog_is_told_what_differs():
+    def compare(store):
+        lines = ("ddp dstrat-ddp 0.1.0",) if dist.get_rank() == 0 else ("ddp dstrat-ddp 0.2.0",)
+        check_same_catalog(Seen(lines), store, dist.get_rank(), dist.get_world_size())
+        dist.barrier()
+
+    with pytest.raises(RankFailedError, match="rank 1 of 2 failed") as failure:
+        in_ranks(compare)
+    text = str(failure.value)
+    assert CatalogMismatchError.__name__ in text
+    assert "only rank 1 has ['ddp dstrat-ddp 0.2.0']; only rank 0 has ['ddp dstrat-ddp 0.1.0']" in text
+
+
+def test_the_processes_listen_on_the_loopback_only():
+    def listeners(store):
+        dist.barrier()
+        addresses = set()
+        inodes = {str(fd.readlink()) for fd in list(Path("/proc/self/fd").iterdir()) if fd.is_symlink()}
+        for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:  # listening, and ours
+                    addresses.add(fields[1].split(":")[0])
+        return addresses
+
+    assert in_ranks(listeners) == {"0100007F"}
