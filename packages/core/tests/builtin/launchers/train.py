@@ -142,7 +142,7 @@ ACTIONS = {
 def main():
     method, case = sys.argv[1:]
     result = launcher(method).launch(work, case)
-    print("result", result)
+    sys.stdout.write(f"result {result}\n")  # at once, so that two ranks do not mix their lines
 
 
 if __name__ == "__main__":
