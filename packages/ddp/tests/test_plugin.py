@@ -47,8 +47,12 @@ def test_an_alias_presets_how_processes_start(alias, method, search):
     assert record.options.get("find_unused_parameters") is searches[search]
 
 
-def test_only_ddp_is_chosen_automatically():
-    assert [alias for alias, record in RECORDS.items() if record.auto is not None] == ["ddp"]
+def test_ddp_is_chosen_automatically_and_in_a_notebook_its_notebook_form():
+    ranks = {alias: record.auto for alias, record in RECORDS.items() if record.auto is not None}
+    assert ranks.keys() == {"ddp", "ddp_notebook"}
+    assert ranks["ddp"] > ranks["ddp_notebook"]
+    assert RECORDS["ddp_notebook"].notebook_safe
+    assert not RECORDS["ddp"].notebook_safe
 
 
 def test_the_retired_alias_says_what_to_write():

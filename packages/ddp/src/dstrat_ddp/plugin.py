@@ -24,7 +24,7 @@ _SPAWN = _DDP.variant("ddp_spawn", "ddp, its processes started with spawn", star
 _FORK = dataclasses.replace(
     _DDP.variant("ddp_fork", "ddp, its processes forked", start_method="fork"), notebook_safe=True
 )
-_NOTEBOOK = dataclasses.replace(_FORK, alias="ddp_notebook", summary="ddp for notebooks, its processes forked")
+_NOTEBOOK = dataclasses.replace(_FORK, alias="ddp_notebook", summary="ddp for notebooks, its processes forked", auto=50)
 
 _DP = Component(
     kind="strategy",

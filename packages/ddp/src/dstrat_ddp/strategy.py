@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
 from dstrat_ddp.comm_hooks import comm_hook
 from dstrat_ddp.ddp_keywords import check_ddp_keywords
-from dstrat_ddp.ending import abort_process_group, release_reducer
+from dstrat_ddp.ending import release_reducer
 from dstrat_ddp.local_sgd import ParameterAveraging, check_averaging_period
 from dstrat_ddp.manual_backward import ManualBackward
 from dstrat_ddp.step_module import StepModule
@@ -211,9 +211,8 @@ class DDPStrategy(ParallelStrategy):
     # The end
 
     def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
         self._end_training()
-        abort_process_group()
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         self._end_training()

@@ -59,6 +59,15 @@ def close_process_group() -> None:
             dist.destroy_process_group()
 
 
+def abort_process_group() -> None:
+    """Close the default process group without waiting for what is under way."""
+    # Closing waits for NCCL's collectives, which never end when a rank is gone; other backends fail by themselves.
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if abort is not None and dist.is_initialized() and dist.get_backend() == "nccl":
+        abort()
+    close_process_group()
+
+
 def _rendezvous(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
     """Return the store of the job; it is opened once in a process, and every process group uses a prefix of it."""
     address = (cluster.main_address, cluster.main_port)

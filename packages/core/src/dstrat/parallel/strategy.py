@@ -13,7 +13,7 @@ from torch import Tensor
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.agreement import check_same_catalog
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor
-from dstrat.parallel.process_group import close_process_group, open_process_group
+from dstrat.parallel.process_group import abort_process_group, close_process_group, open_process_group
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
@@ -143,6 +143,10 @@ class ParallelStrategy(Strategy):
 
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        abort_process_group()
 
     def teardown(self) -> None:
         super().teardown()

@@ -1,0 +1,39 @@
+"""What works at a prompt, where there is no script to run again: the same as in a notebook."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+TYPED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from dstrat import Trainer, TrainModule
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def training_step(self, batch):
+        return self.layer(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+options = dict(accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False)
+net = Net()
+before = net.layer.weight.clone()
+trainer = Trainer(**options)
+print("chosen:", trainer.plan.strategy)
+trainer.fit(net, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2))
+print("trained:", trainer.global_step, not torch.equal(before, net.layer.weight))
+Trainer(strategy="ddp", **options)
+"""
+
+
+def test_at_a_prompt_the_notebook_form_trains_and_ddp_says_why_it_cannot():
+    done = subprocess.run([sys.executable, "-i"], input=TYPED, capture_output=True, text=True, timeout=60, check=False)
+    assert "chosen: ddp_notebook" in done.stdout, done.stderr
+    assert "trained: 2 True" in done.stdout, done.stderr
+    assert "strategy 'ddp' from dstrat-ddp" in done.stderr
+    assert "starts its processes from a script, and this is a notebook or a prompt" in done.stderr
+    assert "'ddp_notebook'" in done.stderr.rsplit("ConflictError", 1)[-1]
