@@ -35,5 +35,5 @@ def test_at_a_prompt_the_notebook_form_trains_and_ddp_says_why_it_cannot():
     assert "chosen: ddp_notebook" in done.stdout, done.stderr
     assert "trained: 2 True" in done.stdout, done.stderr
     assert "strategy 'ddp' from dstrat-ddp" in done.stderr
-    assert "starts its processes from a script, and this is a notebook or a prompt" in done.stderr
+    assert "starts its processes from a script, and here is none (a notebook, a prompt, python -c)" in done.stderr
     assert "'ddp_notebook'" in done.stderr.rsplit("ConflictError", 1)[-1]

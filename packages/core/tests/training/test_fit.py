@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from dstrat import Callback, DataModule
 from dstrat.errors import MisuseError, RankFailedError, RequestError
@@ -393,7 +393,154 @@ def test_a_step_that_returns_none_is_an_error_on_several_processes(quiet_trainer
         quiet_trainer(strategy=averaging(), devices=2).fit(make_line(Skipping), loader(4))
 
 
+def test_an_epoch_that_max_steps_breaks_off_is_not_counted(quiet_trainer, make_line, loader):
+    class Plateau(type(make_line())):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    trainer = quiet_trainer(max_steps=3, max_epochs=-1, num_sanity_val_steps=0)
+    trainer.fit(make_line(Plateau), loader(), loader())
+    assert (trainer.global_step, trainer.fit_loop.epochs_done) == (3, 0)
+
+
+def test_a_layer_that_the_user_put_into_evaluation_mode_stays_there(quiet_trainer, make_line, loader, caplog):
+    class Frozen(type(make_line())):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8).eval().requires_grad_(False)
+
+        def loss(self, batch):
+            return super().loss((self.norm(batch[0]), batch[1]))
+
+    module = make_line(Frozen)
+    quiet_trainer(val_check_interval=2).fit(module, loader(), loader())
+    assert not module.norm.training
+    assert module.layer.training
+    assert torch.equal(module.norm.running_mean, torch.zeros(8))
+    assert "1 of 3 modules are in evaluation mode and stay so while training" in caplog.text
+
+
+def test_a_step_without_a_loss_leaves_the_gradients_of_its_group_alone(quiet_trainer, make_line, loader):
+    class Skipping(type(make_line())):
+        skipped = ()
+
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx in self.skipped else self.loss(batch)
+
+    batches = list(loader())
+    for skipped, groups in [((2,), [(0, 1), (3,), (4, 5)]), ((3,), [(0, 1), (2,), (4, 5)])]:
+        ours, theirs = make_line(Skipping), make_line()
+        ours.skipped = skipped
+        trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=2)
+        trainer.fit(ours, loader())
+        optimizer = theirs.configure_optimizers()
+        for group in groups:
+            optimizer.zero_grad()
+            for index in group:
+                (theirs.loss(batches[index]) / 2).backward()
+            optimizer.step()
+        assert trainer.global_step == 3
+        assert torch.equal(weights(ours), weights(theirs)), skipped
+
+
+def test_a_limit_above_the_end_of_a_loader_without_length_still_validates(quiet_trainer, make_line, loader):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(list(loader(batch_size=1))[:5])
+
+    trainer = quiet_trainer(accumulate_grad_batches=2, max_epochs=1, limit_train_batches=100)
+    trainer.fit(make_line(), DataLoader(Stream(), batch_size=None), loader())
+    assert trainer.global_step == 3
+    assert "val_loss" in trainer.callback_metrics
+
+
+def test_training_draws_the_same_numbers_with_and_without_a_sanity_check(quiet_trainer, make_line, loader):
+    trained = []
+    for steps in (0, 2):
+        module = make_line()
+        quiet_trainer(num_sanity_val_steps=steps).fit(module, loader(shuffle=True), loader(shuffle=True))
+        trained.append(weights(module))
+    assert torch.equal(*trained)
+
+
+def test_a_data_module_may_stand_where_loaders_are_expected(quiet_trainer, line, loader):
+    class Data(DataModule):
+        def train_dataloader(self):
+            return loader()
+
+    trainer = quiet_trainer()
+    trainer.fit(line, Data())
+    assert trainer.global_step == 12
+
+
+def test_teardown_follows_an_exception_too_and_its_own_errors_leave_nothing_open(quiet_trainer, make_line, loader):
+    calls = []
+
+    class Failing(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError
+
+        def teardown(self, stage):
+            calls.append(f"teardown {stage}")
+            raise OSError("while tearing down")
+
+    module, trainer = make_line(Failing), quiet_trainer()
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, loader())
+    with pytest.raises(OSError, match="while tearing down"):
+        trainer.validate(module, loader())
+    assert calls == ["teardown fit", "teardown validate"]
+    with pytest.raises(MisuseError, match="not attached to a Trainer"):
+        _ = module.trainer
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "batch sampler", "own batch sampler", "own sampler"])
+def test_evaluation_reads_each_sample_once_in_whatever_order(quiet_trainer, make_line, loader, averaging, kind):
+    class Diverging(type(make_line())):
+        def on_predict_start(self):
+            torch.manual_seed(self.global_rank)  # the processes would draw different orders
+
+    class Pairs(BatchSampler):
+        pass
+
+    data = loader().dataset
+    shuffled = RandomSampler(data)
+    evaluated = {
+        "shuffled": lambda: DataLoader(data, batch_size=5, shuffle=True),
+        "batch sampler": lambda: DataLoader(data, batch_sampler=BatchSampler(shuffled, 5, False)),
+        "own batch sampler": lambda: DataLoader(data, batch_sampler=Pairs(shuffled, 5, False)),
+        "own sampler": lambda: DataLoader(data, batch_size=5, sampler=RandomSampler(data, num_samples=48)),
+    }[kind]()
+    predictions = quiet_trainer(strategy=averaging(), devices=2).predict(make_line(Diverging), evaluated)
+    expected = torch.cat([x.sum(1) for x, _ in loader()])
+    assert torch.equal(torch.cat(predictions).sort().values, expected.sort().values)
+
+
+def test_a_plain_batch_sampler_is_divided_in_training(quiet_trainer, make_line, loader, averaging):
+    one, two = make_line(), make_line()
+    data = loader().dataset
+    quiet_trainer().fit(one, loader(batch_size=8))
+    batches = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, False))
+    quiet_trainer(strategy=averaging(), devices=2).fit(two, batches)
+    assert torch.allclose(weights(one), weights(two), rtol=1e-6)
+
+
 class TestWrongUse:
+    def test_a_plateau_scheduler_without_a_value_to_watch(self, quiet_trainer, make_line, loader):
+        class Plateau(type(make_line())):
+            def configure_optimizers(self):
+                optimizer = super().configure_optimizers()
+                return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+        with pytest.raises(MisuseError, match="ReduceLROnPlateau needs a value to watch"):
+            quiet_trainer().fit(make_line(Plateau), loader())
+
+    def test_a_fraction_of_less_than_one_batch(self, quiet_trainer, line, loader):
+        with pytest.raises(RequestError, match=r"limit_train_batches=0\.1 of 6 batches is less than one"):
+            quiet_trainer(limit_train_batches=0.1).fit(line, loader())
+
     def test_a_module_without_training_step(self, quiet_trainer, make_line, loader):
         class Incomplete(type(make_line())):
             training_step = type(make_line()).__mro__[1].training_step
@@ -407,6 +554,10 @@ class TestWrongUse:
 
         with pytest.raises(MisuseError, match="Incomplete has no configure_optimizers: define it and return"):
             quiet_trainer().fit(make_line(Incomplete), loader())
+
+    def test_a_plain_nn_module(self, quiet_trainer, loader):
+        with pytest.raises(MisuseError, match=r"Linear is not a TrainModule: derive it from dstrat\.TrainModule"):
+            quiet_trainer().fit(nn.Linear(8, 1), loader())
 
     def test_no_loader(self, quiet_trainer, line):
         with pytest.raises(MisuseError, match=r"no train loader: pass one, .* or define Line.train_dataloader"):

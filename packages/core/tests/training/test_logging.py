@@ -49,7 +49,7 @@ def test_with_both_the_names_get_suffixes(quiet_trainer, make_line, loader):
     module = logging_module(make_line, lambda self, batch, idx: self.log("index", float(idx), on_epoch=True))
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(module, loader())
-    assert trainer.callback_metrics == {"index_step": 5.0, "index_epoch": 2.5}
+    assert trainer.callback_metrics == {"index_step": 5.0, "index_epoch": 2.5, "index": 2.5}
 
 
 def test_a_mean_over_an_epoch_is_weighted_by_batch_size(quiet_trainer, make_line, loader):

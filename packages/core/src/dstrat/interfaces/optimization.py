@@ -63,6 +63,13 @@ def read_optimizers(returned: Any) -> Optimization:
     Raises:
         MisuseError: It has none of these shapes.
     """
+    optimization = _read(returned)
+    for config in optimization.schedulers:
+        _check_monitor(config)
+    return optimization
+
+
+def _read(returned: Any) -> Optimization:
     if returned is None:
         return Optimization()
     if _is_optimizer(returned):
@@ -80,7 +87,7 @@ def _read_sequence(returned: Sequence[Any]) -> Optimization:
         return Optimization(
             optimizers=tuple(map(_optimizer, optimizers)), schedulers=tuple(map(_scheduler, schedulers))
         )
-    parts = [read_optimizers(part) for part in returned]
+    parts = [_read(part) for part in returned]
     return Optimization(
         optimizers=tuple(optimizer for part in parts for optimizer in part.optimizers),
         schedulers=tuple(scheduler for part in parts for scheduler in part.schedulers),
@@ -111,6 +118,16 @@ def _scheduler(given: Any) -> SchedulerConfig:
         problem = f"has unknown keys {unknown}" if unknown else 'has no "scheduler"'
         raise MisuseError(f"a scheduler's dict {problem}; possible keys are {', '.join(known)}")
     return SchedulerConfig(**given)
+
+
+def _check_monitor(config: SchedulerConfig) -> None:
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+    if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None:
+        raise MisuseError(
+            "ReduceLROnPlateau needs a value to watch: return "
+            '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}} from configure_optimizers'
+        )
 
 
 def _optimizer(given: Any) -> Optimizer:

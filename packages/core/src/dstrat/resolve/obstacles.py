@@ -131,7 +131,7 @@ def _no_script(ability: Ability, situation: Situation) -> Obstacle | None:
     if not situation.interactive or ability.notebook_safe or not situation.needs_starting:
         return None
     return Obstacle(
-        problem="starts its processes from a script, and this is a notebook or a prompt",
+        problem="starts its processes from a script, and here is none (a notebook, a prompt, python -c)",
         cure="run a script, ask for devices=1, or choose a strategy that works here",
     )
 

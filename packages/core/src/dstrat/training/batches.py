@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from dstrat.training.data_module import DataModule
 from dstrat.training.dispatch import overrides
 from dstrat.training.hooks import DataHooks
+from dstrat.training.loaders import length_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ class Batches:
 
     Args:
         loader: Any iterable of batches.
-        count: Number of batches to take, None for all of a loader of unknown length.
+        count: Number of batches to take at most, None for all of a loader of unknown length.
     """
 
     def __init__(self, loader: Any, count: int | None) -> None:
@@ -33,7 +35,9 @@ class Batches:
         self._count = count
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        return self._ahead() if self._count is None else self._counted(self._count)
+        if self._count is None or length_of(self._loader) is None:
+            return self._ahead()
+        return self._counted(self._count)
 
     def _counted(self, count: int) -> Iterator[tuple[Any, bool]]:
         if count == 0:
@@ -45,7 +49,7 @@ class Batches:
                 return
 
     def _ahead(self) -> Iterator[tuple[Any, bool]]:
-        iterator = iter(self._loader)
+        iterator = itertools.islice(self._loader, self._count)
         nothing = object()
         current = next(iterator, nothing)
         while current is not nothing:
@@ -76,6 +80,7 @@ def batch_mover(trainer: Trainer, module: TrainModule) -> Callable[[Any, int], A
             batch = strategy.batch_to_device(batch)
         else:
             batch = transfer.transfer_batch_to_device(batch, strategy.root_device, dataloader_idx)
+            batch = strategy.precision_plugin.convert_input(batch)
         return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)
 
     return move

@@ -62,7 +62,7 @@ class EvaluationLoop:
         trainer.evaluation_batches = counts = [_smaller(count, at_most) for count in self.num_batches]
         self.logged.start_epoch()
         self._outputs = []
-        was_training = self._module.training
+        modes = [(part, part.training) for part in self._module.modules()]
         self._module.eval()
         dispatch.call(f"on_{purpose}_start")
         dispatch.call(f"on_{purpose}_epoch_start")
@@ -71,7 +71,8 @@ class EvaluationLoop:
                 self._run_loader(dataloader_idx, loader, count)
         trainer.publish_epoch(self.logged, dispatch.of(f"on_{purpose}_epoch_end"))
         dispatch.call(f"on_{purpose}_end")
-        self._module.train(was_training)
+        for part, was_training in modes:
+            part.training = was_training
 
     def predictions(self) -> list[list[Any]]:
         """Return what the steps returned, for each loader in the order of its batches; collective.

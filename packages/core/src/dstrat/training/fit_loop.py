@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from dstrat.training.batches import Batches, batch_mover
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from dstrat.training.evaluation_loop import EvaluationLoop
     from dstrat.training.module import TrainModule
     from dstrat.training.trainer import Trainer
+
+
+_log = logging.getLogger(__name__)
 
 
 class FitLoop:
@@ -71,29 +75,35 @@ class FitLoop:
         self._mover = batch_mover(trainer, module)
         trainer.logged = self.logged
         trainer.dispatch.call("on_train_start")
-        with Interruption(trainer.strategy) as self._interruption:
+        _tell_of_evaluation_mode(module)
+        with Interruption(trainer.strategy, self.batches_seen) as self._interruption:
             while not (self.finished or trainer.should_stop or self.num_batches == 0):
                 self._run_epoch()
+            self._interruption.conclude(self.batches_seen)
         trainer.dispatch.call("on_train_end")
 
     def _run_epoch(self) -> None:
         trainer, dispatch = self._trainer, self._trainer.dispatch
         _set_epoch(self._loader, self.epoch)
         self.logged.start_epoch()
-        self._module.train()
         dispatch.call("on_train_epoch_start")
         self.logged.in_step = True
-        self._train_batches()
+        completed = self._train_batches()
         self.logged.in_step = False
-        self.epochs_done = self.epoch + 1
+        if completed:
+            self.epochs_done = self.epoch + 1
         trainer.publish_epoch(self.logged, dispatch.early("on_train_epoch_end"))
-        step_schedulers(trainer, self._module, interval="epoch", count=self.epochs_done)
+        if completed:
+            step_schedulers(trainer, self._module, interval="epoch", count=self.epochs_done)
         for hook in dispatch.late("on_train_epoch_end"):
             hook()
         self.epoch = self.epochs_done
 
-    def _train_batches(self) -> None:
-        """Train on the batches of an epoch; what is called per batch is looked up before the first."""
+    def _train_batches(self) -> bool:
+        """Train on the batches of an epoch; return whether it was not broken off.
+
+        What is called per batch is looked up before the first.
+        """
         trainer, logged, interruption = self._trainer, self.logged, self._interruption
         batch_start = trainer.dispatch.of("on_train_batch_start")
         batch_end = trainer.dispatch.of("on_train_batch_end")
@@ -104,10 +114,10 @@ class FitLoop:
             self.batch_idx, logged.batch = batch_idx, batch
             if any([hook(batch, batch_idx) == -1 for hook in batch_start]):  # noqa: C419 - all of them are called
                 break
-            first, in_group = in_group == 0, in_group + 1
+            in_group += 1
             applies = in_group == accumulate or is_last
             group_size = accumulate if accumulate == 1 else self._group_size(batch_idx, accumulate)
-            outputs, stepped = optimize(batch, batch_idx, group_size=group_size, first=first, applies=applies)
+            outputs, stepped = optimize(batch, batch_idx, group_size=group_size, applies=applies)
             in_group = 0 if applies else in_group
             self.batches_seen += 1
             if stepped:
@@ -118,8 +128,8 @@ class FitLoop:
                 self._validate()
             interruption.check(self.batches_seen)
             if self._steps_done or trainer.should_stop:
-                break
-        logged.batch = None
+                return is_last
+        return True
 
     def _group_size(self, batch_idx: int, accumulate: int) -> int:
         """Return the number of batches in this one's group; the last group of an epoch may have fewer."""
@@ -148,7 +158,6 @@ class FitLoop:
         assert self._validation is not None  # noqa: S101 - it is due only when there is one
         self._validation.run()
         self._trainer.logged = self.logged
-        self._module.train()
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters for a checkpoint."""
@@ -163,6 +172,18 @@ class FitLoop:
 
 def _set_epoch(loader: Any, epoch: int) -> None:
     """Tell the sampler which epoch comes, where it wants to know."""
-    for target in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+    batches = getattr(loader, "batch_sampler", None)
+    for target in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
         if target is not None and hasattr(target, "set_epoch"):
             target.set_epoch(epoch)
+
+
+def _tell_of_evaluation_mode(module: TrainModule) -> None:
+    """Log that parts of the module, or all of it, stay as in evaluation: such as layers that the user has frozen."""
+    modes = [part.training for part in module.modules()]
+    if not all(modes):
+        _log.warning(
+            "%d of %d modules are in evaluation mode and stay so while training: call train() on those that should not",
+            modes.count(False),
+            len(modes),
+        )

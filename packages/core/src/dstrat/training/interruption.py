@@ -28,15 +28,16 @@ class Interruption:
 
     Args:
         strategy: Whose processes vote.
+        step: Number of batches trained on already, the same in every process.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, step: int = 0) -> None:
         self._strategy = strategy
         self._alone = strategy.world_size == 1
         self._requested = 0
         self._previous: dict[int, Any] = {}
-        self._next_vote = 1
-        self._last_vote = (0, time.monotonic())
+        self._next_vote = step + 1
+        self._last_vote = (step, time.monotonic())
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -70,10 +71,13 @@ class Interruption:
             agreed = self._vote(step)
         else:
             return
-        if agreed == signal.SIGINT:
-            raise KeyboardInterrupt
         if agreed:
-            raise SystemExit(128 + agreed)
+            _raise(agreed)
+
+    def conclude(self, step: int) -> None:
+        """Do the same after the last batch, whenever the next vote would have been."""
+        self._next_vote = step
+        self.check(step)
 
     def _vote(self, step: int) -> int:
         last_step, last_time = self._last_vote
@@ -85,3 +89,9 @@ class Interruption:
         self._next_vote = step - steps
         self._last_vote = (step, time.monotonic())
         return int(agreed)
+
+
+def _raise(number: int) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)

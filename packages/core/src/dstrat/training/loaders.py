@@ -17,7 +17,14 @@ from torch.utils.data import (
 )
 
 from dstrat.errors import MisuseError, RequestError
-from dstrat.training.samplers import BroadcastOrder, RankBatchSampler, RankSampler, SequentialOrder, ShuffledOrder
+from dstrat.training.samplers import (
+    AgreedSampler,
+    BroadcastOrder,
+    RankBatchSampler,
+    RankSampler,
+    SequentialOrder,
+    ShuffledOrder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -52,8 +59,7 @@ def prepare_evaluation_loader(loader: Any, strategy: Strategy, *, distribute: bo
     share = strategy.distributed_sampler_kwargs
     divides = distribute and share.get("num_replicas", 1) > 1 and _divisible(loader, "evaluation", strategy)
     if divides:
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        loader = _with(loader, **{name: RankBatchSampler(getattr(loader, name), **share)})
+        loader = _divide_evaluation(loader, strategy, share)
     return strategy.process_dataloader(loader), divides
 
 
@@ -66,11 +72,30 @@ def _divide_training(loader: Any, strategy: Strategy, share: dict[str, int]) -> 
             "cannot divide evenly between processes: divide it by trainer.global_rank and trainer.world_size in "
             "train_dataloader, and pass Trainer(use_distributed_sampler=False)"
         )
-    sampler = RankSampler(_order(loader, strategy), length=len(loader.sampler), **share)
+    given = _sampler_of(loader)
+    sampler = RankSampler(_order(given, strategy), length=len(given), **share)
     if loader.batch_sampler is None:
         return _with(loader, sampler=sampler)
-    batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    batches = BatchSampler(sampler, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
     return _with(loader, sampler=sampler, batch_sampler=batches)
+
+
+def _divide_evaluation(loader: Any, strategy: Strategy, share: dict[str, int]) -> Any:
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        agreed = AgreedSampler(BroadcastOrder(batches, strategy.broadcast), length=len(batches))
+        return _with(loader, batch_sampler=RankBatchSampler(agreed, **share))
+    given = _sampler_of(loader)
+    sampler = AgreedSampler(_order(given, strategy), length=len(given))
+    if batches is None:
+        return _with(loader, sampler=RankBatchSampler(sampler, **share))
+    batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    return _with(loader, batch_sampler=RankBatchSampler(batches, **share))
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that gives the order: that of the batch sampler, where the user passed one."""
+    return loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.sampler
 
 
 def _divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
@@ -80,7 +105,7 @@ def _divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
     elif isinstance(loader.dataset, IterableDataset):
         reason = "has an iterable dataset"
     else:
-        return not isinstance(loader.sampler, DistributedSampler | RankSampler)
+        return not isinstance(_sampler_of(loader), DistributedSampler | RankSampler)
     if strategy.is_global_zero:
         _log.warning(
             "the %s loader %s, which dstrat cannot divide: unless it divides itself by rank, "
@@ -92,13 +117,13 @@ def _divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
     return False
 
 
-def _order(loader: DataLoader[Any], strategy: Strategy) -> Callable[[int], Iterable[int]]:
-    if type(loader.sampler) is SequentialSampler:
-        return SequentialOrder(len(loader.sampler))
-    if type(loader.sampler) is RandomSampler and not loader.sampler.replacement and not loader.sampler._num_samples:  # noqa: SLF001 - torch offers no other way to know
-        seed = strategy.broadcast(torch.initial_seed() % 2**32)
-        return ShuffledOrder(loader.sampler.data_source, seed)
-    return BroadcastOrder(loader.sampler, strategy.broadcast)
+def _order(sampler: Any, strategy: Strategy) -> Callable[[int], Iterable[int]]:
+    """Return what gives the indices of an epoch in the same order in every process."""
+    if type(sampler) is SequentialSampler:
+        return SequentialOrder(len(sampler))
+    if type(sampler) is RandomSampler and not sampler.replacement and not sampler._num_samples:  # noqa: SLF001 - torch offers no other way to know
+        return ShuffledOrder(sampler.data_source, strategy.broadcast(torch.initial_seed() % 2**32))
+    return BroadcastOrder(sampler, strategy.broadcast)
 
 
 def _with(loader: DataLoader[Any], **samplers: Any) -> DataLoader[Any]:
@@ -143,7 +168,10 @@ def limit_of(limit: float | None, length: int | None, name: str) -> int | None:
         return limit if length is None else min(limit, length)
     if length is None:
         raise RequestError(f"{name}={limit!r} is a fraction, and the loader has no length: give a number of batches")
-    return int(limit * length)
+    taken = int(limit * length)
+    if taken == 0 and limit > 0 and length > 0:
+        raise RequestError(f"{name}={limit!r} of {length} batches is less than one: give a number of batches")
+    return taken
 
 
 def check_limit(limit: Any, name: str) -> None:

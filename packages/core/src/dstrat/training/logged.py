@@ -26,7 +26,6 @@ class LoggedValue:
         "name",
         "on_epoch",
         "on_step",
-        "options",
         "prog_bar",
         "reduce_fx",
         "sync_epoch",
@@ -79,7 +78,7 @@ class LoggedValue:
             else:
                 self.total = self.total + value * factor
         else:
-            self.total = value if self.total is None else _extreme(self.reduce_fx, self.total, value)
+            self.total = _copy(value) if self.total is None else _extreme(self.reduce_fx, self.total, value)
 
     def reset(self) -> None:
         """Begin another epoch."""
@@ -171,6 +170,10 @@ class LoggedValues:
         """Return the names of the values over the epoch that loggers write."""
         return {entry.epoch_name for entry in self._values.values() if entry.on_epoch and entry.logger}
 
+    def plain_names(self) -> dict[str, str]:
+        """Return the name without suffix of each value over the epoch that has one."""
+        return {entry.epoch_name: entry.name for entry in self._values.values() if entry.on_step and entry.on_epoch}
+
     def names_for_progress_bar(self) -> set[str]:
         """Return the names of the values over the epoch that the progress bar shows."""
         return {entry.epoch_name for entry in self._values.values() if entry.on_epoch and entry.prog_bar}
@@ -198,6 +201,10 @@ def _exact(value: Tensor | float) -> Tensor | float:
     if not isinstance(value, Tensor):
         return value
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+
+def _copy(value: Tensor | float) -> Tensor | float:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _extreme(reduce_fx: str, one: Tensor | float, other: Tensor | float) -> Tensor | float:

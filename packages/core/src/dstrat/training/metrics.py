@@ -46,7 +46,8 @@ class Metrics:
     def of_epoch(self, logged: LoggedValues, strategy: Strategy) -> dict[str, float]:
         """Reduce what was logged over an epoch, keep it, and return what loggers write of it; collective."""
         values = logged.take_epoch_values(strategy)
-        self._values |= values
+        plain_names = logged.plain_names()
+        self._values |= values | {plain_names[name]: value for name, value in values.items() if name in plain_names}
         self.latest_epoch |= values
         self._shown |= logged.names_for_progress_bar()
         written = logged.names_for_logger()

@@ -57,7 +57,11 @@ class TrainModule(ModuleHooks, DataHooks, nn.Module):
         raise MisuseError(f"{type(self).__name__} has no training_step: define training_step(self, batch, batch_idx)")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one validation batch; values are kept through :meth:`log`."""
+        """Evaluate one validation batch; values are kept through :meth:`log`.
+
+        Processes may have different numbers of batches, as each sample is read once: gather across them in
+        ``on_validation_epoch_end`` rather than here.
+        """
         raise MisuseError(
             f"{type(self).__name__} has no validation_step: define validation_step(self, batch, batch_idx)"
         )
@@ -148,7 +152,8 @@ class TrainModule(ModuleHooks, DataHooks, nn.Module):
         A tensor stays on its device until something shows or writes it.
 
         Args:
-            name: Its name; with both ``on_step`` and ``on_epoch`` there are ``<name>_step`` and ``<name>_epoch`` too.
+            name: Its name; with both ``on_step`` and ``on_epoch`` loggers write ``<name>_step`` and ``<name>_epoch``,
+                and callbacks know the value over the epoch by the plain name too.
             value: A number or a tensor with one element.
             prog_bar: Whether the progress bar shows it.
             logger: Whether the loggers write it.

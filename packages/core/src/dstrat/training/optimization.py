@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -46,40 +46,44 @@ class AutomaticOptimization:
         self._batch_idx = 0
         self._group_size = 1
         self._first = self._applies = True
+        self._has_gradients = False
         self._outputs: Any = None
 
-    def run(self, batch: Any, batch_idx: int, *, group_size: int, first: bool, applies: bool) -> tuple[Any, bool]:
+    def run(self, batch: Any, batch_idx: int, *, group_size: int, applies: bool) -> tuple[Any, bool]:
         """Train on a batch.
 
         Args:
             batch: The batch, on its device.
             batch_idx: Its index in the epoch.
             group_size: Number of batches whose gradients make up one optimizer step.
-            first: Whether the batch is the first of its group, before which gradients are cleared.
-            applies: Whether it is the last, after which the optimizer steps.
+            applies: Whether it is the last of its group, after which the optimizer steps.
 
         Returns:
             What ``training_step`` returned, and whether the optimizer took a step.
         """
         self._batch, self._batch_idx = batch, batch_idx
-        self._group_size, self._first, self._applies = group_size, first, applies
+        self._group_size, self._first, self._applies = group_size, not self._has_gradients, applies
         try:
             if applies or self._strategy.accumulates_gradients:
-                self._step()
+                self._step(self._closure)
             else:
                 with self._strategy.no_backward_sync():
                     self._closure()
         except _NothingToLearnError:
-            return None, False
+            applies = applies and self._has_gradients
+            if applies:
+                self._step(self._prepare_step)
         finally:
             outputs, self._outputs, self._batch = self._outputs, None, None
+        if applies:
+            self._has_gradients = False
         return outputs, applies
 
-    def _step(self) -> None:
+    def _step(self, closure: Callable[[], Any]) -> None:
         if self._optimizer_step is None:
-            self._strategy.optimizer_step(self._optimizer, self._closure, self._module)
+            self._strategy.optimizer_step(self._optimizer, closure, self._module)
         else:
-            self._optimizer_step(self._trainer.current_epoch, self._batch_idx, self._optimizer, self._closure)
+            self._optimizer_step(self._trainer.current_epoch, self._batch_idx, self._optimizer, closure)
 
     def _closure(self) -> Tensor:
         args = (self._batch, self._batch_idx) if self._takes_index else (self._batch,)
@@ -90,6 +94,7 @@ class AutomaticOptimization:
         for hook in self._before_backward:
             hook(loss)
         self._strategy.backward(loss)
+        self._has_gradients = True
         for hook in self._after_backward:
             hook()
         if self._applies:

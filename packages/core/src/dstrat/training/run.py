@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dstrat.training.checkpoint import restore_checkpoint
 from dstrat.training.evaluation_loop import EvaluationLoop
 from dstrat.training.metrics import Metrics
 from dstrat.training.outcome import Outcome
+from dstrat.training.random_state import RandomState
 
 _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from dstrat.training.module import TrainModule
-    from dstrat.training.random_state import RandomState
     from dstrat.training.sources import Sources
     from dstrat.training.trainer import Trainer
 
@@ -42,7 +43,7 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
             restore_checkpoint(trainer, ckpt_path)
         result = work(trainer, module, sources)
     except BaseException as exception:
-        _on_exception(trainer, exception)
+        _on_exception(trainer, sources, exception)
         raise
     outcome = Outcome.of(trainer, result)
     _finish(trainer, sources)
@@ -86,11 +87,13 @@ def _validation(trainer: Trainer, module: TrainModule, sources: Sources) -> Eval
 
 
 def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
+    random_state = RandomState.capture()  # so that training draws the same numbers with and without the check
     trainer.sanity_checking = True
     trainer.dispatch.call_callbacks("on_sanity_check_start")
     validation.run(trainer.num_sanity_val_steps)
     trainer.dispatch.call_callbacks("on_sanity_check_end")
     trainer.sanity_checking = False
+    random_state.restore()
     trainer.metrics = Metrics()  # values of a few batches are no results
 
 
@@ -110,31 +113,41 @@ def _predict(trainer: Trainer, module: TrainModule, sources: Sources) -> list[An
     return predictions[0] if len(predictions) == 1 else predictions
 
 
-def _on_exception(trainer: Trainer, exception: BaseException) -> None:
+def _on_exception(trainer: Trainer, sources: Sources, exception: BaseException) -> None:
     """Tell everyone, and free what would keep other processes waiting; the exception itself goes on."""
     status = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
     steps: list[Callable[[], None]] = [
-        lambda: trainer.strategy.on_exception(exception),
-        lambda: trainer.dispatch.call_callbacks("on_exception", exception),
-        *(lambda logger=logger: logger.finalize(status) for logger in trainer.writing_loggers),
-        trainer.strategy.teardown,
-        trainer.end,
+        partial(trainer.strategy.on_exception, exception),
+        partial(trainer.dispatch.call_callbacks, "on_exception", exception),
+        *_last_steps(trainer, sources, status),
     ]
-    for step in steps:
-        _try(step, exception)
-
-
-def _try(step: Callable[[], None], exception: BaseException) -> None:
-    try:
-        step()
-    except Exception:  # noqa: BLE001 - the exception that broke the run is the one that the user must see
-        _log.exception("cleaning up after %s failed", type(exception).__name__)
+    for error in _do_all(steps):
+        _log.error("cleaning up after %s failed too", type(exception).__name__, exc_info=error)
 
 
 def _finish(trainer: Trainer, sources: Sources) -> None:
-    for logger in trainer.writing_loggers:
-        logger.finalize("success")
-    trainer.dispatch.call_callbacks("teardown", trainer.stage)
-    sources.teardown(trainer.stage)
-    trainer.strategy.teardown()
-    trainer.end()
+    for error in _do_all(_last_steps(trainer, sources, "success")):
+        raise error
+
+
+def _last_steps(trainer: Trainer, sources: Sources, status: str) -> list[Callable[[], None]]:
+    return [
+        *(partial(logger.finalize, status) for logger in trainer.writing_loggers),
+        partial(trainer.dispatch.call_callbacks, "teardown", trainer.stage),
+        partial(sources.teardown, trainer.stage),
+        trainer.strategy.teardown,
+        trainer.end,
+    ]
+
+
+def _do_all(steps: Iterable[Callable[[], None]]) -> list[Exception]:
+    """Do every step, also after one that fails; return what went wrong."""
+    return [error for step in steps if (error := _error_of(step)) is not None]
+
+
+def _error_of(step: Callable[[], None]) -> Exception | None:
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - the caller decides what becomes of it
+        return error
+    return None

@@ -70,6 +70,25 @@ class RankBatchSampler(Sampler[Any]):
                 yield batch
 
 
+class AgreedSampler(Sampler[Any]):
+    """What another sampler gives, in the order that all processes agree on.
+
+    Args:
+        order: Returns the indices, or the batches, in that order.
+        length: How many there are.
+    """
+
+    def __init__(self, order: Callable[[int], Iterable[Any]], *, length: int) -> None:
+        self._order = order
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._order(0))
+
+
 class ShuffledOrder:
     """The shuffled indices of an epoch, from a seed that all processes share."""
 
@@ -93,13 +112,13 @@ class SequentialOrder:
 
 
 class BroadcastOrder:
-    """The order of a user's own sampler, as rank 0 drew it."""
+    """The order of a user's own sampler or batch sampler, as rank 0 drew it."""
 
-    def __init__(self, sampler: Iterable[int], broadcast: Callable[[list[int]], list[int]]) -> None:
+    def __init__(self, sampler: Iterable[Any], broadcast: Callable[[list[Any]], list[Any]]) -> None:
         self._sampler = sampler
         self._broadcast = broadcast
 
-    def __call__(self, epoch: int) -> Iterable[int]:
+    def __call__(self, epoch: int) -> Iterable[Any]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         return self._broadcast(list(self._sampler))

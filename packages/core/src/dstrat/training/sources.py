@@ -26,9 +26,17 @@ class Sources:
     """
 
     def __init__(self, module: TrainModule, datamodule: DataModule | None, passed: Mapping[Source, Any]) -> None:
+        if not isinstance(module, TrainModule):
+            raise MisuseError(
+                f"{type(module).__name__} is not a TrainModule: derive it from dstrat.TrainModule, which is an nn.Module "
+                "with training_step and configure_optimizers"
+            )
         self._module = module
-        self.datamodule = datamodule
         self._passed = {source: loaders for source, loaders in passed.items() if loaders is not None}
+        for source, loaders in list(self._passed.items()):
+            if isinstance(loaders, DataModule) and datamodule is None:  # given where the loaders are expected
+                datamodule = self._passed.pop(source)
+        self.datamodule = datamodule
         if datamodule is not None and self._passed:
             raise MisuseError(
                 f"loaders were passed for {', '.join(self._passed)}, and a datamodule too: pass one or the other"

@@ -184,7 +184,7 @@ class Trainer:
             MisuseError: The module lacks something, or the training is finished already.
             RankFailedError: A process of the job failed.
         """
-        if self.fit_loop.finished:
+        if self.fit_loop.finished and self.fit_loop.batches_seen:
             raise MisuseError(
                 f"this Trainer has finished its fit (epoch {self.fit_loop.epoch} of {self.max_epochs}, "
                 f"step {self.fit_loop.global_step}): make a new Trainer to train again"

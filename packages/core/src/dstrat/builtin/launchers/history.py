@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING
 
+from dstrat.errors import LaunchError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -27,7 +29,10 @@ def is_behind() -> bool:
 
 def record_failure(launch: int, error: BaseException) -> None:
     """Remember how a launch ended."""
-    _failed[launch] = pickle.dumps(error)
+    try:
+        _failed[launch] = pickle.dumps(error)
+    except Exception:  # noqa: BLE001 - an exception of the user's, of which the text has to do
+        _failed[launch] = pickle.dumps(LaunchError(f"{type(error).__name__}: {error}"))
 
 
 def past_failure(launch: int) -> BaseException | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -74,11 +75,26 @@ def start_forked(
     process = multiprocessing.get_context("fork").Process(
         target=_run_forked, args=(job, local_rank, call, interrupts, watchdog, os.getpid())
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _no_garbage_collection():
         # A parent with torch always has threads; that those which matter are not used is _run_forked's care.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     return _rank_process(job, local_rank, process)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep a forked rank from freeing this process's garbage before :func:`_run_forked` has put it aside.
+
+    What is freed there may wait for threads that were not copied: a process group does, and hangs or crashes.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _start_interpreter(
@@ -112,6 +128,8 @@ def _run_forked(
     watchdog: Watchdog,
     parent: int,
 ) -> None:
+    gc.freeze()
+    gc.enable()
     os.setsid()
     interrupts.restore()
     watchdog.let_go()

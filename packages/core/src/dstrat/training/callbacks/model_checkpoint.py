@@ -173,7 +173,8 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        validates = (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch == 0
+        was_completed = trainer.fit_loop.epochs_done > trainer.current_epoch
+        validates = was_completed and (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch == 0
         if self.every_n_train_steps is None:
             self._is_due = (trainer.current_epoch + 1) % self.every_n_epochs == 0
         if self._is_due:
