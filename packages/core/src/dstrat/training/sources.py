@@ -28,8 +28,8 @@ class Sources:
     def __init__(self, module: TrainModule, datamodule: DataModule | None, passed: Mapping[Source, Any]) -> None:
         if not isinstance(module, TrainModule):
             raise MisuseError(
-                f"{type(module).__name__} is not a TrainModule: derive it from dstrat.TrainModule, which is an nn.Module "
-                "with training_step and configure_optimizers"
+                f"{type(module).__name__} is not a TrainModule: derive it from dstrat.TrainModule, "
+                "which is an nn.Module with training_step and configure_optimizers"
             )
         self._module = module
         self._passed = {source: loaders for source, loaders in passed.items() if loaders is not None}
