@@ -120,6 +120,8 @@ def work(results, path, name, place, arguments):
     faulthandler.dump_traceback_later(SECONDS * 0.8)  # says where a rank hangs
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    # Raised by torch's own torch.distributed.optim when it is imported.
+    warnings.filterwarnings("ignore", message=".torch.jit.script. is deprecated", category=DeprecationWarning)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         outcome = getattr(load(path), name)(LoopbackCluster(*place), **arguments)
