@@ -121,7 +121,7 @@ def work(results, path, name, place, arguments):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     # Raised by torch's own torch.distributed.optim when it is imported.
-    warnings.filterwarnings("ignore", message=".torch.jit.script. is deprecated", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message=r".torch.jit.\w+. is deprecated", category=DeprecationWarning)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         outcome = getattr(load(path), name)(LoopbackCluster(*place), **arguments)

@@ -80,11 +80,20 @@ def temporary(monkeypatch, tmp_path):
     return tmp_path
 
 
+def wait_for_environment(pid):
+    """Wait until the kernel shows the environment of a process, which it does a little after its start."""
+    deadline = time.monotonic() + 10
+    while not Path(f"/proc/{pid}/environ").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @on_linux
 def test_processes_and_folders_of_jobs_that_are_over_are_found(temporary):
     folder = temporary / "dstrat-job-old"
     folder.mkdir()
     with subprocess.Popen(["sleep", "60"], env={**os.environ, "DSTRAT_JOB": str(folder)}) as orphan:
+        wait_for_environment(orphan.pid)
         findings = {finding.subject: finding for finding in check_leftovers()}
         orphan.kill()
     process = findings[f"process {orphan.pid}"]
