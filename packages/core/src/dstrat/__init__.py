@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from dstrat.plugins.registry import StrategyRegistry as StrategyRegistry
     from dstrat.training.callbacks.callback import Callback as Callback
     from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
-    from dstrat.training.data_module import DataModule as DataModule
     from dstrat.training.loggers.csv_logger import CSVLogger as CSVLogger
     from dstrat.training.loggers.logger import Logger as Logger
     from dstrat.training.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
-    from dstrat.training.module import TrainModule as TrainModule
+    from dstrat.training.module.data_module import DataModule as DataModule
+    from dstrat.training.module.train_module import TrainModule as TrainModule
     from dstrat.training.trainer import Trainer as Trainer
 
 _HOMES = {
@@ -41,7 +41,7 @@ _HOMES = {
     "CheckpointIO": "dstrat.interfaces.checkpoint_io",
     "ClusterEnvironment": "dstrat.interfaces.cluster",
     "Component": "dstrat.plugins.component",
-    "DataModule": "dstrat.training.data_module",
+    "DataModule": "dstrat.training.module.data_module",
     "DstratError": "dstrat.errors",
     "Launcher": "dstrat.interfaces.launcher",
     "Logger": "dstrat.training.loggers.logger",
@@ -54,7 +54,7 @@ _HOMES = {
     "TensorBoardLogger": "dstrat.training.loggers.tensorboard_logger",
     "Tombstone": "dstrat.plugins.component",
     "TorchCheckpointIO": "dstrat.builtin.checkpoint.torch_file",
-    "TrainModule": "dstrat.training.module",
+    "TrainModule": "dstrat.training.module.train_module",
     "Trainer": "dstrat.training.trainer",
     "hookimpl": "dstrat.plugins.hookspec",
 }

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from dstrat import Callback
-from dstrat.training.hooks import DataHooks, ModuleHooks
+from dstrat.training.module.hooks import DataHooks, ModuleHooks
 
 HOOKS = [
     name
@@ -63,7 +63,7 @@ def test_the_order_of_a_fit(quiet_trainer, recorded, loader):
         "on_train_epoch_start",
         *TRANSFER,
         "on_train_batch_start",
-        *["training_step", "on_before_zero_grad", "optimizer_zero_grad", *backward],
+        *["on_before_zero_grad", "optimizer_zero_grad", "training_step", *backward],
         "on_train_batch_end",
         *TRANSFER,
         "on_train_batch_start",

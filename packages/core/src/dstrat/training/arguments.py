@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import RequestError
-from dstrat.training.loaders import check_limit
+from dstrat.training.data.loaders import check_limit
 
 if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer

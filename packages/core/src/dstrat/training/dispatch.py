@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dstrat.training.callbacks.callback import Callback
-    from dstrat.training.module import TrainModule
+    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 
@@ -29,7 +29,7 @@ class Dispatch:
 
     def __init__(self, trainer: Trainer, module: TrainModule, callbacks: Sequence[Callback]) -> None:
         from dstrat.training.callbacks.callback import Callback
-        from dstrat.training.module import TrainModule
+        from dstrat.training.module.train_module import TrainModule
 
         self._trainer, self._module = trainer, module
         self._early = [callback for callback in callbacks if not callback.runs_last]

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dstrat.training.checkpoint import restore_checkpoint
-from dstrat.training.evaluation_loop import EvaluationLoop
-from dstrat.training.metrics import Metrics
+from dstrat.training.loops.evaluation_loop import EvaluationLoop
+from dstrat.training.metrics.latest import Metrics
 from dstrat.training.outcome import Outcome
 from dstrat.training.random_state import RandomState
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from dstrat.training.module import TrainModule
-    from dstrat.training.sources import Sources
+    from dstrat.training.data.sources import Sources
+    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 

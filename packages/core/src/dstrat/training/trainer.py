@@ -11,14 +11,14 @@ from dstrat.resolve import Request, build, make_plan
 from dstrat.training.arguments import check_arguments
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.checkpoint import collect_checkpoint
+from dstrat.training.data.loaders import limit_of
+from dstrat.training.data.sources import Sources
 from dstrat.training.dispatch import Dispatch
-from dstrat.training.fit_loop import FitLoop
-from dstrat.training.loaders import limit_of
 from dstrat.training.loggers.defaults import complete_loggers
-from dstrat.training.metrics import Metrics, as_numbers
+from dstrat.training.loops.fit_loop import FitLoop
+from dstrat.training.metrics.latest import Metrics, as_numbers
 from dstrat.training.random_state import RandomState
 from dstrat.training.run import execute, execute_elsewhere
-from dstrat.training.sources import Sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
     from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
-    from dstrat.training.data_module import DataModule
-    from dstrat.training.logged import LoggedValues
     from dstrat.training.loggers.logger import Logger
-    from dstrat.training.module import TrainModule
+    from dstrat.training.metrics.logged import LoggedValues
+    from dstrat.training.module.data_module import DataModule
+    from dstrat.training.module.train_module import TrainModule
 
 Stage = Literal["fit", "validate", "test", "predict"]
 

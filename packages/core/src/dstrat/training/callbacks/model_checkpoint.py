@@ -16,7 +16,7 @@ from dstrat.training.callbacks.ranking import Mode, Ranking
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dstrat.training.module import TrainModule
+    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 DEFAULT_NAME = "epoch={epoch}-step={step}"

@@ -16,7 +16,7 @@ from dstrat.training.callbacks.progress import Progress
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dstrat.training.module import TrainModule
+    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dstrat.training.batches import Batches, batch_mover
-from dstrat.training.interruption import Interruption
-from dstrat.training.loaders import length_of, limit_of, prepare_training_loader
-from dstrat.training.logged import LoggedValues
-from dstrat.training.optimization import AutomaticOptimization
-from dstrat.training.schedulers import step_schedulers
+from dstrat.training.data.batches import Batches, batch_mover
+from dstrat.training.data.loaders import length_of, limit_of, prepare_training_loader
+from dstrat.training.loops.interruption import Interruption
+from dstrat.training.loops.optimization import AutomaticOptimization
+from dstrat.training.loops.schedulers import step_schedulers
+from dstrat.training.metrics.logged import LoggedValues
 
 if TYPE_CHECKING:
-    from dstrat.training.evaluation_loop import EvaluationLoop
-    from dstrat.training.module import TrainModule
+    from dstrat.training.loops.evaluation_loop import EvaluationLoop
+    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 

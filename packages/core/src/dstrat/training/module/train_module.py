@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dstrat.errors import MisuseError
-from dstrat.training.hooks import DataHooks, ModuleHooks
+from dstrat.training.module.hooks import DataHooks, ModuleHooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.errors import MisuseError
-from dstrat.training.data_module import DataModule
+from dstrat.training.data.loaders import as_list, check_iterable
 from dstrat.training.dispatch import overrides
-from dstrat.training.loaders import as_list, check_iterable
-from dstrat.training.module import TrainModule
+from dstrat.training.module.data_module import DataModule
+from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

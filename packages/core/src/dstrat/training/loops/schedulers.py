@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dstrat.interfaces.optimization import SchedulerConfig
-    from dstrat.training.module import TrainModule
+    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from dstrat.training.data_module import DataModule
+from dstrat.training.data.loaders import length_of
 from dstrat.training.dispatch import overrides
-from dstrat.training.hooks import DataHooks
-from dstrat.training.loaders import length_of
+from dstrat.training.module.data_module import DataModule
+from dstrat.training.module.hooks import DataHooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dstrat.training.module import TrainModule
+    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

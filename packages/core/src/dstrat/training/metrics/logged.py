@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.training.reduction import reduce_over_processes
+from dstrat.training.metrics.reduction import reduce_over_processes
 
 if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.training.logged import LoggedValues
+    from dstrat.training.metrics.logged import LoggedValues
 
 
 class Metrics:

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from dstrat.errors import MisuseError, RequestError
-from dstrat.training.samplers import (
+from dstrat.training.data.samplers import (
     AgreedSampler,
     BroadcastOrder,
     RankBatchSampler,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.training.dispatch import overrides
-from dstrat.training.module import TrainModule
+from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -86,11 +86,11 @@ class AutomaticOptimization:
             self._optimizer_step(self._trainer.current_epoch, self._batch_idx, self._optimizer, closure)
 
     def _closure(self) -> Tensor:
+        if self._first:
+            self._clear()
         args = (self._batch, self._batch_idx) if self._takes_index else (self._batch,)
         self._outputs = self._training_step(*args)
         loss = self._loss(self._outputs)
-        if self._first:
-            self._clear()
         for hook in self._before_backward:
             hook(loss)
         self._strategy.backward(loss)

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dstrat.training.batches import Batches, batch_mover
-from dstrat.training.loaders import as_list, length_of, limit_of, prepare_evaluation_loader
-from dstrat.training.logged import LoggedValues
-from dstrat.training.optimization import count_arguments
+from dstrat.training.data.batches import Batches, batch_mover
+from dstrat.training.data.loaders import as_list, length_of, limit_of, prepare_evaluation_loader
+from dstrat.training.loops.optimization import count_arguments
+from dstrat.training.metrics.logged import LoggedValues
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from dstrat.training.module import TrainModule
+    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 Purpose = Literal["validation", "test", "predict"]

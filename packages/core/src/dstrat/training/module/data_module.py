@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dstrat.training.hooks import DataHooks
+from dstrat.training.module.hooks import DataHooks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.training.logged import LoggedValue
+    from dstrat.training.metrics.logged import LoggedValue
 
 
 def reduce_over_processes(entries: Sequence[LoggedValue], strategy: Strategy) -> dict[str, Tensor | float]:
@@ -73,7 +73,7 @@ def _agreed(entries: list[LoggedValue], strategy: Strategy) -> list[LoggedValue]
 
     Evaluation may leave a process without a batch: it has no names, and its peers' are what counts.
     """
-    from dstrat.training.logged import LoggedValue
+    from dstrat.training.metrics.logged import LoggedValue
 
     mine = {entry.name: (entry.on_step, entry.on_epoch, entry.reduce_fx) for entry in entries}
     digest = torch.tensor([zlib.crc32(repr(mine).encode())], device=strategy.root_device)

@@ -1,0 +1,1 @@
+"""What a user subclasses: the module that is trained, the data module, and the hooks of both."""
