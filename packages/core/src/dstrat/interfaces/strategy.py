@@ -66,6 +66,8 @@ class Strategy(ABC):
     Attributes:
         start_method: How the processes of this machine are started; None where the strategy starts none.
         accumulates_gradients: Whether the backend decides itself when accumulated gradients are applied.
+        replicates_state: Whether each process holds the whole state of the module and its optimizers, so that one can
+            write it without the others.
         allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
         optimizers: The optimizers, after :meth:`setup` of a training.
         lr_schedulers: Their schedulers.
@@ -73,6 +75,7 @@ class Strategy(ABC):
 
     start_method: str | None = None
     accumulates_gradients: bool = False
+    replicates_state: bool = True
     allows_inference_mode: bool = True
 
     def __init__(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.training.checkpoint import restore_checkpoint
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
+from dstrat.training.loops.interruption import Interrupted, Terminated
 from dstrat.training.metrics.latest import Metrics
 from dstrat.training.outcome import Outcome
 from dstrat.training.random_state import RandomState
@@ -116,9 +117,14 @@ def _predict(trainer: Trainer, module: TrainModule, sources: Sources) -> list[An
 def _on_exception(trainer: Trainer, sources: Sources, exception: BaseException) -> None:
     """Tell everyone, and free what would keep other processes waiting; the exception itself goes on."""
     status = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
-    steps: list[Callable[[], None]] = [
+    tell: list[Callable[[], None]] = [
         partial(trainer.strategy.on_exception, exception),
         partial(trainer.dispatch.call_callbacks, "on_exception", exception),
+    ]
+    if isinstance(exception, Interrupted | Terminated):
+        tell.reverse()  # every process is here, so that callbacks may still communicate
+    steps: list[Callable[[], None]] = [
+        *tell,
         *_last_steps(trainer, sources, status),
     ]
     for error in _do_all(steps):

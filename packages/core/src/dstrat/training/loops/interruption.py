@@ -20,6 +20,14 @@ MOST_STEPS_BETWEEN_VOTES = 500
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Interrupted(KeyboardInterrupt):
+    """A SIGINT on which all processes agreed: they have stopped after the same step, and can still communicate."""
+
+
+class Terminated(SystemExit):
+    """A SIGTERM on which all processes agreed."""
+
+
 class Interruption:
     """Turns a first SIGINT or SIGTERM into a vote to stop; a second one interrupts at once.
 
@@ -62,8 +70,8 @@ class Interruption:
         """Raise what the signal asks for, if the processes agree to stop after this many batches.
 
         Raises:
-            KeyboardInterrupt: For SIGINT.
-            SystemExit: For SIGTERM, with code 143.
+            Interrupted: For SIGINT.
+            Terminated: For SIGTERM, with code 143.
         """
         if self._alone:
             agreed = self._requested
@@ -93,5 +101,5 @@ class Interruption:
 
 def _raise(number: int) -> None:
     if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+        raise Interrupted
+    raise Terminated(128 + number)
