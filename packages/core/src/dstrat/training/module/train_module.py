@@ -9,6 +9,7 @@ from torch import nn
 
 from dstrat.errors import MisuseError
 from dstrat.training.module.hooks import DataHooks, ModuleHooks
+from dstrat.training.module.logging import LoggingMethods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 
-class TrainModule(ModuleHooks, DataHooks, nn.Module):
+class TrainModule(ModuleHooks, DataHooks, LoggingMethods, nn.Module):
     """An ``nn.Module`` that says how it is trained and evaluated.
 
     The smallest complete one::
@@ -133,60 +134,11 @@ class TrainModule(ModuleHooks, DataHooks, nn.Module):
         found = [config.scheduler for config in self.trainer.strategy.lr_schedulers]
         return found[0] if len(found) == 1 else (found or None)
 
-    # Logging
-
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: str = "mean",
-        sync_dist: bool | None = None,
-        batch_size: int | None = None,
-    ) -> None:
-        """Keep a value for the progress bar, the loggers and callbacks; does nothing outside a run.
-
-        A tensor stays on its device until something shows or writes it.
-
-        Args:
-            name: Its name; with both ``on_step`` and ``on_epoch`` loggers write ``<name>_step`` and ``<name>_epoch``,
-                and callbacks know the value over the epoch by the plain name too.
-            value: A number or a tensor with one element.
-            prog_bar: Whether the progress bar shows it.
-            logger: Whether the loggers write it.
-            on_step: Whether the value of each step counts; by default only in training steps.
-            on_epoch: Whether the value over the epoch counts; by default everywhere but in training steps.
-            reduce_fx: How values become the one of an epoch: mean (weighted by batch size), sum, max or min.
-            sync_dist: Whether it is reduced over all processes; by default the value over an epoch is, one of a
-                step is not.
-            batch_size: Weight of the value in the mean; by default the size of the batch's first tensor.
-        """
-        if self._trainer is not None:
-            self._trainer.logged.log(
-                name,
-                value,
-                prog_bar=prog_bar,
-                logger=logger,
-                on_step=on_step,
-                on_epoch=on_epoch,
-                reduce_fx=reduce_fx,
-                sync_dist=sync_dist,
-                batch_size=batch_size,
-            )
-
-    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log several values with the same options as in :meth:`log`."""
-        for name, value in dictionary.items():
-            self.log(name, value, **options)
+    # Where it runs
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once for the whole job."""
         self.trainer.print(*args, **kwargs)
-
-    # Where it runs
 
     def attach(self, trainer: Trainer | None) -> None:
         """Take the Trainer that runs this module; None at the end of a run."""
