@@ -1,0 +1,40 @@
+"""From what a user writes for ``Trainer(profiler=...)`` to a profiler."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from dstrat.errors import RequestError
+from dstrat.training.profilers.profiler import Profiler
+
+if TYPE_CHECKING:
+    from typing import Any
+
+_NAMES = ("simple", "torch")
+
+
+def make_profiler(given: Any) -> Profiler | None:
+    """Return the profiler that is meant; None for None.
+
+    Args:
+        given: ``"simple"``, ``"torch"``, a Profiler, or None.
+
+    Raises:
+        RequestError: It is none of these.
+    """
+    if given is None or isinstance(given, Profiler):
+        return given
+    if given == "simple":
+        from dstrat.training.profilers.simple import SimpleProfiler
+
+        return SimpleProfiler()
+    if given == "torch":
+        from dstrat.training.profilers.torch_profiler import TorchProfiler
+
+        return TorchProfiler()
+    near = difflib.get_close_matches(given, _NAMES, n=1) if isinstance(given, str) else []
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise RequestError(
+        f"profiler={given!r} is not 'simple', 'torch', a Profiler (an instance, not a class) or None{hint}"
+    )

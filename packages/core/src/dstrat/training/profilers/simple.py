@@ -1,0 +1,159 @@
+"""A profiler that adds up the time of each action, in a table."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from typing_extensions import Self, override
+
+from dstrat.training.profilers.profiler import Profiler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+R = TypeVar("R")
+
+
+class SimpleProfiler(Profiler):
+    """Counts the calls of each action and adds up their time, as a clock on the wall shows it.
+
+    Work that a device does on its own counts where something waits for it: to see kernels take
+    :class:`~dstrat.training.profilers.torch_profiler.TorchProfiler`.
+
+    Args:
+        filename: Each rank writes its table to ``<dirpath>/<stage>-<filename>-rank<rank>.txt``; None writes no files.
+        dirpath: Folder of the files; the log folder of the run by default.
+        prints: Whether rank 0 prints its table to stderr.
+    """
+
+    def __init__(self, filename: str | None = None, *, dirpath: str | Path | None = None, prints: bool = True) -> None:
+        self._filename, self._dirpath, self._prints = filename, dirpath, prints
+        self._stage = ""
+        self._log_dir = Path()
+        self._rank = 0
+        self._started: float | None = None
+        self._records: dict[str, _Record] = {}
+        self._open: list[float] = []  # for each action that runs, outermost first: seconds of those inside it
+
+    @override
+    def profile(self, name: str) -> _Measured:
+        return _Measured(self, name)
+
+    @override
+    def timed(self, name: str, function: Callable[..., R]) -> Callable[..., R]:
+        record, stack = self._record(name), self._open
+
+        def timed_function(*args: Any, **kwargs: Any) -> R:
+            stack.append(0.0)
+            start = perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                record.add(perf_counter() - start, stack)
+
+        return timed_function
+
+    @override
+    def start(self, stage: str, log_dir: Path, rank: int) -> None:
+        self._stage, self._log_dir, self._rank = stage, log_dir, rank
+        for record in self._records.values():
+            record.reset()
+        self._open.clear()
+        self._started = perf_counter()
+
+    @override
+    def finish(self) -> None:
+        if self._started is None:
+            return
+        seconds, self._started = perf_counter() - self._started, None
+        if self._prints and self._rank == 0:
+            print(self.table(seconds), file=sys.stderr, flush=True)
+        if self._filename is not None:
+            path = Path(self._dirpath or self._log_dir) / f"{self._stage}-{self._filename}-rank{self._rank}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.table(seconds) + "\n", encoding="utf-8")
+
+    def table(self, seconds: float) -> str:
+        """Return a line for each action, the longest first.
+
+        The last column is the share of the whole that the action took itself, without the actions inside it, so that
+        the column adds up to 100 %.
+
+        Args:
+            seconds: Duration of the whole.
+        """
+        called = {name: record for name, record in self._records.items() if record.calls}
+        rows = [("action", "calls", "mean ms", "total s", "own %")]
+        rows += [
+            (
+                name,
+                f"{record.calls:,}",
+                f"{1e3 * record.seconds / record.calls:.3f}",
+                f"{record.seconds:.3f}",
+                f"{100 * record.own_seconds / seconds:.1f}",
+            )
+            for name, record in sorted(called.items(), key=lambda item: -item[1].seconds)
+        ]
+        rest = max(0.0, seconds - sum(record.own_seconds for record in called.values()))
+        rows.append(("(everything else)", "", "", f"{rest:.3f}", f"{100 * rest / seconds:.1f}"))
+        return _aligned(f"Profile of {self._stage} on rank {self._rank}: {seconds:.3f} s", rows)
+
+    def _record(self, name: str) -> _Record:
+        return self._records.setdefault(name, _Record())
+
+
+class _Record:
+    """What is known of one action."""
+
+    __slots__ = ("calls", "own_seconds", "seconds")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all calls."""
+        self.calls, self.seconds, self.own_seconds = 0, 0.0, 0.0
+
+    def add(self, seconds: float, stack: list[float]) -> None:
+        """Count a call that ends now: the innermost of those that run."""
+        self.calls += 1
+        self.seconds += seconds
+        self.own_seconds += seconds - stack.pop()
+        if stack:
+            stack[-1] += seconds
+
+
+class _Measured:
+    """The context of one action; entered once."""
+
+    __slots__ = ("_name", "_profiler", "_start")
+
+    def __init__(self, profiler: SimpleProfiler, name: str) -> None:
+        self._profiler, self._name = profiler, name
+
+    def __enter__(self) -> Self:
+        self._profiler._open.append(0.0)  # noqa: SLF001 - a part of the profiler
+        self._start = perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        seconds = perf_counter() - self._start
+        self._profiler._record(self._name).add(seconds, self._profiler._open)  # noqa: SLF001 - a part of the profiler
+
+
+def _aligned(title: str, rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+    rule = "-" * len(lines[0])
+    return "\n".join([title, lines[0], rule, *lines[1:]])
