@@ -20,6 +20,7 @@ Each derives from :class:`DstratError` and from the built-in that a caller would
     ├── MisuseError                        TypeError      user code lacks or returns something
     ├── LaunchError                        RuntimeError   processes could not be started
     │   └── RankFailedError                               a rank failed, and the job was ended
+    ├── AnomalyError                       FloatingPointError  values that are not finite, found by detect_anomaly
     └── CheckpointError                    OSError        a checkpoint cannot be written or read
 """
 
@@ -115,6 +116,10 @@ class RankFailedError(LaunchError):
 
 def _rank_failed(message: str, rank: int, exit_code: int | None, rank_traceback: str) -> RankFailedError:
     return RankFailedError(message, rank=rank, exit_code=exit_code, rank_traceback=rank_traceback)
+
+
+class AnomalyError(DstratError, FloatingPointError):
+    """A module, the loss or the backward pass has values that are not finite."""
 
 
 class CheckpointError(DstratError, OSError):

@@ -1,0 +1,138 @@
+"""Finding where values stop to be finite: in which module, at which batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from dstrat.errors import AnomalyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from torch import nn
+
+
+class AnomalyDetection:
+    """A context in which NaN is an error that names the module, or the operation of the backward pass, it came from.
+
+    For whoever runs a fit::
+
+        with AnomalyDetection(module, lambda: f"epoch {epoch}, batch {batch_idx}, rank {rank}") as anomalies:
+            loss = training_step(batch)
+            anomalies.check_loss(loss)  # such as a hook before the backward pass
+            loss.backward()
+
+    The output of every module is looked at when its ``forward`` ends, so that the first one, and the innermost, is
+    found.  Infinite values may be meant, as in a mask: they are an error only when a NaN or such a loss comes of them.
+    All this reads values back from the device after each layer, and is slow.
+
+    Args:
+        module: The module whose parts are watched; not a wrapper of it, whose prefix would be in the names.
+        position: Says where the run is, for the message.
+    """
+
+    def __init__(self, module: nn.Module, position: Callable[[], str]) -> None:
+        self._module, self._position = module, position
+        self._stack = ExitStack()
+        self._first_infinite: str | None = None
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        for name, part in self._module.named_modules():
+            if not isinstance(part, torch.jit.ScriptModule):  # its hooks would have to be scripts too
+                self._stack.callback(part.register_forward_hook(self._watcher(name), with_kwargs=True).remove)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if isinstance(value, RuntimeError) and "returned nan values" in str(value):  # torch has no class of its own
+            raise AnomalyError(f"{value} in the backward pass ({self._position()}){self._source()}") from value
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Check the loss of a batch.
+
+        Raises:
+            AnomalyError: It is not finite.
+        """
+        found = _wrong_in(loss)
+        if found:
+            raise AnomalyError(
+                f"the loss is {found} ({self._position()})"
+                f"{self._source() or '; the outputs of all modules were finite, so it was computed from them'}"
+            )
+        self._first_infinite = None
+
+    def _watcher(self, name: str) -> Callable[..., None]:
+        def watch(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            found = _wrong_in(output)
+            if found is None:
+                return
+            what = f"the output of {name!r} ({type(part).__name__})" if name else f"the output of {type(part).__name__}"
+            if found == "inf":
+                self._first_infinite = self._first_infinite or what
+                return
+            raise AnomalyError(
+                f"{what} has {found} ({self._position()}); {_cause(part, (args, kwargs))}{self._source()}"
+            )
+
+        return watch
+
+    def _source(self) -> str:
+        return f"; the first infinite values were in {self._first_infinite}" if self._first_infinite else ""
+
+
+def _cause(part: nn.Module, inputs: Any) -> str:
+    """Return what was wrong before a module computed."""
+    before = _wrong_in(inputs)
+    if before == "NaN":
+        return (
+            "its input has NaN, which no module before it put out: look at the batch, and at the code between modules"
+        )
+    for name, parameter in part.named_parameters():
+        if found := _wrong_in(parameter):
+            return f"its parameter {name!r} has {found}: look at the last step of the optimizer, and at initial values"
+    return "its input has inf, its parameters are finite" if before else "its input and its parameters are finite"
+
+
+def _wrong_in(value: Any) -> str | None:
+    """Return ``"NaN"`` or ``"inf"`` for values with tensors that hold such, None where all are finite."""
+    found = None
+    for tensor in _tensors(value):
+        if torch.isfinite(tensor).all():
+            continue
+        if torch.isnan(tensor).any():
+            return "NaN"
+        found = "inf"
+    return found
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Return the tensors in nested values; of a sharded one the part that is here."""
+    if isinstance(value, Tensor):
+        if _may_be_checked(value):
+            to_local = getattr(value.detach(), "to_local", None)
+            yield to_local() if to_local is not None else value.detach()
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for part in value:
+            yield from _tensors(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+def _may_be_checked(tensor: Tensor) -> bool:
+    has_fractions = tensor.is_floating_point() or tensor.is_complex()
+    return has_fractions and tensor.dtype.itemsize > 1 and tensor.layout is torch.strided and not tensor.is_meta
