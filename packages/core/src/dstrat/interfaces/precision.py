@@ -62,9 +62,13 @@ class Precision(ABC):
         """Convert the floating-point tensors of a batch to the dtype that the module computes in."""
         return batch
 
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss (a scalar tensor) that gradients are computed of: larger where this precision scales it."""
+        return loss
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss (a scalar tensor), scaled where this precision scales them."""
-        loss.backward(*args, **kwargs)
+        self.scale_loss(loss).backward(*args, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Undo the loss scale in the gradients of an optimizer, before anyone looks at them."""

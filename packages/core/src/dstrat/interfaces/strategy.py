@@ -71,6 +71,7 @@ class Strategy(ABC):
         allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
         optimizers: The optimizers, after :meth:`setup` of a training.
         lr_schedulers: Their schedulers.
+        module_backward: The module's own way to compute gradients of a (scaled) loss; None where it has none.
     """
 
     start_method: str | None = None
@@ -90,6 +91,7 @@ class Strategy(ABC):
         self.parts = self.given_parts
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[SchedulerConfig] = []
+        self.module_backward: Callable[..., None] | None = None
         self._module: Module | None = None
         self.model: Any = None
 
@@ -203,6 +205,9 @@ class Strategy(ABC):
         if trainer.is_fitting:
             self.setup_optimizers(trainer)
 
+    def synchronize_batchnorm(self) -> None:
+        """Let the module's batch-norm layers share their statistics over all processes, before :meth:`setup`."""
+
     def wrap_model(self, trainer: TrainerLike) -> None:
         """Put the module, which is on its device, into what synchronises or shards it, as :attr:`model`."""
 
@@ -255,8 +260,11 @@ class Strategy(ABC):
             return self.module.predict_step(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss (a scalar tensor)."""
-        self.precision_plugin.backward(loss, *args, **kwargs)
+        """Compute gradients of a loss (a scalar tensor), in the module's own way where it has one."""
+        if self.module_backward is None:
+            self.precision_plugin.backward(loss, *args, **kwargs)
+        else:
+            self.module_backward(self.precision_plugin.scale_loss(loss), *args, **kwargs)
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients accumulate without being synchronised."""

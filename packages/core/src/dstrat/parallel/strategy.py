@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.agreement import check_same_catalog
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor
@@ -143,6 +145,15 @@ class ParallelStrategy(Strategy):
 
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
+
+    def synchronize_batchnorm(self) -> None:
+        layers = [name for name, part in self.module.named_modules() if isinstance(part, _BatchNorm)]
+        if layers and self.root_device.type == "cpu":
+            raise RequestError(
+                f"sync_batchnorm=True cannot work on the accelerator 'cpu', where torch has no SyncBatchNorm, and the "
+                f"module has batch-norm layers ({layers[0]!r}): leave it out, or train on GPUs"
+            )
+        self._module = self.model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

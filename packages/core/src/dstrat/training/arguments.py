@@ -1,24 +1,96 @@
-"""Checking the Trainer's plain arguments."""
+"""Checking the Trainer's plain arguments, and what some of them mean for others."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dstrat.errors import RequestError
+from dstrat.errors import ConflictError, RequestError
 from dstrat.training.data.loaders import check_limit
+from dstrat.training.duration import read_duration
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dstrat.training.trainer import Trainer
 
-_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 _AT_LEAST = {
     "max_epochs": -1,
     "max_steps": -1,
-    "check_val_every_n_epoch": 1,
-    "num_sanity_val_steps": 0,
-    "log_every_n_steps": 1,
+    "min_epochs": 0,
+    "min_steps": 0,
+    "num_sanity_val_steps": -1,
+    "log_every_n_steps": 0,
     "accumulate_grad_batches": 1,
+    "reload_dataloaders_every_n_epochs": 0,
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What runs around the training, beside the user's callbacks.
+
+    Attributes:
+        logger: One or several loggers; True or None takes a CSV logger, False none.
+        progress_bar: Whether progress is shown.
+        model_summary: Whether the layers are listed before training.
+        checkpointing: Whether checkpoints are saved.
+        log_every_n_steps: Optimizer steps between two writes of step values; 0 writes none.
+        num_sanity_val_steps: Validation batches to try before training starts; -1 tries all.
+    """
+
+    logger: Any
+    progress_bar: bool
+    model_summary: bool
+    checkpointing: bool
+    log_every_n_steps: int
+    num_sanity_val_steps: int
+
+
+_USUAL = Surroundings(
+    logger=None,
+    progress_bar=True,
+    model_summary=True,
+    checkpointing=True,
+    log_every_n_steps=50,
+    num_sanity_val_steps=2,
+)
+_BARE = Surroundings(
+    logger=False,
+    progress_bar=False,
+    model_summary=False,
+    checkpointing=False,
+    log_every_n_steps=0,
+    num_sanity_val_steps=0,
+)
+
+
+def choose_surroundings(given: Mapping[str, Any], *, barebones: bool, fast_dev_run: int) -> Surroundings:
+    """Return what runs around the training.
+
+    Args:
+        given: What the user passed for each attribute of :class:`Surroundings`; None leaves it open.
+        barebones: Whether all of it is off.
+        fast_dev_run: Number of batches that are only tried, without loggers and checkpoints; 0 runs as usual.
+
+    Raises:
+        ConflictError: Something was asked for that barebones switches off.
+    """
+    defaults = _BARE if barebones else _USUAL
+    chosen = {name: getattr(defaults, name) if given[name] is None else given[name] for name in Surroundings.__slots__}
+    if barebones:
+        wanted = [name for name in Surroundings.__slots__ if given[name] not in (None, getattr(_BARE, name))]
+        if wanted:
+            shown = {"progress_bar", "model_summary", "checkpointing"}
+            name = f"enable_{wanted[0]}" if wanted[0] in shown else wanted[0]
+            raise ConflictError(
+                f"barebones=True switches off everything beside training, and {name}={given[wanted[0]]!r} was asked "
+                "for: pass one or the other"
+            )
+    if fast_dev_run:
+        chosen |= {"logger": False, "checkpointing": False, "num_sanity_val_steps": 0}
+    return Surroundings(**chosen)
 
 
 def check_arguments(trainer: Trainer) -> None:
@@ -26,13 +98,25 @@ def check_arguments(trainer: Trainer) -> None:
 
     Raises:
         RequestError: One of them is out of range or of another type; the message names it.
+        ConflictError: Two of them cannot go together.
     """
     for name in _LIMITS:
         check_limit(getattr(trainer, name), name)
     for name, least in _AT_LEAST.items():
         _check_count(getattr(trainer, name), name, least)
-    _check_interval(trainer.val_check_interval)
+    _check_order(trainer, "epochs")
+    _check_order(trainer, "steps")
+    _check_interval(trainer.val_check_interval, trainer.check_val_every_n_epoch)
     _check_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    if trainer.deterministic not in (None, False, True, "warn"):
+        raise RequestError(f"deterministic={trainer.deterministic!r} must be True, False or 'warn'")
+    _check_overfitting(trainer)
+
+
+def check_fast_dev_run(value: Any) -> None:
+    """Raise RequestError unless the value is a bool or a number of batches."""
+    if not isinstance(value, int) or value < 0:
+        raise RequestError(f"fast_dev_run={value!r} must be True, False, or a number of batches (int)")
 
 
 def _check_count(value: Any, name: str, least: int) -> None:
@@ -40,13 +124,31 @@ def _check_count(value: Any, name: str, least: int) -> None:
         raise RequestError(f"{name}={value!r} must be an int of at least {least}")
 
 
-def _check_interval(value: Any) -> None:
+def _check_order(trainer: Trainer, unit: str) -> None:
+    least, most = getattr(trainer, f"min_{unit}"), getattr(trainer, f"max_{unit}")
+    if 0 <= most < least:
+        raise ConflictError(f"min_{unit}={least} is more than max_{unit}={most}: make it smaller, or leave one out")
+
+
+def _check_interval(value: Any, epochs: Any) -> None:
+    if epochs is not None:
+        _check_count(epochs, "check_val_every_n_epoch", 1)
+    if value is None:
+        return
+    if not isinstance(value, int | float):
+        read_duration(value, "val_check_interval")
+        return
     count = isinstance(value, int) and not isinstance(value, bool) and value > 0
     fraction = isinstance(value, float) and 0.0 < value <= 1.0
-    if value is not None and not count and not fraction:
+    if not count and not fraction:
         raise RequestError(
-            f"val_check_interval={value!r} must be a number of batches (int) "
-            "or a fraction of the epoch (float, up to 1.0)"
+            f"val_check_interval={value!r} must be a number of batches (int), "
+            "a fraction of the epoch (float, up to 1.0), or a length of time such as '00:30:00'"
+        )
+    if fraction and value != 1.0 and epochs is None:
+        raise ConflictError(
+            f"val_check_interval={value!r} is a fraction of an epoch, and check_val_every_n_epoch=None counts batches "
+            "across epochs: give a number of batches"
         )
 
 
@@ -56,3 +158,13 @@ def _check_clipping(value: Any, algorithm: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and (not number or value <= 0):
         raise RequestError(f"gradient_clip_val={value!r} must be a positive number, or None to clip nothing")
+
+
+def _check_overfitting(trainer: Trainer) -> None:
+    if trainer.overfit_batches and not trainer.fast_dev_run:
+        for name in ("limit_train_batches", "limit_val_batches"):
+            if getattr(trainer, name) is not None:
+                raise ConflictError(
+                    f"overfit_batches={trainer.overfit_batches!r} limits training and validation, and "
+                    f"{name}={getattr(trainer, name)!r} does too: leave one out"
+                )

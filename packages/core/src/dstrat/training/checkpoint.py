@@ -42,6 +42,16 @@ def collect_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[
     return checkpoint
 
 
+def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
+    """Write a checkpoint from this process alone, when the others may be gone; nothing in it communicates.
+
+    Args:
+        trainer: Of a broken run, whose strategy replicates the state.
+        path: The file to write.
+    """
+    trainer.strategy.checkpoint_io.save_checkpoint(collect_checkpoint(trainer), path)
+
+
 def restore_checkpoint(trainer: Trainer, path: str | Path) -> None:
     """Load a checkpoint into a run that has been set up; in a fit with optimizer, schedulers and counters.
 

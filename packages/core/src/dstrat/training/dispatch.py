@@ -45,12 +45,18 @@ class Dispatch:
 
     def early(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Return the callables of a hook but for the callbacks that run last."""
-        module_hook = [getattr(self._module, name)] if overrides(self._module, name, self._module_base) else []
-        return (*self._of_callbacks(self._early, name), *module_hook)
+        if not overrides(self._module, name, self._module_base):
+            return tuple(self._of_callbacks(self._early, name))
+        module_hook = self._profiled(self._module, name, getattr(self._module, name))
+        return (*self._of_callbacks(self._early, name), module_hook)
 
     def late(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Return the callables of a hook of the callbacks that run last."""
         return tuple(self._of_callbacks(self._late, name))
+
+    def insert(self, name: str, hook: Callable[..., Any]) -> None:
+        """Let a function be called before the callbacks and the module."""
+        self._found[name] = (hook, *self.of(name))
 
     def call(self, name: str, *args: Any) -> None:
         """Call a hook."""
@@ -64,7 +70,10 @@ class Dispatch:
 
     def _of_callbacks(self, callbacks: Sequence[Callback], name: str) -> list[Callable[..., Any]]:
         return [
-            partial(getattr(callback, name), self._trainer, self._module)
+            self._profiled(callback, name, partial(getattr(callback, name), self._trainer, self._module))
             for callback in callbacks
             if overrides(callback, name, self._callback_base)
         ]
+
+    def _profiled(self, owner: object, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return self._trainer.profiled(f"{type(owner).__name__}.{name}", hook)

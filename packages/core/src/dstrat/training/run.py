@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dstrat.training.anomaly import AnomalyDetection
+from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint import restore_checkpoint
+from dstrat.training.dispatch import Dispatch, overrides
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.interruption import Interrupted, Terminated
 from dstrat.training.metrics.latest import Metrics
+from dstrat.training.module.train_module import TrainModule
+from dstrat.training.numerics import numerics
 from dstrat.training.outcome import Outcome
 from dstrat.training.random_state import RandomState
 
 _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from dstrat.training.data.sources import Sources
-    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 
@@ -36,18 +41,19 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
     Returns:
         What the process that called the Trainer needs of this one.
     """
-    trainer.begin(module, sources)
+    _begin(trainer, module, sources)
     work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[trainer.stage]
-    try:
-        _prepare(trainer, module, sources)
-        if ckpt_path is not None:
-            restore_checkpoint(trainer, ckpt_path)
-        result = work(trainer, module, sources)
-    except BaseException as exception:
-        _on_exception(trainer, sources, exception)
-        raise
-    outcome = Outcome.of(trainer, result)
-    _finish(trainer, sources)
+    with numerics(deterministic=trainer.deterministic, benchmark=trainer.benchmark):
+        try:
+            _prepare(trainer, module, sources)
+            if ckpt_path is not None:
+                restore_checkpoint(trainer, ckpt_path)
+            result = work(trainer, module, sources)
+        except BaseException as exception:
+            _on_exception(trainer, sources, exception)
+            raise
+        outcome = Outcome.of(trainer, result)
+        _finish(trainer, sources)
     return outcome
 
 
@@ -57,6 +63,28 @@ def execute_elsewhere(random_state: RandomState, *args: Any) -> Outcome:
     return execute(*args)
 
 
+def _begin(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+    """Attach the module and the data module in the process that runs them."""
+    trainer.module, trainer.datamodule, trainer.sources = module, sources.datamodule, sources
+    module.attach(trainer)
+    if sources.datamodule is not None:
+        sources.datamodule.attach(trainer)
+    trainer.strategy.module_backward = module.backward if overrides(module, "backward", TrainModule) else None
+    trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
+    trainer.dispatch = Dispatch(trainer, module, trainer.callbacks)
+    trainer.should_stop = trainer.sanity_checking = trainer.is_evaluating = False
+    trainer.metrics = Metrics()
+    trainer.is_running = True
+
+
+def _end(trainer: Trainer) -> None:
+    for attached in (trainer.module, trainer.datamodule):
+        if attached is not None:
+            attached.attach(None)
+    trainer.strategy.module_backward = None
+    trainer.is_running = False
+
+
 def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     strategy, dispatch = trainer.strategy, trainer.dispatch
     strategy.setup_environment()
@@ -64,21 +92,41 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
         sources.prepare_data()
     strategy.barrier("prepare_data")
     trainer.agree_on_log_dir()
+    if trainer.profiler is not None:
+        trainer.profiler.start(trainer.stage, trainer.log_dir or trainer.default_root_dir, trainer.global_rank)
     dispatch.call_callbacks("setup", trainer.stage)
     sources.setup(trainer.stage)
     with strategy.tensor_init_context(), strategy.model_sharded_context():
         module.configure_model()
+    if trainer.sync_batchnorm and trainer.is_fitting:
+        strategy.synchronize_batchnorm()
     strategy.setup(trainer)
 
 
 def _fit(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
-    dispatch = trainer.dispatch
-    dispatch.call("on_fit_start")
-    validation = _validation(trainer, module, sources)
-    if validation is not None and trainer.num_sanity_val_steps:
-        _sanity_check(trainer, validation)
-    trainer.fit_loop.run(module, sources.loader("train"), validation)
-    dispatch.call("on_fit_end")
+    dispatch, loop = trainer.dispatch, trainer.fit_loop
+    with _anomaly_detection(trainer, module):
+        loop.setup(module, sources)
+        dispatch.call("on_fit_start")
+        validation = _validation(trainer, module, sources)
+        if validation is not None and trainer.num_sanity_val_steps:
+            _sanity_check(trainer, validation)
+        loop.run(validation)
+        dispatch.call("on_fit_end")
+
+
+@contextmanager
+def _anomaly_detection(trainer: Trainer, module: TrainModule) -> Iterator[None]:
+    if not trainer.detect_anomaly:
+        yield
+        return
+
+    def position() -> str:
+        return f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}, rank {trainer.global_rank}"
+
+    with AnomalyDetection(module, position) as anomalies:
+        trainer.dispatch.insert("on_before_backward", anomalies.check_loss)
+        yield
 
 
 def _validation(trainer: Trainer, module: TrainModule, sources: Sources) -> EvaluationLoop | None:
@@ -91,7 +139,7 @@ def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
     random_state = RandomState.capture()  # so that training draws the same numbers with and without the check
     trainer.sanity_checking = True
     trainer.dispatch.call_callbacks("on_sanity_check_start")
-    validation.run(trainer.num_sanity_val_steps)
+    validation.run(None if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps)
     trainer.dispatch.call_callbacks("on_sanity_check_end")
     trainer.sanity_checking = False
     random_state.restore()
@@ -109,14 +157,18 @@ def _evaluate(trainer: Trainer, module: TrainModule, sources: Sources) -> list[d
 
 def _predict(trainer: Trainer, module: TrainModule, sources: Sources) -> list[Any]:
     loop = EvaluationLoop(trainer, module, sources.loader("predict"), "predict")
+    loop.keeps_outputs = trainer.return_predictions
     loop.run()
+    if not trainer.return_predictions:
+        return []
     predictions = loop.predictions()
     return predictions[0] if len(predictions) == 1 else predictions
 
 
 def _on_exception(trainer: Trainer, sources: Sources, exception: BaseException) -> None:
     """Tell everyone, and free what would keep other processes waiting; the exception itself goes on."""
-    status = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
+    trainer.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
+    status = "interrupted" if trainer.interrupted else "failed"
     tell: list[Callable[[], None]] = [
         partial(trainer.strategy.on_exception, exception),
         partial(trainer.dispatch.call_callbacks, "on_exception", exception),
@@ -142,7 +194,8 @@ def _last_steps(trainer: Trainer, sources: Sources, status: str) -> list[Callabl
         partial(trainer.dispatch.call_callbacks, "teardown", trainer.stage),
         partial(sources.teardown, trainer.stage),
         trainer.strategy.teardown,
-        trainer.end,
+        *([trainer.profiler.finish] if trainer.profiler else []),
+        partial(_end, trainer),
     ]
 
 

@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.optimization import Optimization, read_optimizers
 from dstrat.resolve import Request, build, make_plan
-from dstrat.training.arguments import check_arguments
+from dstrat.training.arguments import check_arguments, check_fast_dev_run, choose_surroundings
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.checkpoint import collect_checkpoint
-from dstrat.training.data.loaders import limit_of
-from dstrat.training.data.sources import Sources
-from dstrat.training.dispatch import Dispatch
+from dstrat.training.creation import creating_modules
+from dstrat.training.data.sources import Source, Sources
 from dstrat.training.loggers.defaults import complete_loggers
 from dstrat.training.loops.fit_loop import FitLoop
 from dstrat.training.metrics.latest import Metrics, as_numbers
+from dstrat.training.profilers.names import make_profiler
 from dstrat.training.random_state import RandomState
 from dstrat.training.run import execute, execute_elsewhere
+from dstrat.training.state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from torch import Tensor
+    from contextlib import AbstractContextManager
 
     from dstrat.interfaces.accelerator import Devices
     from dstrat.interfaces.precision import ClipAlgorithm
     from dstrat.interfaces.strategy import Strategy
     from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
+    from dstrat.training.callbacks.timer import Duration
+    from dstrat.training.dispatch import Dispatch
     from dstrat.training.loggers.logger import Logger
+    from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.metrics.logged import LoggedValues
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.profilers.profiler import Profiler
+    from dstrat.training.state import Stage
 
-Stage = Literal["fit", "validate", "test", "predict"]
+R = TypeVar("R")
+B = TypeVar("B")
 
 DEFAULT_MAX_EPOCHS = 1000
 
+_NEEDED: dict[str, tuple[Source, str]] = {
+    "validate": ("val", "validation_step"),
+    "test": ("test", "test_step"),
+    "predict": ("predict", "predict_step"),
+}
 
-class Trainer:
+
+class Trainer(RunState):
     """Runs a module over its data, by the strategy and on the devices that the user chose.
 
     What will run is decided when the Trainer is made: ``print(trainer.plan)`` shows each choice with its reason, and
@@ -58,24 +70,38 @@ class Trainer:
         callbacks: One or several callbacks.
         max_epochs: Stop after so many epochs; -1 never.  1000 when ``max_steps`` is not given either.
         max_steps: Stop after so many optimizer steps; -1 never.
+        min_epochs: Do so many epochs before ``should_stop`` counts.
+        min_steps: Do so many optimizer steps before ``should_stop`` counts.
+        max_time: Stop after this time: ``"DD:HH:MM:SS"``, a timedelta, or a dict such as ``{"hours": 8}``.
         limit_train_batches: Batches of an epoch to train on: a number, or a fraction as a float.
         limit_val_batches: The same of each validation loader.
         limit_test_batches: The same of each test loader.
         limit_predict_batches: The same of each prediction loader.
-        check_val_every_n_epoch: Validate in every n-th epoch.
-        val_check_interval: Validate in such an epoch after every so many batches, or fraction of the epoch as a float;
-            by default after its last batch.
-        num_sanity_val_steps: Validation batches to try before training starts.
-        log_every_n_steps: Optimizer steps between two writes of step values to the loggers.
+        overfit_batches: Train on so many batches, or this fraction, of the unshuffled data in every epoch, and validate
+            on as many; 0 does not.
+        fast_dev_run: Try so many batches (True is 1) of everything, without loggers and checkpoints.
+        check_val_every_n_epoch: Validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
+        val_check_interval: Validate in such an epoch after every so many batches, or fraction of the epoch as a float,
+            or time (written as ``max_time`` is) whatever the epoch; by default after its last batch.
+        num_sanity_val_steps: Validation batches to try before training starts; -1 tries all.
+        log_every_n_steps: Optimizer steps between two writes of step values to the loggers; 0 writes none.
         accumulate_grad_batches: Batches whose gradients make up one optimizer step.
         gradient_clip_val: Largest norm or value of gradients; None does not clip.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        deterministic: Whether operations without a deterministic implementation are errors; ``"warn"`` only warns.
+        benchmark: Whether cuDNN tries its algorithms and takes the fastest; None leaves torch's setting.
+        sync_batchnorm: Whether batch-norm layers share their statistics over all processes.
+        detect_anomaly: Whether the first value that is NaN is an error that names its module; slow.
+        profiler: ``"simple"`` for a table of times, ``"torch"`` for a trace, or a Profiler.
+        reload_dataloaders_every_n_epochs: Ask the module or data module for new loaders after so many epochs; 0 never.
         use_distributed_sampler: Whether loaders are divided between processes.
         inference_mode: Whether evaluation runs under ``torch.inference_mode`` rather than ``no_grad``.
         enable_progress_bar: Whether progress is shown.
         enable_model_summary: Whether the layers are listed before training.
         enable_checkpointing: Whether a checkpoint of the last epoch is kept when no ModelCheckpoint is given.
         default_root_dir: Where logs and checkpoints go; the working directory by default.
+        barebones: Whether everything that costs time beside training is off: bar, summary, logger, checkpoints, sanity
+            check, and logging.
 
     Raises:
         DstratError: The request cannot be done as asked; the message says what is possible.
@@ -94,41 +120,71 @@ class Trainer:
         callbacks: Callback | Sequence[Callback] | None = None,
         max_epochs: int | None = None,
         max_steps: int = -1,
+        min_epochs: int | None = None,
+        min_steps: int | None = None,
+        max_time: Duration | None = None,
         limit_train_batches: float | None = None,
         limit_val_batches: float | None = None,
         limit_test_batches: float | None = None,
         limit_predict_batches: float | None = None,
-        check_val_every_n_epoch: int = 1,
-        val_check_interval: float | None = None,
-        num_sanity_val_steps: int = 2,
-        log_every_n_steps: int = 50,
+        overfit_batches: float = 0,
+        fast_dev_run: int | bool = False,
+        check_val_every_n_epoch: int | None = 1,
+        val_check_interval: float | Duration | None = None,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: ClipAlgorithm = "norm",
+        deterministic: bool | Literal["warn"] | None = None,
+        benchmark: bool | None = None,
+        sync_batchnorm: bool = False,
+        detect_anomaly: bool = False,
+        profiler: Profiler | Literal["simple", "torch"] | None = None,
+        reload_dataloaders_every_n_epochs: int = 0,
         use_distributed_sampler: bool = True,
         inference_mode: bool = True,
-        enable_progress_bar: bool = True,
-        enable_model_summary: bool = True,
-        enable_checkpointing: bool = True,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        enable_checkpointing: bool | None = None,
         default_root_dir: str | Path | None = None,
+        barebones: bool = False,
     ) -> None:
+        check_fast_dev_run(fast_dev_run)
+        given = {
+            "logger": logger,
+            "progress_bar": enable_progress_bar,
+            "model_summary": enable_model_summary,
+            "checkpointing": enable_checkpointing,
+            "log_every_n_steps": log_every_n_steps,
+            "num_sanity_val_steps": num_sanity_val_steps,
+        }
+        around = choose_surroundings(given, barebones=barebones, fast_dev_run=fast_dev_run)
+        self.fast_dev_run = int(fast_dev_run)
+        self.barebones = barebones
         self.max_epochs = max_epochs if max_epochs is not None else (DEFAULT_MAX_EPOCHS if max_steps < 0 else -1)
         self.max_steps = max_steps
+        self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
         self.limit_train_batches = limit_train_batches
         self.limit_val_batches = limit_val_batches
         self.limit_test_batches = limit_test_batches
         self.limit_predict_batches = limit_predict_batches
+        self.overfit_batches = overfit_batches
         self.check_val_every_n_epoch = check_val_every_n_epoch
         self.val_check_interval = val_check_interval
-        self.num_sanity_val_steps = num_sanity_val_steps
-        self.log_every_n_steps = log_every_n_steps
+        self.num_sanity_val_steps = around.num_sanity_val_steps
+        self.log_every_n_steps = around.log_every_n_steps
         self.accumulate_grad_batches = accumulate_grad_batches
         self.gradient_clip_val = gradient_clip_val
         self.gradient_clip_algorithm = gradient_clip_algorithm
+        self.deterministic, self.benchmark = deterministic, benchmark
+        self.sync_batchnorm, self.detect_anomaly = sync_batchnorm, detect_anomaly
+        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
         self.use_distributed_sampler = use_distributed_sampler
         self.inference_mode = inference_mode
         self.default_root_dir = Path(default_root_dir or Path.cwd())
         check_arguments(self)
+        self._limit_to_a_try()
 
         request = Request(
             strategy=strategy,
@@ -140,26 +196,44 @@ class Trainer:
         )
         self.plan: Plan = make_plan(request)
         self.strategy: Strategy = build(self.plan, request)
-        self.loggers = complete_loggers(logger, self.default_root_dir)
+        self.profiler = make_profiler(profiler)
+        self.loggers = complete_loggers(around.logger, self.default_root_dir)
         self.callbacks = complete_callbacks(
             callbacks,
-            progress_bar=enable_progress_bar,
-            model_summary=enable_model_summary,
-            checkpointing=enable_checkpointing,
+            progress_bar=around.progress_bar,
+            model_summary=around.model_summary,
+            checkpointing=around.checkpointing,
+            max_time=max_time,
         )
+        if self.fast_dev_run:
+            self.callbacks = [callback for callback in self.callbacks if not callback.saves_checkpoints]
 
         self.stage: Stage = "fit"
-        self.should_stop = False
-        self.sanity_checking = False
+        self.should_stop = self.sanity_checking = self.interrupted = False
         self.fit_loop = FitLoop(self)
+        self.evaluation_loop: EvaluationLoop | None = None
         self.metrics = Metrics()
+        self.sources: Sources | None = None
         self.module: TrainModule | None = None
         self.datamodule: DataModule | None = None
         self.log_dir: Path | None = None
         self.logged: LoggedValues = self.fit_loop.logged
         self.evaluation_batches: list[int | None] = []
         self.dispatch: Dispatch
-        self._running = False
+        self.is_evaluating = self.is_running = False
+        self.return_predictions = True
+
+    def _limit_to_a_try(self) -> None:
+        """Let ``fast_dev_run`` and ``overfit_batches`` decide how much is read."""
+        if self.fast_dev_run:
+            batches: float | None = self.fast_dev_run
+            self.limit_test_batches = self.limit_predict_batches = batches
+            self.max_epochs, self.max_steps, self.min_epochs, self.min_steps = 1, -1, 0, 0
+            self.check_val_every_n_epoch, self.val_check_interval = 1, None
+        else:
+            batches = self.overfit_batches or None
+        if batches:
+            self.limit_train_batches = self.limit_val_batches = batches
 
     # What users call
 
@@ -197,44 +271,46 @@ class Trainer:
 
     def validate(
         self,
-        model: TrainModule,
+        model: TrainModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | Path | None = None,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over the validation data; return the logged values, a dict for each loader."""
-        sources = Sources(model, datamodule, {"val": dataloaders})
-        sources.require("val", "validation_step")
-        results: list[dict[str, float]] = self._launch("validate", model, sources, ckpt_path)
-        return results
+        """Run ``validation_step`` over the validation data; return the logged values, a dict for each loader.
+
+        Args:
+            model: The module; by default that of the last run, as it is now.
+            dataloaders: One or several; by default the data module's or the module's own.
+            ckpt_path: A checkpoint whose weights are loaded first.
+            datamodule: Gives the loaders.
+        """
+        return self._evaluate("validate", model, datamodule, dataloaders, ckpt_path)
 
     def test(
         self,
-        model: TrainModule,
+        model: TrainModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | Path | None = None,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test data; return the logged values, a dict for each loader."""
-        sources = Sources(model, datamodule, {"test": dataloaders})
-        sources.require("test", "test_step")
-        results: list[dict[str, float]] = self._launch("test", model, sources, ckpt_path)
-        return results
+        return self._evaluate("test", model, datamodule, dataloaders, ckpt_path)
 
     def predict(
         self,
-        model: TrainModule,
+        model: TrainModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | Path | None = None,
         datamodule: DataModule | None = None,
+        return_predictions: bool = True,
     ) -> list[Any]:
         """Run ``predict_step`` over the data; return its results in the order of the batches.
 
-        With several loaders there is a list for each.
+        With several loaders there is a list for each.  Where they would be too large, pass
+        ``return_predictions=False`` and a ``PredictionWriter``; the list is empty then.
         """
-        sources = Sources(model, datamodule, {"predict": dataloaders})
-        sources.require("predict", "predict_step")
-        predictions: list[Any] = self._launch("predict", model, sources, ckpt_path)
+        self.return_predictions = return_predictions
+        predictions: list[Any] = self._evaluate("predict", model, datamodule, dataloaders, ckpt_path)
         return predictions
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
@@ -244,9 +320,19 @@ class Trainer:
             path: The file to write.
             weights_only: Whether everything but the module's weights is left out.
         """
-        if not self._running:
+        if not self.is_running:
             raise MisuseError("save_checkpoint works during a run: call it from a hook of the module or of a callback")
         self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), path)
+
+    def init_module(self, empty_init: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which a module is created at once in the run's precision, and on its device.
+
+        Where the run happens in other processes it is created on the CPU, from which they take it.
+
+        Args:
+            empty_init: Whether parameters are left as the memory was, for a module whose weights are loaded anyway.
+        """
+        return creating_modules(self.strategy, is_empty=empty_init)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once for the whole job."""
@@ -255,114 +341,20 @@ class Trainer:
         if self.is_global_zero and not repeats:
             print(*args, **kwargs)
 
-    # Where this process is
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes of the job."""
-        return self.strategy.world_size
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process in the job."""
-        return self.strategy.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its machine."""
-        return self.strategy.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """Rank of this machine."""
-        return self.strategy.node_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this process has global rank 0."""
-        return self.strategy.is_global_zero
-
-    @property
-    def ran_elsewhere(self) -> bool:
-        """Whether the run's results have to be brought to the process that asked for it."""
-        return self.strategy.launcher is not None and not self.strategy.launcher.runs_here
-
-    # Where the run is
-
-    @property
-    def is_fitting(self) -> bool:
-        """Whether the module is being trained, also while it is validated in between."""
-        return self.stage == "fit"
-
-    @property
-    def current_epoch(self) -> int:
-        """Index of the epoch, from 0."""
-        return self.fit_loop.epoch
-
-    @property
-    def global_step(self) -> int:
-        """Number of optimizer steps taken."""
-        return self.fit_loop.global_step
-
-    @property
-    def num_training_batches(self) -> int | None:
-        """Number of training batches in an epoch; None where it is unknown."""
-        return self.fit_loop.num_batches
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers of the run."""
-        return self.strategy.optimizers
-
-    @property
-    def model(self) -> Any:
-        """The module as the strategy wrapped it."""
-        return self.strategy.model
-
-    @property
-    def logger(self) -> Logger | None:
-        """The first logger, None without one."""
-        return self.loggers[0] if self.loggers else None
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor | float]:
-        """Latest value of everything that was logged, by name."""
-        return self.metrics.all(self.logged)
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """What the progress bar shows, by name; reads the values from the device."""
-        return self.metrics.shown(self.logged)
-
-    @property
-    def checkpoint_callback(self) -> Callback | None:
-        """The first callback that saves checkpoints."""
-        return next((callback for callback in self.callbacks if callback.runs_last), None)
+    # What strategies, loops and callbacks call
 
     def configure_optimizers(self) -> Optimization:
         """Create the module's optimizers; called by the strategy when the module is on its device."""
         assert self.module is not None  # noqa: S101 - there is one in every run
         return read_optimizers(self.module.configure_optimizers())
 
-    # What the loops call
+    def profiled(self, name: str, function: Callable[..., R]) -> Callable[..., R]:
+        """Return the function, measured where a profiler was asked for."""
+        return function if self.profiler is None else self.profiler.timed(name, function)
 
-    def begin(self, module: TrainModule, sources: Sources) -> None:
-        """Attach the module in the process that runs it."""
-        self.module, self.datamodule = module, sources.datamodule
-        module.attach(self)
-        if self.datamodule is not None:
-            self.datamodule.attach(self)
-        self.dispatch = Dispatch(self, module, self.callbacks)
-        self.should_stop = False
-        self.metrics = Metrics()
-        self._running = True
-
-    def end(self) -> None:
-        """Detach the module again."""
-        for attached in (self.module, self.datamodule):
-            if attached is not None:
-                attached.attach(None)
-        self._running = False
+    def profiled_batches(self, batches: Iterable[B]) -> Iterable[B]:
+        """Return the batches; the wait for each is measured where a profiler was asked for."""
+        return batches if self.profiler is None else iter(self.profiled("next_batch", iter(batches).__next__), None)
 
     def agree_on_log_dir(self) -> None:
         """Let rank 0 choose the folder of this run, and tell the others."""
@@ -405,31 +397,27 @@ class Trainer:
         shared = {name: value for name, value in values.items() if "/dataloader_idx_" not in name}
         return [shared | {n: v for n, v in values.items() if n.endswith(suffix)} for suffix in suffixes]
 
-    def evaluation_limit(self, purpose: Literal["validation", "test", "predict"]) -> tuple[float | None, str]:
-        """Return the limit of an evaluation's batches, and the argument's name."""
-        name = {
-            "validation": "limit_val_batches",
-            "test": "limit_test_batches",
-            "predict": "limit_predict_batches",
-        }[purpose]
-        return getattr(self, name), name
-
-    def validation_interval(self, num_batches: int | None) -> int | None:
-        """Return after how many training batches validation runs; None after the last of an epoch."""
-        interval = self.val_check_interval
-        if interval is None or (interval == 1.0 and isinstance(interval, float)):
-            return None
-        if num_batches is not None and interval > num_batches:
-            raise MisuseError(
-                f"val_check_interval={interval!r} is more than the {num_batches} training batches of an epoch: "
-                "validation would never run"
-            )
-        return max(1, limit_of(interval, num_batches, "val_check_interval") or 1)
-
     # Launching
 
+    def _evaluate(
+        self,
+        stage: Literal["validate", "test", "predict"],
+        model: TrainModule | None,
+        datamodule: DataModule | None,
+        dataloaders: Any,
+        ckpt_path: str | Path | None,
+    ) -> Any:
+        module = self.module if model is None else model
+        if module is None:
+            raise MisuseError(f"{stage} needs a module: pass one, or call fit on this Trainer first")
+        source, step = _NEEDED[stage]
+        sources = Sources(module, datamodule, {source: dataloaders})
+        sources.require(source, step)
+        return self._launch(stage, module, sources, ckpt_path)
+
     def _launch(self, stage: Stage, module: TrainModule, sources: Sources, ckpt_path: str | Path | None) -> Any:
-        self.stage = stage
+        self.stage, self.interrupted = stage, False
+        self.module = module
         self.strategy.connect(module)
         launcher = self.strategy.launcher
         if launcher is None:

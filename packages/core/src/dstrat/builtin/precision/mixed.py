@@ -67,8 +67,8 @@ class MixedPrecision(Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device or self._module_device(), dtype=self.compute_dtype)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(self._loss_scale.scale(loss) if self._loss_scale else loss, *args, **kwargs)
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return self._loss_scale.scale(loss) if self._loss_scale else loss
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self._loss_scale:

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 class Callback:
     """Something that is told what happens during a run, apart from the module.
 
-    A callback overrides the hooks that it needs; the others cost nothing.  Hooks are called in every process.
+    A callback overrides the hooks that it needs; the others cost nothing.  Hooks are called in every process: of the
+    callbacks in the order in which the user gave them, then of the module, then of the callbacks that run last.
 
     Attributes:
-        runs_last: Whether it is called after the module and all other callbacks, as one that saves checkpoints is.
+        runs_last: Whether it is called after the module, so that it sees what the module logs in the same hook.
+        saves_checkpoints: Whether it writes checkpoints: it is called after all others then, so that these hold the
+            others' newest state.
     """
 
     runs_last: bool = False
+    saves_checkpoints: bool = False
 
     @property
     def state_key(self) -> str:

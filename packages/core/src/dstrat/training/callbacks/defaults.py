@@ -4,37 +4,85 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dstrat.errors import RequestError
+from dstrat.errors import ConflictError, RequestError
 from dstrat.training.callbacks.callback import Callback
+from dstrat.training.callbacks.timer import Timer
+from dstrat.training.duration import read_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dstrat.training.callbacks.timer import Duration
+    from dstrat.training.module.train_module import TrainModule
+
 
 def complete_callbacks(
-    given: Callback | Sequence[Callback] | None, *, progress_bar: bool, model_summary: bool, checkpointing: bool
+    given: Callback | Sequence[Callback] | None,
+    *,
+    progress_bar: bool,
+    model_summary: bool,
+    checkpointing: bool,
+    max_time: Duration | None = None,
 ) -> list[Callback]:
-    """Return the user's callbacks and the default ones that they lack; those that run last come last.
+    """Return the user's callbacks and the default ones that they lack.
+
+    The user's order is kept, but those that run last come after the others, and those that save checkpoints at the
+    end.
 
     Args:
         given: One callback, several, or none.
         progress_bar: Whether a progress bar is wanted.
         model_summary: Whether a summary of the layers is wanted.
         checkpointing: Whether checkpoints are wanted.
+        max_time: How long training may take; None does not limit it.
 
     Raises:
         RequestError: Something given is no callback, or two of them have the same ``state_key``.
+        ConflictError: The time is limited twice.
     """
-    callbacks = [given] if isinstance(given, Callback) else list(given or ())
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise RequestError(f"callbacks={callback!r} is not a Callback (pass an instance, not a class)")
+    callbacks = _as_list(given, "callbacks")
+    if max_time is not None:
+        _check_time_is_free(callbacks, max_time)
+        callbacks.append(Timer(read_duration(max_time, "max_time")))
     wanted = [(_progress_bar, progress_bar), (_model_summary, model_summary), (_model_checkpoint, checkpointing)]
     for find, enabled in wanted:
         if enabled and not any(isinstance(callback, find()) for callback in callbacks):
             callbacks.append(find()())
+    return _in_order(callbacks)
+
+
+def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks with those that a module configures, which replace those of the same class.
+
+    Raises:
+        RequestError: Something that the module configures is no callback.
+    """
+    own = _as_list(module.configure_callbacks(), f"{type(module).__name__}.configure_callbacks")
+    if not own:
+        return list(callbacks)
+    kept = [callback for callback in callbacks if not any(type(callback) is type(other) for other in own)]
+    return _in_order([*kept, *own])
+
+
+def _as_list(given: Callback | Sequence[Callback] | None, name: str) -> list[Callback]:
+    callbacks = [given] if isinstance(given, Callback) else list(given or ())
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise RequestError(f"{name}={callback!r} is not a Callback (pass an instance, not a class)")
+    return callbacks
+
+
+def _in_order(callbacks: Sequence[Callback]) -> list[Callback]:
     _check_keys(callbacks)
-    return sorted(callbacks, key=lambda callback: callback.runs_last)
+    return sorted(callbacks, key=lambda callback: (callback.saves_checkpoints, callback.runs_last))
+
+
+def _check_time_is_free(callbacks: Sequence[Callback], max_time: Duration) -> None:
+    if any(isinstance(callback, Timer) for callback in callbacks):
+        raise ConflictError(
+            f"max_time={max_time!r} adds a Timer, and callbacks has one already: "
+            "give that one the duration, or leave it out"
+        )
 
 
 def _progress_bar() -> type[Callback]:

@@ -11,6 +11,7 @@ from typing_extensions import override
 from dstrat.errors import MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import CheckpointName, not_logged, unused_path
+from dstrat.training.callbacks.monitored import is_new, is_overdue
 from dstrat.training.callbacks.ranking import Mode, Ranking
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ class Decision:
 class ModelCheckpoint(Callback):
     """Saves checkpoints at the end of epochs or after every so many steps, and keeps the best or the latest ones.
 
-    A monitored value of validation is compared once per validation: within an epoch (``every_n_train_steps``) the
-    checkpoint is written right after it, so that the value belongs to the weights.  A value that is NaN is never the
-    best.  Files that others wrote are not touched: a name that is taken gets a suffix, ``-v1``.
+    A monitored value of validation is compared once per validation, and the checkpoint is written right after it or at
+    the end of the epoch that it ends, so that the value belongs to the weights.  A value that is NaN is never the best.
+    Files that others wrote are not touched: a name that is taken gets a suffix, ``-v1``.
 
     Args:
         dirpath: The folder; by default ``checkpoints`` in the run's log folder, or in ``default_root_dir`` without
@@ -70,6 +71,7 @@ class ModelCheckpoint(Callback):
     """
 
     runs_last = True
+    saves_checkpoints = True
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class ModelCheckpoint(Callback):
         self.monitor, self.mode = monitor, mode
         self.save_top_k, self.save_last, self.save_weights_only = save_top_k, save_last, save_weights_only
         self.every_n_epochs, self.every_n_train_steps = every_n_epochs, every_n_train_steps
+        self._is_running = False
         self._begin()
 
     def _begin(self) -> None:
@@ -103,9 +106,10 @@ class ModelCheckpoint(Callback):
         self.best_model_score: float | None = None
         self.last_model_path = ""
         self._is_due = False
-        self._due_at_step = 0
+        self._is_in_epoch = False
+        self._seen_step = 0
         self._comes_from_validation = False
-        self._validated_at = (-1, -1)
+        self._validated_at_step = -1
 
     @property
     @override
@@ -128,7 +132,7 @@ class ModelCheckpoint(Callback):
         """Take back the state; files in the folder of another run are remembered as best, but not removed any more."""
         self.best_model_path = state_dict["best_model_path"]
         self.best_model_score = state_dict["best_model_score"]
-        if self.dirpath is None and state_dict["dirpath"]:
+        if not self._is_running:  # the state is what a run in other processes has come to
             self.dirpath = Path(state_dict["dirpath"])
         if str(self.dirpath) == state_dict["dirpath"]:
             self._ranking.restore(state_dict["scores"])
@@ -140,10 +144,19 @@ class ModelCheckpoint(Callback):
             self._begin()
             root = trainer.log_dir or trainer.default_root_dir
             self.dirpath = self._given_dirpath or root.absolute() / "checkpoints"
+            self._is_running = True
+
+    @override
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._is_running = False
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._due_at_step = trainer.global_step
+        self._seen_step = trainer.global_step
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._is_in_epoch = True
 
     @override
     def on_train_batch_end(
@@ -157,30 +170,38 @@ class ModelCheckpoint(Callback):
         interval = self.every_n_train_steps
         if interval is None:
             return
-        step = trainer.global_step
-        if step % interval == 0 and step != self._due_at_step:
-            self._due_at_step, self._is_due = step, True
+        step, seen = trainer.global_step, self._seen_step
+        self._seen_step = step
+        if step // interval != seen // interval:  # a batch may take several steps in manual optimization
+            self._is_due = True
             self._save(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if not trainer.is_fitting or self.monitor not in trainer.metrics.latest_epoch:
+        if not trainer.is_fitting or trainer.sanity_checking:
+            return
+        if self.monitor is None or not is_new(self.monitor, trainer):
             return
         self._comes_from_validation = True
-        self._validated_at = (trainer.current_epoch, trainer.global_step)
+        self._validated_at_step = trainer.global_step
+        if self.every_n_train_steps is None:
+            ends_epoch = self._is_in_epoch and trainer.is_last_batch
+            self._is_due = self._epoch_is_due(trainer) and not ends_epoch
         if self._is_due:
             self._save(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        was_completed = trainer.fit_loop.epochs_done > trainer.current_epoch
-        validates = was_completed and (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch == 0
+        self._is_in_epoch = False
         if self.every_n_train_steps is None:
-            self._is_due = (trainer.current_epoch + 1) % self.every_n_epochs == 0
+            self._is_due = self._epoch_is_due(trainer)
         if self._is_due:
-            self._save(trainer, must_be_known=validates)
+            self._save(trainer, must_be_known=is_overdue(trainer))
         if self.every_n_train_steps is None:
             self._is_due = False
+
+    def _epoch_is_due(self, trainer: Trainer) -> bool:
+        return (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
     def _save(self, trainer: Trainer, *, must_be_known: bool = False) -> None:
         """Save what is due, unless its monitored value is still to come; collective."""
@@ -207,17 +228,13 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint(monitor={self.monitor!r}) waits for a value {not_logged(trainer.callback_metrics)}"
             )
             return Decision(error=problem) if must_be_known else None
-        if self._comes_from_validation and not self._is_fresh(trainer):
+        if self._comes_from_validation and self._validated_at_step != trainer.global_step:
             return None
         score = float(values["step" if self.monitor is None else self.monitor])
         try:
             return Decision(path=self._path_for(score, values), score=score, last_path=self._last_path())
         except MisuseError as error:
             return Decision(error=str(error))
-
-    def _is_fresh(self, trainer: Trainer) -> bool:
-        epoch, step = self._validated_at
-        return epoch == trainer.current_epoch if self.every_n_train_steps is None else step == trainer.global_step
 
     def _path_for(self, score: float, values: Mapping[str, Any]) -> str | None:
         if not self._ranking.accepts(score):

@@ -8,7 +8,7 @@ import torch
 
 from dstrat.training.data.batches import Batches, batch_mover
 from dstrat.training.data.loaders import as_list, length_of, limit_of, prepare_evaluation_loader
-from dstrat.training.loops.optimization import count_arguments
+from dstrat.training.loops.steps import count_arguments
 from dstrat.training.metrics.logged import LoggedValues
 
 if TYPE_CHECKING:
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 Purpose = Literal["validation", "test", "predict"]
 
+_LIMITS = {
+    "validation": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
+
 
 class EvaluationLoop:
     """Runs a step of the module over every batch of its loaders, once.
@@ -28,28 +34,39 @@ class EvaluationLoop:
         module: Set up by the strategy.
         loaders: The user's loader, or a list of them.
         purpose: Which step and hooks are meant.
+
+    Attributes:
+        loaders: What this process evaluates, a loader each.
+        logged: The values that the module logs.
+        keeps_outputs: Whether what the steps return is kept for :meth:`predictions`.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule, loaders: Any, purpose: Purpose) -> None:
         self._trainer, self._module, self._purpose = trainer, module, purpose
-        strategy = trainer.strategy
+        self._limit_name = _LIMITS[purpose]
+        self._limit = getattr(trainer, self._limit_name)
+        self._step = trainer.profiled(f"{purpose}_step", getattr(trainer.strategy, f"{purpose}_step"))
+        self._num_arguments = count_arguments(getattr(module, f"{purpose}_step"))
+        self._mover = trainer.profiled("transfer_batch", batch_mover(trainer, module))
+        self.logged = LoggedValues(training=False)
+        self.keeps_outputs = purpose == "predict"
+        self._outputs: list[list[Any]] = []
+        self.load(loaders)
+
+    def load(self, loaders: Any) -> None:
+        """Take other loaders than before."""
+        trainer = self._trainer
         prepared = [
-            prepare_evaluation_loader(loader, strategy, distribute=trainer.use_distributed_sampler)
+            prepare_evaluation_loader(loader, trainer.strategy, distribute=trainer.use_distributed_sampler)
             for loader in as_list(loaders)
         ]
-        self._loaders = [loader for loader, _ in prepared]
+        self.loaders = [loader for loader, _ in prepared]
         self._divided = [divided for _, divided in prepared]
-        self._limit, self._limit_name = trainer.evaluation_limit(purpose)
-        self._step = getattr(strategy, f"{purpose}_step")
-        self._num_arguments = count_arguments(getattr(module, f"{purpose}_step"))
-        self._mover = batch_mover(trainer, module)
-        self.logged = LoggedValues(training=False)
-        self._outputs: list[list[Any]] = []
 
     @property
     def num_batches(self) -> list[int | None]:
         """Number of batches of each loader; None where it is unknown."""
-        return [limit_of(self._limit, length_of(loader), self._limit_name) for loader in self._loaders]
+        return [limit_of(self._limit, length_of(loader), self._limit_name) for loader in self.loaders]
 
     def run(self, at_most: int | None = None) -> None:
         """Evaluate; the values over the epoch are then published, predictions come from :meth:`predictions`.
@@ -63,16 +80,17 @@ class EvaluationLoop:
         self.logged.start_epoch()
         self._outputs = []
         modes = [(part, part.training) for part in self._module.modules()]
-        self._module.eval()
+        getattr(self._module, f"on_{purpose}_model_eval")()
         dispatch.call(f"on_{purpose}_start")
         dispatch.call(f"on_{purpose}_epoch_start")
         with self._no_gradients():
-            for dataloader_idx, (loader, count) in enumerate(zip(self._loaders, counts, strict=True)):
+            for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True)):
                 self._run_loader(dataloader_idx, loader, count)
         trainer.publish_epoch(self.logged, dispatch.of(f"on_{purpose}_epoch_end"))
         dispatch.call(f"on_{purpose}_end")
         for part, was_training in modes:
             part.training = was_training
+        getattr(self._module, f"on_{purpose}_model_train")()
 
     def predictions(self) -> list[list[Any]]:
         """Return what the steps returned, for each loader in the order of its batches; collective.
@@ -96,9 +114,9 @@ class EvaluationLoop:
     def _run_loader(self, dataloader_idx: int, loader: Any, count: int | None) -> None:
         outputs_of_loader: list[Any] = []
         self._outputs.append(outputs_of_loader)
-        several = len(self._loaders) > 1
+        several = len(self.loaders) > 1
         taken = self._num_arguments if several else min(2, self._num_arguments)
-        logged, keeps = self.logged, self._purpose == "predict"
+        logged, keeps = self.logged, self.keeps_outputs
         batch_start = self._trainer.dispatch.of(f"on_{self._purpose}_batch_start")
         batch_end = self._trainer.dispatch.of(f"on_{self._purpose}_batch_end")
         logged.in_step, logged.dataloader_idx = True, dataloader_idx if several else None

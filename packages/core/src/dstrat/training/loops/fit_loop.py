@@ -5,14 +5,24 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.data.batches import Batches, batch_mover
 from dstrat.training.data.loaders import length_of, limit_of, prepare_training_loader
-from dstrat.training.loops.interruption import Interruption
-from dstrat.training.loops.optimization import AutomaticOptimization
-from dstrat.training.loops.schedulers import step_schedulers
+from dstrat.training.loops.automatic import AutomaticOptimization
+from dstrat.training.loops.interruption import Interruption, stop_by
+from dstrat.training.loops.manual import ManualOptimization
+from dstrat.training.loops.schedulers import SchedulerSteps
+from dstrat.training.loops.steps import count_arguments
+from dstrat.training.loops.validation_schedule import ValidationSchedule
+from dstrat.training.loops.votes import Votes
 from dstrat.training.metrics.logged import LoggedValues
 
 if TYPE_CHECKING:
+    from dstrat.training.data.sources import Sources
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
@@ -29,8 +39,10 @@ class FitLoop:
         epochs_done: Number of epochs whose batches have all been trained on.
         global_step: Number of optimizer steps taken.
         batch_idx: Index of the batch in the epoch.
+        is_last_batch: Whether it is the epoch's last.
         batches_seen: Number of batches trained on in all epochs.
-        num_batches: Number of batches in an epoch, None where the loader has no length.
+        num_batches: Number of batches in an epoch, None where the loader has no length or is not known yet.
+        loader: What this process trains from, None before it is known.
         logged: The values that the module logs while it trains.
     """
 
@@ -40,9 +52,18 @@ class FitLoop:
         self.epochs_done = 0
         self.global_step = 0
         self.batch_idx = 0
+        self.is_last_batch = False
         self.batches_seen = 0
         self.num_batches: int | None = None
+        self.loader: Any = None
         self.logged = LoggedValues(training=True)
+        self._optimization: AutomaticOptimization | ManualOptimization | None = None
+        self._validation: EvaluationLoop | None = None
+        self._loaded_in_epoch = 0
+        self._stops = False
+        self._must_vote = False
+
+    # What is asked of it
 
     @property
     def finished(self) -> bool:
@@ -51,113 +72,202 @@ class FitLoop:
 
     @property
     def _epochs_done(self) -> bool:
-        most = self._trainer.max_epochs
-        return 0 <= most <= self.epochs_done
+        return 0 <= self._trainer.max_epochs <= self.epochs_done
 
     @property
     def _steps_done(self) -> bool:
         return 0 <= self._trainer.max_steps <= self.global_step
 
-    def run(self, module: TrainModule, loader: Any, validation: EvaluationLoop | None) -> None:
+    @property
+    def _wants_to_stop(self) -> bool:
+        """Whether something in this process asks to stop, and the least number of epochs and steps is done."""
+        trainer = self._trainer
+        enough = self.epochs_done >= trainer.min_epochs and self.global_step >= trainer.min_steps
+        return trainer.should_stop and enough
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers as the module steps them: its own in automatic optimization."""
+        return self._trainer.strategy.optimizers if self._optimization is None else self._optimization.optimizers
+
+    @property
+    def manual_optimization(self) -> ManualOptimization | None:
+        """What manual optimization goes through, None while the module is optimized automatically."""
+        return self._optimization if isinstance(self._optimization, ManualOptimization) else None
+
+    def count_step(self) -> None:
+        """Take note of an optimizer step."""
+        self.global_step += 1
+
+    # The run
+
+    def setup(self, module: TrainModule, sources: Sources) -> None:
+        """Prepare to train a module that the strategy has set up."""
+        self._module, self._sources = module, sources
+        optimization = AutomaticOptimization if module.automatic_optimization else ManualOptimization
+        self._optimization = optimization(self._trainer, module)
+        self._schedulers = SchedulerSteps(self._trainer, module)
+
+    def load(self, sources: Sources) -> None:
+        """Take the training loader from where the user gave it, unless that is done."""
+        trainer = self._trainer
+        if self.loader is None:
+            self.loader = prepare_training_loader(
+                sources.loader("train"), trainer.strategy, distribute=trainer.use_distributed_sampler
+            )
+            self.num_batches = limit_of(trainer.limit_train_batches, length_of(self.loader), "limit_train_batches")
+
+    def run(self, validation: EvaluationLoop | None) -> None:
         """Train until the asked epochs or steps are done, or something asks to stop.
 
         Args:
-            module: Set up by the strategy.
-            loader: The user's training loader.
             validation: Runs at the interval that the Trainer was given; None never.
         """
         trainer = self._trainer
-        self._module, self._validation = module, validation
-        self._loader = prepare_training_loader(loader, trainer.strategy, distribute=trainer.use_distributed_sampler)
-        self.num_batches = limit_of(trainer.limit_train_batches, length_of(self._loader), "limit_train_batches")
-        self._validation_interval = trainer.validation_interval(self.num_batches)
-        self._optimization = AutomaticOptimization(trainer, module)
-        self._mover = batch_mover(trainer, module)
+        self._validation = validation
+        self.load(self._sources)
+        self.num_batches = _agreed_length(trainer, self.num_batches)
+        self._loaded_in_epoch = self.epoch
+        self._schedule = ValidationSchedule(trainer, self.num_batches)
+        self._votes = Votes(trainer.strategy, self.batches_seen)
         trainer.logged = self.logged
         trainer.dispatch.call("on_train_start")
-        _tell_of_evaluation_mode(module)
-        with Interruption(trainer.strategy, self.batches_seen) as self._interruption:
-            while not (self.finished or trainer.should_stop or self.num_batches == 0):
+        _tell_of_evaluation_mode(self._module)
+        with Interruption() as self._interruption:
+            self._stops = self._decide()
+            while not (self.finished or self._stops or self.num_batches == 0):
                 self._run_epoch()
-            self._interruption.conclude(self.batches_seen)
+                self._stops = self._stops or self._decide()
         trainer.dispatch.call("on_train_end")
 
     def _run_epoch(self) -> None:
         trainer, dispatch = self._trainer, self._trainer.dispatch
-        _set_epoch(self._loader, self.epoch)
+        self._reload_when_due()
+        _set_epoch(self.loader, self.epoch)
         self.logged.start_epoch()
         dispatch.call("on_train_epoch_start")
         self.logged.in_step = True
         completed = self._train_batches()
-        self.logged.in_step = False
+        self.logged.in_step, self.logged.batch = False, None
         if completed:
             self.epochs_done = self.epoch + 1
         trainer.publish_epoch(self.logged, dispatch.early("on_train_epoch_end"))
         if completed:
-            step_schedulers(trainer, self._module, interval="epoch", count=self.epochs_done)
+            self._schedulers.after_epoch(self.epochs_done)
         for hook in dispatch.late("on_train_epoch_end"):
             hook()
         self.epoch = self.epochs_done
 
-    def _train_batches(self) -> bool:
-        """Train on the batches of an epoch; return whether it was not broken off.
+    def _reload_when_due(self) -> None:
+        every = self._trainer.reload_dataloaders_every_n_epochs
+        if every and self.epoch - self._loaded_in_epoch >= every:
+            self.loader, self._loaded_in_epoch = None, self.epoch
+            self.load(self._sources)
+            self.num_batches = _agreed_length(self._trainer, self.num_batches)
+            self._schedule = ValidationSchedule(self._trainer, self.num_batches)
+            if self._validation is not None:
+                self._validation.load(self._sources.loader("val"))
 
-        What is called per batch is looked up before the first.
-        """
-        trainer, logged, interruption = self._trainer, self.logged, self._interruption
+    def _train_batches(self) -> bool:
+        """Train on the batches of an epoch; return whether it was not broken off."""
+        trainer, logged, votes = self._trainer, self.logged, self._votes
+        self._look_up()
         batch_start = trainer.dispatch.of("on_train_batch_start")
-        batch_end = trainer.dispatch.of("on_train_batch_end")
-        accumulate, optimize, move = trainer.accumulate_grad_batches, self._optimization.run, self._mover
-        in_group = 0
-        for batch_idx, (host_batch, is_last) in enumerate(Batches(self._loader, self.num_batches)):
+        move = trainer.profiled("transfer_batch", batch_mover(trainer, self._module))
+        batches = trainer.profiled_batches(Batches(self.loader, self.num_batches))
+        for batch_idx, (host_batch, is_last) in enumerate(batches):
             batch = move(host_batch, 0)
-            self.batch_idx, logged.batch = batch_idx, batch
-            if any([hook(batch, batch_idx) == -1 for hook in batch_start]):  # noqa: C419 - all of them are called
+            self.batch_idx, self.is_last_batch, logged.batch = batch_idx, is_last, batch
+            if batch_start and -1 in [hook(batch, batch_idx) for hook in batch_start]:
                 break
-            in_group += 1
-            applies = in_group == accumulate or is_last
-            group_size = accumulate if accumulate == 1 else self._group_size(batch_idx, accumulate)
-            outputs, stepped = optimize(batch, batch_idx, group_size=group_size, applies=applies)
-            in_group = 0 if applies else in_group
-            self.batches_seen += 1
-            if stepped:
-                self._after_step()
-            for hook in batch_end:
-                hook(outputs, batch, batch_idx)
-            if self._validation_is_due(batch_idx, is_last=is_last):
-                self._validate()
-            interruption.check(self.batches_seen)
-            if self._steps_done or trainer.should_stop:
+            self._train_batch(batch, batch_idx, is_last=is_last)
+            if self._must_vote or votes.are_due(self.batches_seen):
+                self._stops = self._decide()
+            if self._stops or self._steps_done:
                 return is_last
         return True
 
-    def _group_size(self, batch_idx: int, accumulate: int) -> int:
+    def _look_up(self) -> None:
+        """Find what is called for each batch, before the first of an epoch."""
+        trainer = self._trainer
+        assert self._optimization is not None  # noqa: S101 - setup made it
+        self._optimize = self._optimization.run
+        self._takes_index = count_arguments(self._module.training_step) > 1
+        self._accumulate = trainer.accumulate_grad_batches
+        self._in_group = 0
+        self._batch_end = trainer.dispatch.of("on_train_batch_end")
+        self._profiler_step = trainer.profiler.step if trainer.profiler else None
+
+    def _train_batch(self, batch: Any, batch_idx: int, *, is_last: bool) -> None:
+        self._in_group += 1
+        applies = self._in_group == self._accumulate or is_last
+        group_size = 1 if self._accumulate == 1 else self._group_size(batch_idx)
+        steps_before = self.global_step
+        arguments = (batch, batch_idx) if self._takes_index else (batch,)
+        outputs = self._optimize(arguments, group_size=group_size, applies=applies)
+        if applies:
+            self._in_group = 0
+        self.batches_seen += 1
+        has_stepped = self.global_step != steps_before
+        if has_stepped:
+            self._schedulers.after_step(self.global_step)
+        if self._batch_end:
+            outputs = _detached(outputs)
+            for hook in self._batch_end:
+                hook(outputs, batch, batch_idx)
+        if has_stepped:
+            self._publish_when_due(steps_before)
+        if self._validation is not None:
+            self._validate_when_due(batch_idx, is_last=is_last)
+        if has_stepped:
+            self._schedulers.after_validation(self.global_step)
+        if self._profiler_step is not None:
+            self._profiler_step()
+
+    def _group_size(self, batch_idx: int) -> int:
         """Return the number of batches in this one's group; the last group of an epoch may have fewer."""
+        accumulate = self._accumulate
         if self.num_batches is None:
             return accumulate
         start = batch_idx - batch_idx % accumulate
         return min(accumulate, self.num_batches - start)
 
-    def _after_step(self) -> None:
-        trainer = self._trainer
-        self.global_step += 1
-        if trainer.strategy.lr_schedulers:
-            step_schedulers(trainer, self._module, interval="step", count=self.global_step)
-        if trainer.loggers and self.global_step % trainer.log_every_n_steps == 0:
+    def _publish_when_due(self, steps_before: int) -> None:
+        trainer, every = self._trainer, self._trainer.log_every_n_steps
+        if trainer.loggers and every and self.global_step // every != steps_before // every:
             trainer.publish_step(self.logged)
 
-    def _validation_is_due(self, batch_idx: int, *, is_last: bool) -> bool:
-        if self._validation is None:
-            return False
-        if (self.epoch + 1) % self._trainer.check_val_every_n_epoch != 0:
-            return False
-        interval = self._validation_interval
-        return is_last if interval is None else (batch_idx + 1) % interval == 0
+    # Validation and stopping
 
-    def _validate(self) -> None:
+    def _validate_when_due(self, batch_idx: int, *, is_last: bool) -> None:
+        if self._schedule.is_due(
+            batch_idx=batch_idx, is_last=is_last, epoch=self.epoch, batches_seen=self.batches_seen
+        ):
+            self._validate(frees_gradients=self._in_group == 0)
+
+    def _validate(self, *, frees_gradients: bool = False) -> None:
         assert self._validation is not None  # noqa: S101 - it is due only when there is one
+        if frees_gradients:
+            self._module.on_validation_model_zero_grad()
         self._validation.run()
+        self._schedule.note_run()
         self._trainer.logged = self.logged
+        self._must_vote = True  # something may have seen enough, perhaps not in every process
+
+    def _decide(self) -> bool:
+        """Vote on what this process and the others wish; return whether training stops."""
+        self._must_vote = False
+        clock = self._validation is not None and self._schedule.time_is_up
+        wishes = (self._interruption.requested, self._wants_to_stop, clock)
+        signal, stop, validate = self._votes.take(self.batches_seen, *wishes)
+        if signal:
+            stop_by(signal)
+        if validate:
+            self._validate()
+            return bool(stop) or self._decide()
+        return bool(stop)
+
+    # State
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters for a checkpoint."""
@@ -170,12 +280,34 @@ class FitLoop:
         self.batches_seen = state["batches_seen"]
 
 
+def _detached(outputs: Any) -> Any:
+    """Return outputs that keep no graph alive."""
+    return outputs.detach() if isinstance(outputs, Tensor) else apply_to_tensors(outputs, Tensor.detach)
+
+
 def _set_epoch(loader: Any, epoch: int) -> None:
     """Tell the sampler which epoch comes, where it wants to know."""
     batches = getattr(loader, "batch_sampler", None)
     for target in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
         if target is not None and hasattr(target, "set_epoch"):
             target.set_epoch(epoch)
+
+
+def _agreed_length(trainer: Trainer, num_batches: int | None) -> int | None:
+    """Return the number of batches that every process has, as none may train alone; collective."""
+    strategy = trainer.strategy
+    if strategy.world_size == 1:
+        return num_batches
+    mine = torch.tensor(-1 if num_batches is None else num_batches, device=strategy.root_device)
+    lengths = strategy.all_gather(mine).flatten().tolist()
+    if len(set(lengths)) == 1:
+        return num_batches
+    described = ", ".join(f"{'unknown' if n < 0 else n} on rank {rank}" for rank, n in enumerate(lengths))
+    if min(lengths) < 0:
+        raise MisuseError(f"the training loaders differ in their number of batches: {described}; give each a length")
+    if strategy.is_global_zero:
+        _log.warning("the training loaders differ in their number of batches: %s; the smallest is taken", described)
+    return int(min(lengths))
 
 
 def _tell_of_evaluation_mode(module: TrainModule) -> None:

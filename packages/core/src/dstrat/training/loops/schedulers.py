@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from dstrat.interfaces.optimization import SchedulerConfig
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 
-def step_schedulers(trainer: Trainer, module: TrainModule, *, interval: Literal["step", "epoch"], count: int) -> None:
-    """Step the schedulers of an interval that are due.
+class SchedulerSteps:
+    """Steps the schedulers of automatic optimization; in manual optimization the module does so itself.
+
+    Those that watch a value are stepped after validation, which may have logged it.
 
     Args:
         trainer: Has the schedulers and the monitored values.
         module: Has the hook that steps one.
-        interval: Which of them.
-        count: Number of steps or epochs done.
     """
-    for config in trainer.strategy.lr_schedulers:
-        if config.interval == interval and count % config.frequency == 0:
-            module.lr_scheduler_step(config.scheduler, _monitored(config, trainer.callback_metrics))
+
+    def __init__(self, trainer: Trainer, module: TrainModule) -> None:
+        self._trainer, self._module = trainer, module
+        configs = trainer.strategy.lr_schedulers if module.automatic_optimization else []
+        of_steps = [config for config in configs if config.interval == "step"]
+        self._after_step = [config for config in of_steps if config.monitor is None]
+        self._after_validation = [config for config in of_steps if config.monitor is not None]
+        self._after_epoch = [config for config in configs if config.interval == "epoch"]
+
+    def after_step(self, count: int) -> None:
+        """Step what is due after an optimizer step, given the number of steps done."""
+        if self._after_step:
+            self._step(self._after_step, count)
+
+    def after_validation(self, count: int) -> None:
+        """Step what watches a value and is due after an optimizer step, when validation may have logged it."""
+        if self._after_validation:
+            self._step(self._after_validation, count)
+
+    def after_epoch(self, count: int) -> None:
+        """Step what is due after an epoch, given the number of epochs done."""
+        self._step(self._after_epoch, count)
+
+    def _step(self, configs: Sequence[SchedulerConfig], count: int) -> None:
+        for config in configs:
+            if count % config.frequency != 0:
+                continue
+            if config.monitor is None:
+                self._module.lr_scheduler_step(config.scheduler, None)
+            elif (value := _monitored(config, self._trainer.callback_metrics)) is not None:
+                self._module.lr_scheduler_step(config.scheduler, value)
 
 
 def _monitored(config: SchedulerConfig, metrics: Mapping[str, Any]) -> Any | None:
-    if config.monitor is None:
-        return None
+    assert config.monitor is not None  # noqa: S101 - checked by the caller
     if config.monitor not in metrics and config.strict:
         raise MisuseError(
             f"the scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged; "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dstrat.training.module.hooks import DataHooks
+from dstrat.training.module.hyperparameters import HyperparameterMethods
+from dstrat.training.module.loading import DataModuleLoading
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 
-class DataModule(DataHooks):
+class DataModule(DataHooks, HyperparameterMethods, DataModuleLoading):
     """What downloads, splits and loads data.
 
     For example::
@@ -37,6 +39,9 @@ class DataModule(DataHooks):
     def attach(self, trainer: Trainer | None) -> None:
         """Take the Trainer that uses this data; None at the end of a run."""
         self.trainer = trainer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "trainer": None}  # copies and pickles belong to no Trainer
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must be in a checkpoint."""

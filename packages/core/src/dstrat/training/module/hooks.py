@@ -52,6 +52,16 @@ class DataHooks:
 class ModuleHooks:
     """What a module is told while it is trained and evaluated."""
 
+    if TYPE_CHECKING:
+
+        def eval(self) -> Any: ...
+
+        def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def configure_callbacks(self) -> Any:
+        """Return a callback or several that this module needs; they replace those of the same class."""
+        return []
+
     def configure_model(self) -> None:
         """Create layers when devices and processes are known; called before the strategy takes the module."""
 
@@ -91,6 +101,17 @@ class ModuleHooks:
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before clipping and the optimizer's step, with unscaled gradients."""
 
+    def on_validation_model_zero_grad(self) -> None:
+        """Called before validation during a fit, unless gradients are being accumulated; frees their memory."""
+        self.zero_grad()
+
+    def on_validation_model_eval(self) -> None:
+        """Put the module into evaluation mode, before validation."""
+        self.eval()
+
+    def on_validation_model_train(self) -> None:
+        """Called after validation, when each part of the module is back in the mode that it had before."""
+
     def on_validation_start(self) -> None:
         """Called before validation."""
 
@@ -109,6 +130,13 @@ class ModuleHooks:
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called after a validation batch."""
 
+    def on_test_model_eval(self) -> None:
+        """Put the module into evaluation mode, before testing."""
+        self.eval()
+
+    def on_test_model_train(self) -> None:
+        """Called after testing, when each part of the module is back in the mode that it had before."""
+
     def on_test_start(self) -> None:
         """Called before testing."""
 
@@ -126,6 +154,13 @@ class ModuleHooks:
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called after a test batch."""
+
+    def on_predict_model_eval(self) -> None:
+        """Put the module into evaluation mode, before prediction."""
+        self.eval()
+
+    def on_predict_model_train(self) -> None:
+        """Called after prediction, when each part of the module is back in the mode that it had before."""
 
     def on_predict_start(self) -> None:
         """Called before prediction."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,18 +11,17 @@ from torch import nn
 from dstrat.errors import MisuseError
 from dstrat.training.module.hooks import DataHooks, ModuleHooks
 from dstrat.training.module.logging import LoggingMethods
+from dstrat.training.module.optimization import OptimizationMethods
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
-    from torch.optim import Optimizer
 
-    from dstrat.interfaces.precision import ClipAlgorithm
     from dstrat.training.trainer import Trainer
 
 
-class TrainModule(ModuleHooks, DataHooks, LoggingMethods, nn.Module):
+class TrainModule(ModuleHooks, DataHooks, OptimizationMethods, LoggingMethods, nn.Module):
     """An ``nn.Module`` that says how it is trained and evaluated.
 
     The smallest complete one::
@@ -75,67 +75,6 @@ class TrainModule(ModuleHooks, DataHooks, LoggingMethods, nn.Module):
         """Return the predictions of one batch; the module's output unless overridden."""
         return self(batch)
 
-    # Optimization
-
-    def configure_optimizers(self) -> Any:
-        """Return the optimizer; also several, with or without schedulers.
-
-        Returns:
-            An optimizer, a list of optimizers, a pair of lists (optimizers, schedulers), or a dict with
-            ``"optimizer"`` and, if wanted, ``"lr_scheduler"``, which is a scheduler or a dict of the attributes of
-            :class:`~dstrat.interfaces.optimization.SchedulerConfig`.
-        """
-        raise MisuseError(
-            f"{type(self).__name__} has no configure_optimizers: define it and return an optimizer, "
-            "such as torch.optim.AdamW(self.parameters())"
-        )
-
-    def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Optimizer,
-        optimizer_closure: Callable[[], Any],
-    ) -> None:
-        """Run the closure, which computes the gradients, and step the optimizer."""
-        self.trainer.strategy.optimizer_step(optimizer, optimizer_closure, self)
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Clear the gradients of an optimizer."""
-        optimizer.zero_grad()
-
-    def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None, gradient_clip_algorithm: ClipAlgorithm
-    ) -> None:
-        """Clip the gradients of an optimizer; they are not scaled."""
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    def clip_gradients(
-        self, optimizer: Optimizer, gradient_clip_val: float | None, gradient_clip_algorithm: ClipAlgorithm = "norm"
-    ) -> None:
-        """Clip the gradients of an optimizer to a norm or a value; None does nothing."""
-        if gradient_clip_val is not None:
-            self.trainer.strategy.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Step a scheduler, with its monitored value where it has one."""
-        if metric is None:
-            scheduler.step()
-        else:
-            scheduler.step(metric)
-
-    def optimizers(self) -> Any:
-        """Return the optimizer, or the list of them where there are several."""
-        found = self.trainer.strategy.optimizers
-        return found[0] if len(found) == 1 else list(found)
-
-    def lr_schedulers(self) -> Any:
-        """Return the scheduler, the list of them where there are several, or None."""
-        found = [config.scheduler for config in self.trainer.strategy.lr_schedulers]
-        return found[0] if len(found) == 1 else (found or None)
-
-    # Where it runs
-
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once for the whole job."""
         self.trainer.print(*args, **kwargs)
@@ -158,9 +97,14 @@ class TrainModule(ModuleHooks, DataHooks, LoggingMethods, nn.Module):
     @property
     def device(self) -> torch.device:
         """The device of the module's first parameter or buffer."""
-        for tensor in (*self.parameters(), *self.buffers()):
-            return tensor.device
-        return torch.device("cpu")
+        tensor = next(chain(self.parameters(), self.buffers()), None)
+        return torch.device("cpu") if tensor is None else tensor.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the module's first floating-point parameter or buffer."""
+        tensors = (tensor for tensor in chain(self.parameters(), self.buffers()) if tensor.is_floating_point())
+        return next((tensor.dtype for tensor in tensors), torch.get_default_dtype())
 
     @property
     def current_epoch(self) -> int:

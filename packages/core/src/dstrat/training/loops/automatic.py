@@ -1,8 +1,8 @@
-"""Automatic optimization: from a batch to the optimizer's step."""
+"""Automatic optimization: from the loss of a batch to the optimizer's step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,6 +12,8 @@ from dstrat.training.dispatch import overrides
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.optim import Optimizer
 
     from dstrat.training.trainer import Trainer
@@ -22,19 +24,29 @@ class _NothingToLearnError(Exception):
 
 
 class AutomaticOptimization:
-    """Runs ``training_step``, backward, clipping and the optimizer's step, with the hooks between them.
+    """Clears gradients, runs ``training_step``, backward, clipping and the optimizer's step, with the hooks between.
 
-    Everything that can be found out once is found out here, before the first batch.
+    Everything that can be found out once is found out here, before the first batch.  Gradients are cleared before
+    the forward pass, so that old gradients and new activations are never held together.
+
+    Args:
+        trainer: Its strategy and hooks are used.
+        module: The user's module.
+
+    Attributes:
+        optimizers: What the module's ``optimizers`` method returns.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule) -> None:
         strategy, dispatch = trainer.strategy, trainer.dispatch
         self._trainer, self._module, self._strategy = trainer, module, strategy
+        self.optimizers = strategy.optimizers
         self._optimizer = _only(strategy.optimizers)
-        self._training_step = strategy.training_step
-        self._takes_index = count_arguments(module.training_step) > 1
-        self._zero_grad = module.optimizer_zero_grad if overrides(module, "optimizer_zero_grad", TrainModule) else None
-        self._optimizer_step = module.optimizer_step if overrides(module, "optimizer_step", TrainModule) else None
+        self._training_step = trainer.profiled("training_step", strategy.training_step)
+        self._backward = trainer.profiled("backward", strategy.backward)
+        self._optimizer_step = trainer.profiled("optimizer_step", self._find_step())
+        self._count_step = trainer.fit_loop.count_step
+        self._zero_grad = self._find_zero_grad()
         self._clips = trainer.gradient_clip_val is not None or overrides(
             module, "configure_gradient_clipping", TrainModule
         )
@@ -42,59 +54,68 @@ class AutomaticOptimization:
         self._before_backward = dispatch.of("on_before_backward")
         self._after_backward = dispatch.of("on_after_backward")
         self._before_optimizer_step = dispatch.of("on_before_optimizer_step")
-        self._batch: Any = None
-        self._batch_idx = 0
+        self._arguments: tuple[Any, ...] = ()
         self._group_size = 1
-        self._first = self._applies = True
-        self._has_gradients = False
+        self._applies = True
+        self._clears = True  # until something has been accumulated
         self._outputs: Any = None
 
-    def run(self, batch: Any, batch_idx: int, *, group_size: int, applies: bool) -> tuple[Any, bool]:
-        """Train on a batch.
+    def _find_step(self) -> Callable[[Callable[[], Any]], Any]:
+        module, trainer, optimizer = self._module, self._trainer, self._optimizer
+        if not overrides(module, "optimizer_step", TrainModule):
+            return lambda closure: self._strategy.optimizer_step(optimizer, closure, module)
+        return lambda closure: module.optimizer_step(
+            trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer, closure
+        )
+
+    def _find_zero_grad(self) -> Callable[[], None]:
+        module, trainer, optimizer = self._module, self._trainer, self._optimizer
+        if not overrides(module, "optimizer_zero_grad", TrainModule):
+            return optimizer.zero_grad
+        return lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer)
+
+    def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:
+        """Train on a batch; return what ``training_step`` returned.
 
         Args:
-            batch: The batch, on its device.
-            batch_idx: Its index in the epoch.
+            arguments: What ``training_step`` takes.
             group_size: Number of batches whose gradients make up one optimizer step.
             applies: Whether it is the last of its group, after which the optimizer steps.
-
-        Returns:
-            What ``training_step`` returned, and whether the optimizer took a step.
         """
-        self._batch, self._batch_idx = batch, batch_idx
-        self._group_size, self._first, self._applies = group_size, not self._has_gradients, applies
+        self._arguments, self._group_size, self._applies = arguments, group_size, applies
         try:
             if applies or self._strategy.accumulates_gradients:
-                self._step(self._closure)
+                self._optimizer_step(self._closure)
             else:
                 with self._strategy.no_backward_sync():
                     self._closure()
+            self._clears = False
         except _NothingToLearnError:
-            applies = applies and self._has_gradients
-            if applies:
-                self._step(self._prepare_step)
+            applies = applies and not self._clears
+            if applies:  # earlier batches of the group have gradients
+                self._optimizer_step(self._prepare_step)
         finally:
-            outputs, self._outputs, self._batch = self._outputs, None, None
+            outputs, self._outputs, self._arguments = self._outputs, None, ()
         if applies:
-            self._has_gradients = False
-        return outputs, applies
-
-    def _step(self, closure: Callable[[], Any]) -> None:
-        if self._optimizer_step is None:
-            self._strategy.optimizer_step(self._optimizer, closure, self._module)
-        else:
-            self._optimizer_step(self._trainer.current_epoch, self._batch_idx, self._optimizer, closure)
+            self._clears = True
+            self._count_step()
+        return outputs
 
     def _closure(self) -> Tensor:
-        if self._first:
-            self._clear()
-        args = (self._batch, self._batch_idx) if self._takes_index else (self._batch,)
-        self._outputs = self._training_step(*args)
+        if self._clears:
+            for hook in self._before_zero_grad:
+                hook(self._optimizer)
+            self._zero_grad()
+        elif self._outputs is not None:
+            raise MisuseError(
+                f"{type(self._optimizer).__name__} computes the loss of a batch several times in one step, which "
+                "cannot be combined with accumulate_grad_batches: leave that out"
+            )
+        self._outputs = self._training_step(*self._arguments)
         loss = self._loss(self._outputs)
         for hook in self._before_backward:
             hook(loss)
-        self._strategy.backward(loss)
-        self._has_gradients = True
+        self._backward(loss)
         for hook in self._after_backward:
             hook()
         if self._applies:
@@ -117,14 +138,6 @@ class AutomaticOptimization:
             )
         raise _NothingToLearnError
 
-    def _clear(self) -> None:
-        for hook in self._before_zero_grad:
-            hook(self._optimizer)
-        if self._zero_grad is None:
-            self._optimizer.zero_grad()
-        else:
-            self._zero_grad(self._trainer.current_epoch, self._batch_idx, self._optimizer)
-
     def _prepare_step(self) -> None:
         trainer = self._trainer
         self._strategy.unscale_gradients(self._optimizer)
@@ -144,17 +157,7 @@ def _only(optimizers: list[Optimizer]) -> Optimizer:
             "configure_optimizers returned no optimizer: return one, such as torch.optim.AdamW(self.parameters())"
         )
     raise MisuseError(
-        f"configure_optimizers returned {len(optimizers)} optimizers, and automatic optimization steps one: "
-        "put the parameters into groups of a single optimizer"
+        f"configure_optimizers returned {len(optimizers)} optimizers, and automatic optimization steps one: put the "
+        "parameters into groups of a single optimizer, or set self.automatic_optimization = False and step them "
+        "in training_step"
     )
-
-
-def count_arguments(step: Any) -> int:
-    """Return how many of (batch, index of the batch, index of the loader) a step takes."""
-    import inspect
-
-    parameters = inspect.signature(step).parameters.values()
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return 3
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return min(3, sum(parameter.kind in positional for parameter in parameters))

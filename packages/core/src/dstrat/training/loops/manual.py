@@ -1,0 +1,134 @@
+"""Manual optimization: the module's ``training_step`` computes gradients and steps its optimizers by itself."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import ConflictError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+
+class ManualOptimization:
+    """Runs ``training_step``, which does the rest through :class:`ManualOptimizer` and ``manual_backward``.
+
+    Args:
+        trainer: Its strategy and hooks are used; its arguments for automatic optimization must be at their defaults.
+        module: Of which ``automatic_optimization`` is False.
+
+    Attributes:
+        optimizers: What the module's ``optimizers`` method returns.
+
+    Raises:
+        ConflictError: The Trainer was asked to clip or to accumulate.
+    """
+
+    def __init__(self, trainer: Trainer, module: TrainModule) -> None:
+        _check_arguments(trainer, module)
+        self._strategy = trainer.strategy
+        self._training_step = trainer.profiled("training_step", trainer.strategy.training_step)
+        self._before_backward = trainer.dispatch.of("on_before_backward")
+        self._after_backward = trainer.dispatch.of("on_after_backward")
+        self.optimizers = [ManualOptimizer(optimizer, trainer, module) for optimizer in trainer.strategy.optimizers]
+
+    def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - the module accumulates by itself
+        """Train on a batch; return what ``training_step`` returned.
+
+        Args:
+            arguments: What ``training_step`` takes.
+            group_size: Always 1.
+            applies: Always True.
+        """
+        return self._training_step(*arguments)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss, with the hooks around it."""
+        for hook in self._before_backward:
+            hook(loss)
+        self._strategy.backward(loss, *args, **kwargs)
+        for hook in self._after_backward:
+            hook()
+
+
+class ManualOptimizer:
+    """An optimizer as manual optimization sees it: its ``step`` goes through the strategy, and is counted.
+
+    Everything else is that of the optimizer itself.
+
+    Args:
+        optimizer: One that ``configure_optimizers`` returned.
+        trainer: Its strategy steps the optimizer.
+        module: The module whose parameters it has.
+
+    Attributes:
+        optimizer: The optimizer itself.
+    """
+
+    def __init__(self, optimizer: Optimizer, trainer: Trainer, module: TrainModule) -> None:
+        self.optimizer = optimizer
+        self._strategy, self._module = trainer.strategy, module
+        self._count_step = trainer.fit_loop.count_step
+        self._before_step = trainer.dispatch.of("on_before_optimizer_step")
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the optimizer.
+
+        Args:
+            closure: Computes the loss and its gradients and returns the loss, for optimizers that need it.
+            **kwargs: Passed to the optimizer's ``step``.
+
+        Returns:
+            What the closure returned.
+        """
+
+        def prepared() -> Any:
+            loss = closure() if closure is not None else None
+            self._strategy.unscale_gradients(self.optimizer)
+            for hook in self._before_step:
+                hook(self.optimizer)
+            return loss
+
+        output = self._strategy.optimizer_step(self.optimizer, prepared, self._module, **kwargs)
+        self._count_step()
+        return output
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Let only this optimizer's parameters require gradients in a ``with`` block.
+
+        Args:
+            sync_grad: Whether gradients are synchronised over the processes in it.
+        """
+        self._module.toggle_optimizer(self)
+        try:
+            with self._module.no_backward_sync(enabled=not sync_grad):
+                yield
+        finally:
+            self._module.untoggle_optimizer(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def __repr__(self) -> str:
+        return f"ManualOptimizer({self.optimizer!r})"
+
+
+def _check_arguments(trainer: Trainer, module: TrainModule) -> None:
+    given = {
+        "gradient_clip_val": (trainer.gradient_clip_val, None, "self.clip_gradients(optimizer, value)"),
+        "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1, "stepping only in every n-th batch"),
+    }
+    for name, (value, default, instead) in given.items():
+        if value != default:
+            raise ConflictError(
+                f"{name}={value!r} is for automatic optimization, and {type(module).__name__} has "
+                f"automatic_optimization=False: leave it out, and do it in training_step, by {instead}"
+            )

@@ -1,0 +1,236 @@
+"""What callbacks and modules can ask a Trainer: where this process is, and where the run is."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrat.errors import MisuseError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from dstrat.interfaces.optimization import SchedulerConfig
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.training.callbacks.callback import Callback
+    from dstrat.training.data.sources import Sources
+    from dstrat.training.loggers.logger import Logger
+    from dstrat.training.loops.evaluation_loop import EvaluationLoop
+    from dstrat.training.loops.fit_loop import FitLoop
+    from dstrat.training.metrics.latest import Metrics
+    from dstrat.training.metrics.logged import LoggedValues
+    from dstrat.training.module.data_module import DataModule
+    from dstrat.training.module.train_module import TrainModule
+
+Stage = Literal["fit", "validate", "test", "predict"]
+
+
+class RunState:
+    """The readable side of a Trainer.
+
+    Attributes:
+        strategy: How the run is distributed.
+        stage: What was called last: fit, validate, test or predict.
+        should_stop: Set it to True in any process, and training ends after the same step in all of them; honoured when
+            ``min_epochs`` and ``min_steps`` are done.
+        is_evaluating: Whether an evaluation loop runs at this moment, also within a fit.
+        sanity_checking: Whether the validation batches at the start of a fit are tried.
+        interrupted: Whether the last run was ended by a signal.
+        callbacks: In the order in which they are called.
+        loggers: All of them.
+        module: The user's module; the last run's after its end.
+        datamodule: The run's, None without one.
+        log_dir: Where the loggers write, None where none of them writes to a folder.
+        fit_loop: Trains.
+        evaluation_loop: Validates, tests or predicts, also within a fit; None before.
+    """
+
+    strategy: Strategy
+    stage: Stage
+    should_stop: bool
+    sanity_checking: bool
+    interrupted: bool
+    callbacks: list[Callback]
+    loggers: list[Logger]
+    module: TrainModule | None
+    datamodule: DataModule | None
+    log_dir: Path | None
+    fit_loop: FitLoop
+    evaluation_loop: EvaluationLoop | None
+    evaluation_batches: list[int | None]
+    logged: LoggedValues
+    metrics: Metrics
+    sources: Sources | None
+    max_epochs: int
+    max_steps: int
+    accumulate_grad_batches: int
+    is_evaluating: bool
+
+    # Where this process is
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the job."""
+        return self.strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process in the job."""
+        return self.strategy.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self.strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Rank of this machine."""
+        return self.strategy.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process has global rank 0."""
+        return self.strategy.is_global_zero
+
+    @property
+    def ran_elsewhere(self) -> bool:
+        """Whether the run's results have to be brought to the process that asked for it."""
+        return self.strategy.launcher is not None and not self.strategy.launcher.runs_here
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of this machine that the job uses."""
+        return len(self.strategy.parts.parallel_devices or (self.strategy.root_device,))
+
+    # Where the run is
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether the module is being trained, also while it is validated in between."""
+        return self.stage == "fit"
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is being trained at this moment, and not validated in between."""
+        return self.stage == "fit" and not self.is_evaluating
+
+    @property
+    def validating(self) -> bool:
+        """Whether the module is being validated at this moment; not in the sanity check."""
+        return self.is_evaluating and self.stage in ("fit", "validate") and not self.sanity_checking
+
+    @property
+    def testing(self) -> bool:
+        """Whether the module is being tested."""
+        return self.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether the module predicts."""
+        return self.stage == "predict"
+
+    @property
+    def current_epoch(self) -> int:
+        """Index of the epoch, from 0."""
+        return self.fit_loop.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Number of optimizer steps taken."""
+        return self.fit_loop.global_step
+
+    @property
+    def num_training_batches(self) -> int | None:
+        """Number of training batches in an epoch; None where it is unknown."""
+        return self.fit_loop.num_batches
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training batch is the epoch's last."""
+        return self.fit_loop.is_last_batch
+
+    @property
+    def num_val_batches(self) -> list[int | None]:
+        """Number of batches of each validation loader; None where it is unknown."""
+        return self.evaluation_batches if self.stage in ("fit", "validate") else []
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Number of optimizer steps until training ends; infinite where nothing ends it.
+
+        It may be asked for in ``configure_optimizers``, as for ``OneCycleLR(total_steps=...)``.
+        """
+        if self.sources is None:
+            raise MisuseError("estimated_stepping_batches is known during a fit: ask for it in configure_optimizers")
+        self.fit_loop.load(self.sources)
+        most = math.inf if self.max_steps < 0 else self.max_steps
+        batches = self.fit_loop.num_batches
+        if batches is None or self.max_epochs < 0:
+            return most
+        return min(most, math.ceil(batches / self.accumulate_grad_batches) * self.max_epochs)
+
+    @property
+    def train_dataloader(self) -> Any:
+        """What this process trains from; None before it is known."""
+        return self.fit_loop.loader
+
+    @property
+    def val_dataloaders(self) -> list[Any]:
+        """What this process validates, in a fit or in validate."""
+        return self._loaders_of("fit", "validate")
+
+    @property
+    def test_dataloaders(self) -> list[Any]:
+        """What this process tests."""
+        return self._loaders_of("test")
+
+    @property
+    def predict_dataloaders(self) -> list[Any]:
+        """What this process predicts."""
+        return self._loaders_of("predict")
+
+    def _loaders_of(self, *stages: Stage) -> list[Any]:
+        return self.evaluation_loop.loaders if self.evaluation_loop is not None and self.stage in stages else []
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The learning-rate schedulers of the run, each with when it is stepped."""
+        return self.strategy.lr_schedulers
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers of the run."""
+        return self.strategy.optimizers
+
+    @property
+    def model(self) -> Any:
+        """The module as the strategy wrapped it."""
+        return self.strategy.model
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger, None without one."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor | float]:
+        """Latest value of everything that was logged, by name."""
+        return self.metrics.all(self.logged)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """What the progress bar shows, by name; reads the values from the device."""
+        return self.metrics.shown(self.logged)
+
+    @property
+    def checkpoint_callback(self) -> Callback | None:
+        """The first callback that saves checkpoints."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Callback]:
+        """The callbacks that save checkpoints."""
+        return [callback for callback in self.callbacks if callback.saves_checkpoints]
