@@ -1,13 +1,20 @@
-"""Applying a function to every tensor of a nested batch."""
+"""Applying a function to every tensor of a nested batch, and moving a batch to a device."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping
-from functools import cache
+import enum
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from dstrat.errors import MisuseError
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
@@ -15,39 +22,191 @@ if TYPE_CHECKING:
 def apply_to_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     """Return the batch with the function applied to each tensor in it.
 
-    Goes into dicts, lists, tuples, named tuples and dataclasses; everything else is returned as it is.
+    Goes into mappings, lists, tuples, named tuples and dataclasses, also frozen ones and subclasses, and keeps their
+    types; everything else is returned as it is, and so is whatever the function leaves unchanged.
     """
-    if isinstance(batch, _tensor_class()):
-        return function(batch)
-    if isinstance(batch, list | tuple):
-        values = [apply_to_tensors(value, function) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    if isinstance(batch, Mapping):
-        return _rebuild_mapping(batch, {key: apply_to_tensors(value, function) for key, value in batch.items()})
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = [field.name for field in dataclasses.fields(batch) if field.init]
-        return dataclasses.replace(batch, **{f: apply_to_tensors(getattr(batch, f), function) for f in fields})
-    return batch
-
-
-@cache
-def _tensor_class() -> type[Tensor]:
-    from torch import Tensor
-
-    return Tensor
+    return _apply(batch, _part, function, lambda other: other)
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with each tensor (and whatever else has a ``to`` for devices) on the device.
 
-    Copies from pinned memory do not wait for the device.
+    What is there already is returned as it is.  Copies from pinned memory do not wait for the device.
+
+    Raises:
+        MisuseError: Something in the batch holds tensors and cannot be moved.
     """
+    if _is_there(batch, device):  # on the CPU it nearly always is, and finding that out is all that moving costs
+        return batch
 
     def move(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device, non_blocking=tensor.is_pinned())
 
-    return apply_to_tensors(batch, move)
+    return _apply(batch, _movable_part, move, lambda other: _move_object(other, device))
+
+
+class _Part(enum.Enum):
+    """What can be found in a batch."""
+
+    TENSOR = enum.auto()
+    PLAIN = enum.auto()
+    SEQUENCE = enum.auto()
+    MAPPING = enum.auto()
+    DATACLASS = enum.auto()
+    OBJECT = enum.auto()
+
+
+_TENSOR, _PLAIN, _SEQUENCE, _MAPPING = _Part.TENSOR, _Part.PLAIN, _Part.SEQUENCE, _Part.MAPPING
+
+
+@lru_cache(maxsize=1024)
+def _part(kind: type) -> _Part:
+    """Return what objects of a class are."""
+    from torch import Tensor
+
+    if issubclass(kind, Tensor):
+        return _Part.TENSOR
+    if kind in {str, bytes, int, float, complex, bool, type(None)}:
+        return _Part.PLAIN
+    if issubclass(kind, list | tuple):
+        return _Part.SEQUENCE
+    if issubclass(kind, Mapping):
+        return _Part.MAPPING
+    return _Part.DATACLASS if dataclasses.is_dataclass(kind) else _Part.OBJECT
+
+
+@lru_cache(maxsize=1024)
+def _movable_part(kind: type) -> _Part:
+    """Return the same for moving, where a collection with a method ``to`` knows best how to move itself."""
+    part = _part(kind)
+    own = part not in {_Part.TENSOR, _Part.PLAIN} and _own_to(kind) is not None
+    return _Part.OBJECT if own else part
+
+
+def _is_there(batch: Any, device: torch.device) -> bool:
+    """Return whether a batch of tensors, in plain collections or not, is on the device as a whole."""
+    part = _movable_part(type(batch))
+    if part is _TENSOR:
+        return bool(batch.device == device)
+    if part is _SEQUENCE:
+        values = batch
+    elif part is _MAPPING:
+        values = batch.values()
+    else:
+        return part is _PLAIN
+    for value in values:  # noqa: SIM110 - a generator expression takes twice as long
+        if not _is_there(value, device):
+            return False
+    return True
+
+
+def _apply(
+    batch: Any,
+    part_of: Callable[[type], _Part],
+    to_tensor: Callable[[Tensor], Any],
+    to_object: Callable[[Any], Any],
+) -> Any:
+    """Apply a function to the tensors, and another to what is neither a tensor nor a collection."""
+    part = part_of(type(batch))
+    if part is _Part.TENSOR:
+        return to_tensor(batch)
+    if part is _Part.PLAIN:
+        return batch
+    if part is _Part.OBJECT:
+        return to_object(batch)
+    names, values, rebuild = _opened(batch, part)
+    changed = [_apply(value, part_of, to_tensor, to_object) for value in values]
+    if all(new is old for new, old in zip(changed, values, strict=True)):
+        return batch
+    return rebuild(batch, dict(zip(names, changed, strict=True)))
+
+
+def _opened(batch: Any, part: _Part) -> tuple[Sequence[Any], Sequence[Any], Callable[[Any, dict[Any, Any]], Any]]:
+    """Return the names of what a collection holds, the values, and what makes such a collection of others."""
+    if part is _Part.SEQUENCE:
+        return range(len(batch)), batch, _rebuild_sequence
+    if part is _Part.MAPPING:
+        return list(batch), list(batch.values()), _rebuild_mapping
+    names = [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]
+    return names, [getattr(batch, name) for name in names], _rebuild_dataclass
+
+
+def _rebuild_sequence(original: Any, values: dict[int, Any]) -> Any:
+    if isinstance(original, list):
+        copied = copy.copy(original)
+        copied[:] = values.values()
+        return copied
+    return type(original)(*values.values()) if hasattr(original, "_fields") else type(original)(values.values())
 
 
 def _rebuild_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    return values if type(original) is dict else type(original)(values)  # type: ignore[call-arg]  # by convention
+    if type(original) is dict:
+        return values
+    if not isinstance(original, MutableMapping):
+        return _constructed(original, values)
+    copied = copy.copy(original)  # which keeps attributes and does not call the constructor, whatever that wants
+    for key, value in values.items():
+        copied[key] = value
+    return copied
+
+
+def _constructed(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    try:
+        return type(original)(values)  # type: ignore[call-arg]  # by convention
+    except TypeError as error:
+        raise _cannot_be_moved(original, f"cannot be made from a dict ({error})") from error
+
+
+def _rebuild_dataclass(original: Any, values: dict[str, Any]) -> Any:
+    """Return a copy with other fields, without calling ``__init__``, so that nothing is computed or checked again."""
+    copied = object.__new__(type(original))
+    if hasattr(original, "__dict__"):
+        copied.__dict__.update(original.__dict__)
+    for name, value in values.items():
+        object.__setattr__(copied, name, value)  # also where it is frozen
+    return copied
+
+
+def _move_object(batch: Any, device: torch.device) -> Any:
+    """Move what has a ``to`` of its own, and refuse what has none and holds tensors that are elsewhere."""
+    own = _own_to(type(batch))
+    if own is not None:
+        options = {"non_blocking": True} if own.takes_non_blocking and device.type == "cuda" else {}
+        try:
+            return batch.to(device, **options)
+        except (TypeError, ValueError) as error:
+            reason = f"cannot be moved by its own to({str(device)!r}) ({error})"
+            raise _cannot_be_moved(batch, reason) from error
+    held = {} if isinstance(batch, type) else getattr(batch, "__dict__", {})
+    elsewhere = [n for n, value in held.items() if _part(type(value)) is _Part.TENSOR and value.device != device]
+    if elsewhere:
+        raise _cannot_be_moved(batch, f"holds tensors ({', '.join(elsewhere)}) and has no method to(device)")
+    return batch
+
+
+def _cannot_be_moved(batch: Any, reason: str) -> MisuseError:
+    kind = type(batch)
+    return MisuseError(
+        f"the batch is or contains a {kind.__module__}.{kind.__qualname__}, which {reason}: "
+        "override transfer_batch_to_device(self, batch, device, dataloader_idx) in the module or the data module"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _OwnTo:
+    """That a class has a method ``to``, and whether it takes ``non_blocking``."""
+
+    takes_non_blocking: bool
+
+
+@lru_cache(maxsize=1024)
+def _own_to(kind: type) -> _OwnTo | None:
+    method = getattr(kind, "to", None)
+    if not callable(method):  # a named tuple's field may have that name too
+        return None
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except ValueError:  # written in C
+        return _OwnTo(takes_non_blocking=False)
+    takes = any(parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return _OwnTo(takes_non_blocking=takes)
