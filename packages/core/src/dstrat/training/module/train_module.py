@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from dstrat.errors import MisuseError
+from dstrat.training.module.compiling import CompilingMethods
+from dstrat.training.module.export import ExportMethods
 from dstrat.training.module.hooks import DataHooks, ModuleHooks
+from dstrat.training.module.hyperparameters import HyperparameterMethods
+from dstrat.training.module.loading import ModuleLoading
 from dstrat.training.module.logging import LoggingMethods
 from dstrat.training.module.optimization import OptimizationMethods
 
@@ -21,7 +25,17 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 
-class TrainModule(ModuleHooks, DataHooks, OptimizationMethods, LoggingMethods, nn.Module):
+class TrainModule(
+    ModuleHooks,
+    DataHooks,
+    OptimizationMethods,
+    LoggingMethods,
+    HyperparameterMethods,
+    ModuleLoading,
+    CompilingMethods,
+    ExportMethods,
+    nn.Module,
+):
     """An ``nn.Module`` that says how it is trained and evaluated.
 
     The smallest complete one::

@@ -1,0 +1,99 @@
+"""Compiling a module in place, and the names of its weights, which stay those of the plain module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from dstrat.errors import MisuseError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_WRAPPED = "_orig_mod"  # the attribute of torch.compile's wrapper that holds the plain module
+
+
+class CompilingMethods(nn.Module):
+    """``compile`` of a module, and state dicts in which no compiler shows."""
+
+    _compile_options: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module's forward and its layers in place, as ``torch.compile`` does with these arguments.
+
+        A step then runs compiled code where it calls the module itself, ``self(x)``, or one of its layers,
+        ``self.encoder(x)``.  The steps themselves are left as they are, because they log.
+
+        Raises:
+            MisuseError: There is neither a forward nor a layer.
+        """
+        targets = [*([self] if _has_forward(self) else []), *_layers(self)]
+        if not targets:
+            raise MisuseError(
+                f"{type(self).__name__} has no forward and no layers yet, and so nothing to compile: call compile() "
+                "after they are made, at the end of __init__ or of configure_model"
+            )
+        for target in targets:
+            nn.Module.compile(target, *args, **kwargs)
+        self._compile_options = (args, kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves its types out
+        if self._compile_options is not None:  # torch leaves compiled code out of pickles and copies
+            args, kwargs = self._compile_options
+            self.compile(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the weights by the names of the plain module, also where layers went through ``torch.compile``."""
+        state = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        if any(_WRAPPED in name for name in state):
+            metadata = getattr(state, "_metadata", {})
+            for names in (state, metadata):
+                plain = {_plain_after(prefix, name): value for name, value in names.items()}
+                names.clear()
+                names.update(plain)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights by the names of the plain module, or by those of one whose layers are compiled."""
+        own = [name for name, _ in self.named_modules() if _WRAPPED in name]
+        if own or any(_WRAPPED in name for name in state_dict):
+            state_dict = _renamed(state_dict, super().state_dict())
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a weight, or of a layer, without what ``torch.compile`` put into it."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)
+
+
+def _plain_after(prefix: str, name: str) -> str:
+    return prefix + plain_name(name[len(prefix) :]) if name.startswith(prefix) else name
+
+
+def _renamed(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state by the names that it has here."""
+    names = {plain_name(name): name for name in own}
+    return {names.get(plain_name(name), name): value for name, value in state.items()}
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers that steps may call: the children, and those in lists and dicts of modules.
+
+    Left out are those without parameters, as metrics and losses are, and those that are compiled already.
+    """
+    for child in module.children():
+        if not _has_forward(child):
+            yield from _layers(child)
+        elif next(child.parameters(), None) is not None and not _is_compiled(child):
+            yield child
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, _WRAPPED) or getattr(module, "_compiled_call_impl", None) is not None

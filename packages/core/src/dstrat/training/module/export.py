@@ -1,0 +1,159 @@
+"""What leaves a training: copies and pickles, frozen modules, TorchScript and ONNX."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from dstrat.errors import MissingRequirementError, MisuseError
+from dstrat.interfaces.batch import move_to_device
+from dstrat.plugins.known import pip_command
+
+
+class ExportMethods(nn.Module):
+    """``freeze``, ``to_torchscript`` and ``to_onnx`` of a module; copies and pickles of it belong to no Trainer.
+
+    Attributes:
+        example_input_array: What ``forward`` takes: a tensor, a tuple of arguments or a dict of them by name; used by
+            exports and by the summary of the layers.
+    """
+
+    example_input_array: Any = None
+
+    __jit_unused_properties__: ClassVar[list[str]] = []  # torch.jit looks in these for what it should leave alone
+    __jit_ignored_attributes__: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "dstrat"]
+        properties = [name for base in ours for name, value in vars(base).items() if isinstance(value, property)]
+        annotated = [name for base in ours for name in vars(base).get("__annotations__", {})]
+        cls.__jit_unused_properties__ = properties
+        cls.__jit_ignored_attributes__ = properties + annotated
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = nn.Module.__getstate__(self)
+        return {**state, "_trainer": None}
+
+    def freeze(self) -> None:
+        """Let no parameter be trained, and set evaluation mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Let all parameters be trained, and set training mode."""
+        self.requires_grad_(True)
+        self.train()
+
+    @torch.no_grad()
+    def to_torchscript(
+        self,
+        file_path: str | Path | None = None,
+        method: Literal["script", "trace"] = "script",
+        example_inputs: Any = None,
+        **kwargs: Any,
+    ) -> torch.jit.ScriptModule:
+        """Return the module, in evaluation mode, as TorchScript.
+
+        torch keeps TorchScript for what runs it already, and advises ``torch.export`` for what is new.
+
+        Args:
+            file_path: Where it is also written to.
+            method: ``"script"`` compiles the code of ``forward``; ``"trace"`` records one call.
+            example_inputs: What to call ``forward`` with in order to trace; by default :attr:`example_input_array`.
+            **kwargs: For ``torch.jit.script`` or ``torch.jit.trace``.
+
+        Raises:
+            MisuseError: The method is unknown, or there is no input to trace with.
+        """
+        if method not in ("script", "trace"):
+            raise MisuseError(f"to_torchscript(method={method!r}): the method is 'script' or 'trace'")
+        with _evaluating(self), _readable(self), _quiet_about_torchscript():
+            if method == "script":
+                scripted: torch.jit.ScriptModule = torch.jit.script(self, **kwargs)
+            else:
+                args, by_name = self._inputs(example_inputs, "to_torchscript(method='trace')", "example_inputs")
+                inputs = {"example_kwarg_inputs": by_name} if by_name else {"example_inputs": args}
+                scripted = torch.jit.trace(self, **inputs, **kwargs)
+        if file_path is not None:
+            Path(file_path).parent.mkdir(parents=True, exist_ok=True)
+            scripted.save(str(file_path))
+        return scripted
+
+    @torch.no_grad()
+    def to_onnx(self, file_path: str | Path | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Export the module, in evaluation mode, to ONNX; needs the extra ``dstrat[onnx]``.
+
+        Args:
+            file_path: Where it is written to.
+            input_sample: What to call ``forward`` with; by default :attr:`example_input_array`.
+            **kwargs: For ``torch.onnx.export``.
+
+        Returns:
+            What ``torch.onnx.export`` returns: a ``torch.onnx.ONNXProgram``, or None from its older exporter.
+
+        Raises:
+            MissingRequirementError: onnx or onnxscript is not installed.
+            MisuseError: There is no input.
+        """
+        missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+        if missing:
+            raise MissingRequirementError(
+                f"to_onnx needs {' and '.join(missing)}, which is not installed: {pip_command('dstrat[onnx]')}"
+            )
+        args, by_name = self._inputs(input_sample, "to_onnx", "input_sample")
+        if file_path is not None:
+            Path(file_path).parent.mkdir(parents=True, exist_ok=True)
+        options = {"verbose": False, **({"kwargs": by_name} if by_name else {}), **kwargs}
+        with _evaluating(self):
+            return torch.onnx.export(self, args, None if file_path is None else str(file_path), **options)
+
+    def _inputs(self, given: Any, asked: str, argument: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments for forward, by position and by name, on the module's device."""
+        inputs = self.example_input_array if given is None else given
+        if inputs is None:
+            raise MisuseError(
+                f"{asked} calls forward: pass {argument}, or set {type(self).__name__}.example_input_array"
+            )
+        parameter = next(self.parameters(), None)
+        inputs = inputs if parameter is None else move_to_device(inputs, parameter.device)
+        if isinstance(inputs, Mapping):
+            return (), dict(inputs)
+        return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, was_training in modes:
+            part.training = was_training
+
+
+@contextmanager
+def _readable(module: Any) -> Iterator[None]:
+    """Let torch.jit read every attribute: ``trainer`` raises outside a run, which torch.jit does not expect."""
+    trainer = module._trainer  # noqa: SLF001 - this is a part of its class
+    module._trainer = trainer or object()  # noqa: SLF001
+    try:
+        yield
+    finally:
+        module._trainer = trainer  # noqa: SLF001
+
+
+@contextmanager
+def _quiet_about_torchscript() -> Iterator[None]:
+    """Leave out that TorchScript is deprecated: the caller has asked for it by name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".torch\.jit\.\w+. is deprecated", DeprecationWarning)
+        yield

@@ -1,0 +1,166 @@
+"""Making a module or a data module again from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.errors import CheckpointError, MisuseError
+from dstrat.training.module.constructor import Constructor
+from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS
+from dstrat.training.module.plain_values import from_plain
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+    from typing_extensions import Self
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class ModuleLoading:
+    """``load_from_checkpoint`` of a module."""
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: torch.device | str | None = None,
+        strict: bool = True,
+        **overrides: Any,
+    ) -> Self:
+        """Make the module with the hyperparameters of a checkpoint, and load its weights.
+
+        No code from the checkpoint is run.
+
+        Args:
+            checkpoint_path: A checkpoint of a Trainer.
+            map_location: The device of the module; by default the CPU.
+            strict: Whether it is an error that weights are missing or left over; otherwise that is logged.
+            **overrides: Arguments for ``__init__``, which come before the checkpoint's.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read, or its weights do not fit the module.
+            MisuseError: An argument of ``__init__`` is in neither.
+        """
+        checkpoint = read_checkpoint(checkpoint_path)
+        module: Any = construct(cls, checkpoint, MODULE_KEYS, overrides, checkpoint_path)
+        module.configure_model()
+        module.on_load_checkpoint(checkpoint)
+        load_weights(module, checkpoint["state_dict"], checkpoint_path, strict=strict)
+        loaded: Self = module if map_location is None else module.to(map_location)
+        return loaded
+
+
+class DataModuleLoading:
+    """``load_from_checkpoint`` of a data module."""
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: str | Path, **overrides: Any) -> Self:
+        """Make the data module with the hyperparameters of a checkpoint, and load its state.
+
+        Args:
+            checkpoint_path: A checkpoint of a Trainer.
+            **overrides: Arguments for ``__init__``, which come before the checkpoint's.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read.
+            MisuseError: An argument of ``__init__`` is in neither.
+        """
+        checkpoint = read_checkpoint(checkpoint_path)
+        datamodule: Any = construct(cls, checkpoint, DATAMODULE_KEYS, overrides, checkpoint_path)
+        datamodule.load_state_dict(checkpoint.get("datamodule", {}))
+        loaded: Self = datamodule
+        return loaded
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Return a Trainer's checkpoint, its tensors on the CPU.
+
+    Raises:
+        CheckpointError: It cannot be read, or is none of a Trainer.
+    """
+    checkpoint = TorchCheckpointIO().load_checkpoint(path)
+    if not isinstance(checkpoint.get("state_dict"), Mapping):
+        raise CheckpointError(
+            f"{str(path)!r} has no 'state_dict', and so is no checkpoint of a Trainer: if it holds weights alone, make "
+            "the module and call its load_state_dict"
+        )
+    return checkpoint
+
+
+def construct(
+    cls: type[T], checkpoint: Mapping[str, Any], keys: tuple[str, str], overrides: Mapping[str, Any], path: str | Path
+) -> T:
+    """Make an object with the hyperparameters of a checkpoint.
+
+    Args:
+        cls: Its class.
+        checkpoint: What was read.
+        keys: Where the checkpoint has the hyperparameters, and the argument that takes them all.
+        overrides: What comes before the checkpoint's.
+        path: The checkpoint's place, for messages.
+
+    Raises:
+        MisuseError: The class needs another argument, or does not take one of the overrides.
+    """
+    constructor = Constructor.of(cls)
+    saved, argument = dict(checkpoint.get(keys[0], {})), checkpoint.get(keys[1])
+    if argument in constructor.names and argument not in overrides:
+        fields = {name: value for name, value in overrides.items() if name not in constructor.names}
+        overrides = {name: value for name, value in overrides.items() if name not in fields}
+        saved = {argument: saved | fields}
+    _check_accepted(cls, constructor, overrides)
+    taken = {name: value for name, value in saved.items() if name in constructor.names or constructor.takes_any}
+    arguments = {name: from_plain(value, constructor.annotations.get(name)) for name, value in taken.items()}
+    arguments |= overrides
+    missing = [name for name in constructor.required if name not in arguments]
+    if missing:
+        example = ", ".join(f"{name}=..." for name in missing)
+        raise MisuseError(
+            f"{cls.__name__}.__init__ needs {', '.join(map(repr, missing))}, and the hyperparameters in {str(path)!r} "
+            f"are {', '.join(saved) or 'none'}: call {cls.__name__}.load_from_checkpoint(..., {example}), or call "
+            "save_hyperparameters() in __init__ and write the checkpoint again"
+        )
+    return cls(**arguments)
+
+
+def _check_accepted(cls: type, constructor: Constructor, overrides: Mapping[str, Any]) -> None:
+    wrong = [name for name in overrides if name not in constructor.names and not constructor.takes_any]
+    if wrong:
+        raise MisuseError(
+            f"load_from_checkpoint was given {', '.join(map(repr, wrong))}, and {cls.__name__}.__init__ takes "
+            f"{', '.join(constructor.names) or 'no arguments'}: leave it out, or correct the name"
+        )
+
+
+def load_weights(module: nn.Module, state: Mapping[str, Any], path: str | Path, *, strict: bool) -> None:
+    """Load weights into a module, and say which are missing or left over.
+
+    Args:
+        module: On any device.
+        state: Tensors by name.
+        path: The checkpoint's place, for messages.
+        strict: Whether what is missing or left over is an error; otherwise it is logged.
+
+    Raises:
+        CheckpointError: The weights do not fit.
+    """
+    try:
+        missing, unexpected = module.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # sizes that differ
+        reasons = "; ".join(line.strip().rstrip(".") for line in str(error).splitlines()[1:]) or str(error)
+        raise CheckpointError(f"the weights in {str(path)!r} do not fit {type(module).__name__}: {reasons}") from error
+    found = [f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("left over", unexpected)) if names]
+    if not found:
+        return
+    message = f"the weights in {str(path)!r} do not fit {type(module).__name__}: {'; '.join(found)}"
+    if strict:
+        raise CheckpointError(f"{message}. Make the module as it was trained, or pass strict=False to load the others")
+    _log.warning("%s; the others are loaded", message)
