@@ -85,7 +85,7 @@ def _movable_part(kind: type) -> _Part:
 
 def _is_there(batch: Any, device: torch.device) -> bool:
     """Return whether a batch of tensors, in plain collections or not, is on the device as a whole."""
-    part = _movable_part(type(batch))
+    part = _movable_part(type(batch))  # type: ignore[arg-type]  # a class is hashable
     if part is _TENSOR:
         return bool(batch.device == device)
     if part is _SEQUENCE:
@@ -169,7 +169,7 @@ def _rebuild_dataclass(original: Any, values: dict[str, Any]) -> Any:
 
 def _move_object(batch: Any, device: torch.device) -> Any:
     """Move what has a ``to`` of its own, and refuse what has none and holds tensors that are elsewhere."""
-    own = _own_to(type(batch))
+    own = _own_to(type(batch))  # type: ignore[arg-type]  # a class is hashable
     if own is not None:
         options = {"non_blocking": True} if own.takes_non_blocking and device.type == "cuda" else {}
         try:
@@ -178,10 +178,14 @@ def _move_object(batch: Any, device: torch.device) -> Any:
             reason = f"cannot be moved by its own to({str(device)!r}) ({error})"
             raise _cannot_be_moved(batch, reason) from error
     held = {} if isinstance(batch, type) else getattr(batch, "__dict__", {})
-    elsewhere = [n for n, value in held.items() if _part(type(value)) is _Part.TENSOR and value.device != device]
+    elsewhere = [name for name, value in held.items() if _is_tensor(value) and value.device != device]
     if elsewhere:
         raise _cannot_be_moved(batch, f"holds tensors ({', '.join(elsewhere)}) and has no method to(device)")
     return batch
+
+
+def _is_tensor(value: Any) -> bool:
+    return _part(type(value)) is _Part.TENSOR  # type: ignore[arg-type]  # a class is hashable
 
 
 def _cannot_be_moved(batch: Any, reason: str) -> MisuseError:
