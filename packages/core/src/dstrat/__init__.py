@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from dstrat.plugins.registry import AcceleratorRegistry as AcceleratorRegistry
     from dstrat.plugins.registry import StrategyRegistry as StrategyRegistry
     from dstrat.training.callbacks.callback import Callback as Callback
+    from dstrat.training.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from dstrat.training.callbacks.gradient_accumulation_scheduler import (
+        GradientAccumulationScheduler as GradientAccumulationScheduler,
+    )
+    from dstrat.training.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from dstrat.training.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
     from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from dstrat.training.callbacks.timer import Timer as Timer
+    from dstrat.training.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from dstrat.training.callbacks.weight_averaging import WeightAveraging as WeightAveraging
     from dstrat.training.loggers.csv_logger import CSVLogger as CSVLogger
     from dstrat.training.loggers.logger import Logger as Logger
     from dstrat.training.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
@@ -43,19 +53,27 @@ _HOMES = {
     "Component": "dstrat.plugins.component",
     "DataModule": "dstrat.training.module.data_module",
     "DstratError": "dstrat.errors",
+    "EMAWeightAveraging": "dstrat.training.callbacks.weight_averaging",
+    "EarlyStopping": "dstrat.training.callbacks.early_stopping",
+    "GradientAccumulationScheduler": "dstrat.training.callbacks.gradient_accumulation_scheduler",
+    "LambdaCallback": "dstrat.training.callbacks.lambda_callback",
     "Launcher": "dstrat.interfaces.launcher",
+    "LearningRateMonitor": "dstrat.training.callbacks.learning_rate_monitor",
     "Logger": "dstrat.training.loggers.logger",
     "ModelCheckpoint": "dstrat.training.callbacks.model_checkpoint",
+    "OnExceptionCheckpoint": "dstrat.training.callbacks.on_exception_checkpoint",
     "ParallelStrategy": "dstrat.parallel.strategy",
     "Precision": "dstrat.interfaces.precision",
     "SingleDeviceStrategy": "dstrat.builtin.strategies.single_device",
     "Strategy": "dstrat.interfaces.strategy",
     "StrategyRegistry": "dstrat.plugins.registry",
     "TensorBoardLogger": "dstrat.training.loggers.tensorboard_logger",
+    "Timer": "dstrat.training.callbacks.timer",
     "Tombstone": "dstrat.plugins.component",
     "TorchCheckpointIO": "dstrat.builtin.checkpoint.torch_file",
     "TrainModule": "dstrat.training.module.train_module",
     "Trainer": "dstrat.training.trainer",
+    "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "hookimpl": "dstrat.plugins.hookspec",
 }
 

@@ -1,0 +1,194 @@
+"""Ending a training when a logged value no longer improves."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from dstrat.errors import MisuseError, RequestError
+from dstrat.training.callbacks.callback import Callback
+from dstrat.training.callbacks.checkpoint_name import not_logged
+from dstrat.training.callbacks.monitored import is_new, is_overdue
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dstrat.training.callbacks.ranking import Mode
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+class EarlyStopping(Callback):
+    """Ends training when a logged value has not improved for some time, or is out of bounds.
+
+    It is checked whenever there is a new one: a value of validation after each validation, another one at the end of
+    each epoch.  The value of rank 0 decides for all.
+
+    Args:
+        monitor: The logged value.
+        min_delta: By how much it has to improve at least to count as better.
+        patience: Training ends at so many checks in a row without an improvement.
+        verbose: Whether each improvement is logged too.
+        mode: Whether smaller (``"min"``) or larger (``"max"``) values are better.
+        strict: Whether it is an error that nobody logs the value; otherwise it is a logged line.
+        check_finite: Whether training ends when the value is NaN or infinite.
+        stopping_threshold: Training ends when the value is better than this.
+        divergence_threshold: Training ends when the value is worse than this.
+        check_on_train_epoch_end: True checks at the end of epochs alone, False after validations alone.
+
+    Attributes:
+        best_score: The best value so far, None before the first.
+        wait_count: Number of checks in a row without an improvement.
+        stopped_epoch: Index of the epoch in which training was ended, 0 where it was not.
+        stopping_reason: Why it was ended, in words; None where it was not.
+
+    Raises:
+        RequestError: An argument is out of range.
+    """
+
+    runs_last = True
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: Mode = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise RequestError(f"mode={mode!r} must be 'min' or 'max'")
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 0:
+            raise RequestError(f"patience={patience!r} must be an int of at least 0")
+        if min_delta < 0:
+            raise RequestError(f"min_delta={min_delta!r} must not be negative: it is the size of an improvement")
+        self.monitor, self.mode = monitor, mode
+        self.min_delta, self.patience = min_delta, patience
+        self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
+        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self._begin()
+
+    def _begin(self) -> None:
+        self.best_score: float | None = None
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.stopping_reason: str | None = None
+        self._comes_from_validation = False
+        self._has_told = False
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r})"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best_score": self.best_score,
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "stopping_reason": self.stopping_reason,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.best_score = state_dict["best_score"]
+        self.wait_count = state_dict["wait_count"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+        self.stopping_reason = state_dict["stopping_reason"]
+
+    @override
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit":
+            self._begin()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end is True:
+            return
+        if is_new(self.monitor, trainer) or self.check_on_train_epoch_end is False:
+            self._comes_from_validation = True
+            self._check(trainer, must_be_known=True)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.check_on_train_epoch_end is not False and not self._comes_from_validation:
+            self._check(trainer, must_be_known=is_overdue(trainer))
+
+    @override
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.best_score is None and self.wait_count == 0:
+            self._tell(trainer, f"EarlyStopping(monitor={self.monitor!r}) had no value to check in this training")
+
+    def _check(self, trainer: Trainer, *, must_be_known: bool) -> None:
+        """Look at the value, and end training if it asks for it; collective."""
+        value = trainer.callback_metrics.get(self.monitor) if trainer.is_global_zero else None
+        score: float | None = trainer.strategy.broadcast(None if value is None else float(value))
+        if score is not None:
+            self._judge(trainer, score)
+        elif must_be_known:
+            self._miss(trainer)
+
+    def _judge(self, trainer: Trainer, score: float) -> None:
+        before = self.best_score
+        if self._is_better(score, than=before):
+            self.best_score, self.wait_count = score, 0
+        else:
+            self.wait_count += 1
+        self.stopping_reason = self._reason_to_stop(score)
+        if self.stopping_reason is not None:
+            trainer.should_stop = True
+            self.stopped_epoch = trainer.current_epoch
+            self._tell(trainer, f"training ends after step {trainer.global_step}: {self.stopping_reason}")
+        elif self.verbose and self.wait_count == 0:
+            was = "" if before is None else f", was {before:.6g}"
+            self._tell(trainer, f"{self.monitor} = {score:.6g} is the best so far{was}")
+
+    def _is_better(self, score: float, *, than: float | None) -> bool:
+        if than is None:
+            return not math.isnan(score)
+        gain = than - score if self.mode == "min" else score - than
+        return gain > self.min_delta
+
+    def _reason_to_stop(self, score: float) -> str | None:
+        """Say in words why training should end, None where it should not."""
+        shown, better = f"{self.monitor} = {score:.6g}", "below" if self.mode == "min" else "above"
+        worse = "above" if self.mode == "min" else "below"
+        if self.check_finite and not math.isfinite(score):
+            return f"{shown} is not finite"
+        if self.stopping_threshold is not None and self._is_beyond(score, self.stopping_threshold):
+            return f"{shown} is {better} stopping_threshold={self.stopping_threshold!r}"
+        if self.divergence_threshold is not None and self._is_beyond(-score, -self.divergence_threshold):
+            return f"{shown} is {worse} divergence_threshold={self.divergence_threshold!r}"
+        if self.wait_count >= max(1, self.patience):
+            best = "no number" if self.best_score is None else f"{self.best_score:.6g}"
+            checks = "check" if self.wait_count == 1 else f"{self.wait_count} checks"
+            return f"{shown}, and the last {checks} brought nothing better than {best}"
+        return None
+
+    def _is_beyond(self, score: float, threshold: float) -> bool:
+        return score < threshold if self.mode == "min" else score > threshold
+
+    def _miss(self, trainer: Trainer) -> None:
+        known = trainer.strategy.broadcast(not_logged(trainer.callback_metrics) if trainer.is_global_zero else "")
+        problem = f"EarlyStopping(monitor={self.monitor!r}) waits for a value {known}"
+        if self.strict:
+            raise MisuseError(problem)
+        if not self._has_told:
+            self._tell(trainer, problem)
+            self._has_told = True
+
+    def _tell(self, trainer: Trainer, line: str) -> None:
+        if trainer.is_global_zero:
+            _log.warning(line)

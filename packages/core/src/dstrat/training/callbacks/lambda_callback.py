@@ -1,0 +1,45 @@
+"""A callback made of functions, where a class would be too much."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import RequestError
+from dstrat.training.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
+
+
+class LambdaCallback(Callback):
+    """Calls functions in the hooks after which they are named.
+
+    For example ``LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.callback_metrics))``.  A
+    strategy that starts processes with spawn or forkserver needs functions of a module instead of lambdas.
+
+    Args:
+        **hooks: A function for each hook of :class:`~dstrat.training.callbacks.callback.Callback`, which takes what
+            the hook takes: the trainer, the module, and what else it has.
+
+    Raises:
+        RequestError: There is no such hook, or something is not a function.
+    """
+
+    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
+        for name, function in hooks.items():
+            if name not in HOOKS:
+                raise RequestError(f"LambdaCallback has no hook {name!r}: {_nearest(name)}")
+            if function is not None:
+                if not callable(function):
+                    raise RequestError(f"{name}={function!r} of LambdaCallback is not a function")
+                setattr(self, name, function)
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, HOOKS, n=3, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"choose from {', '.join(HOOKS)}"

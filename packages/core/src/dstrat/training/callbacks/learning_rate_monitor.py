@@ -1,0 +1,138 @@
+"""Writing learning rates to the loggers."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import override
+
+from dstrat.errors import RequestError
+from dstrat.training.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from dstrat.interfaces.optimization import SchedulerConfig
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+Interval = Literal["step", "epoch"]
+
+_log = logging.getLogger(__name__)
+
+
+class LearningRateMonitor(Callback):
+    """Writes the learning rate of each optimizer and parameter group to the loggers.
+
+    Names are ``lr-AdamW``, for a second optimizer of that class ``lr-AdamW-1``, and with several parameter groups
+    ``lr-AdamW/pg1``, ``lr-AdamW/pg2``.  The ``name`` of a scheduler's dict stands in for ``lr-AdamW``, that of a
+    parameter group for ``pg1``.  A rate is written with the number of the step that uses it, in the steps that the
+    loggers write (``log_every_n_steps``).
+
+    Args:
+        logging_interval: ``"step"``, or ``"epoch"`` for the rate at the start of each epoch; None follows each
+            optimizer's schedulers, and takes steps for one that has none.
+        log_momentum: Whether the momentum (of Adam and its kind the first beta) is written too, as ``...-momentum``.
+        log_weight_decay: Whether the weight decay is written too, as ``...-weight_decay``.
+
+    Raises:
+        RequestError: The interval is another.
+    """
+
+    def __init__(
+        self,
+        logging_interval: Interval | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise RequestError(f"logging_interval={logging_interval!r} must be 'step', 'epoch' or None")
+        self.logging_interval = logging_interval
+        self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
+        self._groups: list[_Group] = []
+        self._due_at_step: float = math.inf
+
+    @override
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.loggers and trainer.is_global_zero:
+            _log.warning("LearningRateMonitor writes nothing, as the Trainer has no logger")
+        self._groups = list(_groups(trainer.strategy)) if trainer.writing_loggers else []
+        self._set_due(trainer, trainer.global_step)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._write(trainer, "epoch", trainer.global_step)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step + 1
+        if step >= self._due_at_step:
+            self._set_due(trainer, step)
+            self._write(trainer, "step", step)
+
+    def _set_due(self, trainer: Trainer, step: int) -> None:
+        every = trainer.log_every_n_steps  # 0 where nothing is written in steps
+        self._due_at_step = (step // every + 1) * every if self._groups and every else math.inf
+
+    def _write(self, trainer: Trainer, interval: Interval, step: int) -> None:
+        values: dict[str, float] = {}
+        for group in self._groups:
+            if (self.logging_interval or group.interval) == interval:
+                values |= self._values(group)
+        if values:
+            for logger in trainer.writing_loggers:
+                logger.log_metrics({"epoch": trainer.current_epoch, **values}, step)
+
+    def _values(self, group: _Group) -> dict[str, float]:
+        settings = group.settings
+        values = {group.name: float(settings["lr"])}
+        if self.log_momentum:
+            values[f"{group.name}-momentum"] = float(settings.get("betas", (settings.get("momentum", 0.0),))[0])
+        if self.log_weight_decay:
+            values[f"{group.name}-weight_decay"] = float(settings.get("weight_decay", 0.0))
+        return values
+
+    @override
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._groups = []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Group:
+    """A group of parameters.
+
+    Attributes:
+        name: Under which its rate is written.
+        settings: Its entry in the optimizer's ``param_groups``, which schedulers change.
+        interval: How often its rate changes.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    interval: Interval
+
+
+def _groups(strategy: Strategy) -> Iterator[_Group]:
+    used: Counter[str] = Counter()
+    for optimizer in strategy.optimizers:
+        configs = _configs_of(optimizer, strategy)
+        name = next((config.name for config in configs if config.name), f"lr-{type(optimizer).__name__}")
+        used[name] += 1
+        if used[name] > 1:
+            name = f"{name}-{used[name] - 1}"
+        interval: Interval = "step" if not configs or any(c.interval == "step" for c in configs) else "epoch"
+        several = len(optimizer.param_groups) > 1
+        for number, settings in enumerate(optimizer.param_groups, 1):
+            own = settings.get("name", f"pg{number}" if several else None)
+            yield _Group(name=f"{name}/{own}" if own else name, settings=settings, interval=interval)
+
+
+def _configs_of(optimizer: Any, strategy: Strategy) -> list[SchedulerConfig]:
+    """Return the schedulers of an optimizer; one that does not say whose it is belongs to the only one."""
+    only = optimizer if len(strategy.optimizers) == 1 else None
+    return [c for c in strategy.lr_schedulers if getattr(c.scheduler, "optimizer", only) is optimizer]

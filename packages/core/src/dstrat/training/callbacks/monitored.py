@@ -1,0 +1,29 @@
+"""When the value that a callback watches is there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dstrat.training.trainer import Trainer
+
+
+def is_new(monitor: str, trainer: Trainer) -> bool:
+    """Return whether the epoch of training or evaluation that has just ended logged the value.
+
+    Args:
+        monitor: Its name; one that is logged per step too is known by the name without suffix.
+        trainer: Has the values.
+    """
+    latest = trainer.metrics.latest_epoch
+    return monitor in latest or f"{monitor}_epoch" in latest
+
+
+def is_overdue(trainer: Trainer) -> bool:
+    """Return whether every value should be known at the end of this epoch of training.
+
+    That is so after an epoch that was not broken off and in which validation was due.
+    """
+    was_completed = trainer.fit_loop.epochs_done > trainer.current_epoch
+    every = trainer.check_val_every_n_epoch  # None where validation is due after a number of batches of any epoch
+    return was_completed and every is not None and (trainer.current_epoch + 1) % every == 0

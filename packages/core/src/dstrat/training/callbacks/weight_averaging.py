@@ -1,0 +1,267 @@
+"""Averaging a module's weights over the course of its training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel
+from typing_extensions import override
+
+from dstrat.errors import ConflictError, RequestError
+from dstrat.training.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+_PREFIX = "module."
+
+_log = logging.getLogger(__name__)
+
+
+class WeightAveraging(Callback):
+    """Keeps an average of the weights, validates with it, and leaves it in the module when training is over.
+
+    By default all steps count the same (stochastic weight averaging); override :meth:`should_update` to choose when
+    the weights are taken into the average, and pass ``avg_fn`` or ``multi_avg_fn`` to choose how.  Until the first
+    time there is no average, and validation uses the weights themselves.
+
+    A checkpoint has the average as ``state_dict``, so that it is what evaluation loads; the weights that training
+    goes on with are its ``current_model_state``.  The average takes as much memory as the module.
+
+    Args:
+        device: Where the average is kept; by default on the module's device.
+        use_buffers: Whether buffers are averaged too; otherwise they are copied.  Those that are not floating-point
+            numbers are always copied, unless ``avg_fn`` or ``multi_avg_fn`` is given.
+        **kwargs: Passed to :class:`torch.optim.swa_utils.AveragedModel`: ``avg_fn`` or ``multi_avg_fn``.
+
+    Raises:
+        RequestError: Both ways of averaging are given.
+    """
+
+    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
+        if kwargs.get("avg_fn") and kwargs.get("multi_avg_fn"):
+            raise RequestError("avg_fn and multi_avg_fn are two ways to average: give one of them")
+        self._device = None if device is None else torch.device(device)
+        self._options = {"use_buffers": use_buffers, **kwargs}
+        self._is_told_how = bool(kwargs.get("avg_fn") or kwargs.get("multi_avg_fn"))
+        self._average: AveragedModel | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._updated_at_step = 0
+        self._is_swapped = False
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:  # noqa: ARG002 - for subclasses
+        """Return whether the weights are taken into the average now; by default after every optimizer step.
+
+        Args:
+            step_idx: Index of the optimizer step that was taken, from 0; None at the end of an epoch.
+            epoch_idx: Index of the epoch that ends, from 0; None after a step.
+        """
+        return step_idx is not None
+
+    @property
+    def _has_average(self) -> bool:
+        return self._average is not None and int(self._average.n_averaged) > 0
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"updated_at_step": self._updated_at_step}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._updated_at_step = state_dict["updated_at_step"]
+
+    @override
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit":
+            self._begin()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._create(trainer)
+
+    def _create(self, trainer: Trainer) -> AveragedModel:
+        """Make the average of nothing, unless a checkpoint has brought one."""
+        if self._average is None:
+            if not trainer.strategy.replicates_state:
+                raise ConflictError(
+                    f"{type(self).__name__} needs the whole weights in each process, and "
+                    f"{type(trainer.strategy).__name__} shards them: leave it out, or choose another strategy"
+                )
+            options = self._options if self._is_told_how else {**self._options, "multi_avg_fn": self._average_equally}
+            # Without a device: it would put the count there too, and each update would wait for the device to read it.
+            self._average = AveragedModel(_copy(trainer), **options)
+            self._average.module.to(self._device).requires_grad_(False)
+        return self._average
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step != self._updated_at_step and self.should_update(step_idx=step - 1):
+            self._update(trainer)
+            self._updated_at_step = step
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.should_update(epoch_idx=trainer.current_epoch):
+            self._update(trainer)
+
+    def _update(self, trainer: Trainer) -> None:
+        assert self._average is not None  # noqa: S101 - on_fit_start has made it
+        self._average.update_parameters(trainer.strategy.module)
+
+    @torch.no_grad()
+    def _average_equally(self, averages: list[Tensor], currents: list[Tensor], _: Tensor | int) -> None:
+        """Take weights into an average in which all count the same, without reading the number on the device."""
+        assert self._average is not None  # noqa: S101 - it is what calls this
+        _move_towards(averages, currents, 1.0 / (int(self._average.n_averaged) + 1))
+
+    @override
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._has_average:
+            self._swap(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._is_swapped:
+            self._swap(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        if self._is_swapped:
+            self._swap(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._has_average:
+            self._swap(trainer)
+        elif trainer.is_global_zero:
+            _log.warning("%s never took the weights into an average: they stay as trained", type(self).__name__)
+
+    @override
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._average = None
+        self._is_swapped = False
+
+    @torch.no_grad()
+    def _swap(self, trainer: Trainer) -> None:
+        """Exchange the values of the module's weights and the average's, in place."""
+        assert self._average is not None  # noqa: S101 - callers have checked it
+        for average, current in zip(_tensors(self._average.module), _tensors(trainer.strategy.module), strict=True):
+            kept = current.to(average.device, copy=True)
+            current.copy_(average)
+            average.copy_(kept)
+        self._is_swapped = not self._is_swapped
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        if not self._has_average:
+            return
+        assert self._average is not None  # noqa: S101 - there is one
+        others = self._average.module.state_dict()
+        average, current = others, checkpoint["state_dict"]
+        if self._is_swapped:
+            average, current = current, others
+        checkpoint["state_dict"] = average
+        if "optimizer_states" in checkpoint:  # otherwise only weights are saved, and nothing can go on with them
+            checkpoint["current_model_state"] = current
+            checkpoint["averaging_state"] = {"n_averaged": int(self._average.n_averaged)}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        if not trainer.is_fitting or "averaging_state" not in checkpoint:
+            return
+        average = self._create(trainer)
+        average.module.load_state_dict(checkpoint["state_dict"])
+        average.n_averaged.fill_(checkpoint["averaging_state"]["n_averaged"])
+        checkpoint["state_dict"] = checkpoint["current_model_state"]
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Keeps an exponential moving average: ``average = decay * average + (1 - decay) * weights`` at each update.
+
+    Args:
+        device: Where the average is kept; by default on the module's device.
+        use_buffers: Whether buffers are averaged too.
+        decay: Share of the old average, from 0 to 1.
+        update_every_n_steps: Update after every so many optimizer steps.
+        update_starting_at_step: Index of the first step to update after; None starts at once.
+        update_starting_at_epoch: Update at the end of epochs too, from this index on; None never does.
+        **kwargs: Passed to :class:`torch.optim.swa_utils.AveragedModel`.
+
+    Raises:
+        RequestError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise RequestError(f"decay={decay!r} must be between 0 and 1")
+        if not isinstance(update_every_n_steps, int) or update_every_n_steps < 1:
+            raise RequestError(f"update_every_n_steps={update_every_n_steps!r} must be an int of at least 1")
+        super().__init__(device, use_buffers, multi_avg_fn=ExponentialAverage(decay), **kwargs)
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+
+    @override
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if step_idx is not None:
+            return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
+        first = self.update_starting_at_epoch
+        return epoch_idx is not None and first is not None and epoch_idx >= first
+
+
+class ExponentialAverage:
+    """Takes weights into an exponential moving average; an object rather than a closure, so that it can be pickled.
+
+    Args:
+        decay: Share of the old average.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+
+    @torch.no_grad()
+    def __call__(self, averages: list[Tensor], currents: list[Tensor], _: Tensor | int) -> None:
+        _move_towards(averages, currents, 1.0 - self._decay)
+
+
+def _move_towards(averages: list[Tensor], currents: list[Tensor], share: float) -> None:
+    if averages[0].is_floating_point() or averages[0].is_complex():
+        torch._foreach_lerp_(averages, currents, share)
+    else:  # counts and indices have no average
+        torch._foreach_copy_(averages, currents)
+
+
+def _copy(trainer: Trainer) -> nn.Module:
+    """Copy the strategy's module without the trainer that it is attached to."""
+    module: TrainModule = trainer.strategy.module
+    module.attach(None)
+    try:
+        return copy.deepcopy(module)
+    finally:
+        module.attach(trainer)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
