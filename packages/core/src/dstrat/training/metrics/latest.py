@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dstrat.training.metrics.taking import take_epoch, take_step
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import nn
 
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.metrics.logged import LoggedValues
 
 
 class Metrics:
-    """The latest value of each name; tensors stay on their device until they are read.
+    """The latest value of each name; what is on a device stays there until it is read.
 
     Attributes:
         latest_epoch: The values over the last epoch of training or evaluation.
@@ -23,35 +27,66 @@ class Metrics:
 
     def __init__(self) -> None:
         self._values: dict[str, Tensor | float] = {}
-        self.latest_epoch: dict[str, Tensor | float] = {}
         self._shown: set[str] = set()
+        self._written: set[str] = set()
+        self._stages: list[LoggedValues] = []
+        self.latest_epoch: dict[str, Tensor | float] = {}
+
+    def follow(self, logged: LoggedValues) -> None:
+        """Take the values of steps from a stage too; those of an earlier one stay what they are."""
+        self._stages = [*(stage for stage in self._stages if stage is not logged), logged]
+
+    # Reading
+
+    @property
+    def callback_values(self) -> dict[str, Tensor]:
+        """The values over the last epochs, and those of the latest steps."""
+        steps = {e.step_name: e.step_value for stage in self._stages for e in stage.entries if e.on_step}
+        return _as_tensors(self._values | {name: value for name, value in steps.items() if value is not None})
+
+    @property
+    def written_values(self) -> dict[str, Tensor]:
+        """Those of them that loggers write."""
+        names = {e.step_name for stage in self._stages for e in stage.entries if e.on_step and e.is_written}
+        return {name: value for name, value in self.callback_values.items() if name in names or name in self._written}
+
+    @property
+    def shown_values(self) -> dict[str, float]:
+        """What the progress bar shows, as numbers."""
+        values = {name: value for name, value in self._values.items() if name in self._shown}
+        for stage in self._stages:
+            values |= {e.name: e.shown_value for e in stage.entries if e.on_step and e.options.prog_bar}
+        return as_numbers(values)
 
     def all(self, logged: LoggedValues) -> dict[str, Tensor | float]:
-        """Return the values over the last epochs, and those of the latest step."""
-        return self._values | logged.latest_values()
+        """The same as :attr:`callback_values`, with those of a stage."""
+        self.follow(logged)
+        return {**self.callback_values}
 
     def shown(self, logged: LoggedValues) -> dict[str, float]:
-        """Return what the progress bar shows, as numbers."""
-        values = {name: value for name, value in self._values.items() if name in self._shown}
-        return as_numbers(values | logged.latest_shown())
+        """The same as :attr:`shown_values`, with those of a stage."""
+        self.follow(logged)
+        return self.shown_values
+
+    # Taking what was logged
 
     def of_step(self, logged: LoggedValues, strategy: Strategy) -> dict[str, float]:
-        """Return the values of a step that loggers write; collective where one is synchronised."""
-        return as_numbers(logged.step_values(strategy))
+        """Return the values of steps that loggers write; collective."""
+        return as_numbers(take_step(logged, strategy))
 
     def start_epoch(self) -> None:
         """Begin to collect the values over another epoch."""
         self.latest_epoch = {}
 
-    def of_epoch(self, logged: LoggedValues, strategy: Strategy) -> dict[str, float]:
+    def of_epoch(self, logged: LoggedValues, strategy: Strategy, module: nn.Module | None = None) -> dict[str, float]:
         """Reduce what was logged over an epoch, keep it, and return what loggers write of it; collective."""
-        values = logged.take_epoch_values(strategy)
-        plain_names = logged.plain_names()
-        self._values |= values | {plain_names[name]: value for name, value in values.items() if name in plain_names}
-        self.latest_epoch |= values
-        self._shown |= logged.names_for_progress_bar()
-        written = logged.names_for_logger()
-        return as_numbers({name: value for name, value in values.items() if name in written})
+        taken = take_epoch(logged, strategy, module or strategy.module)
+        self.latest_epoch |= {entry.epoch_name: value for entry, value in taken}
+        self._values |= {name: value for entry, value in taken for name in (entry.epoch_name, entry.name)}
+        self._shown |= {entry.epoch_name for entry, _ in taken if entry.options.prog_bar}
+        written = {entry.epoch_name: value for entry, value in taken if entry.is_written}
+        self._written |= written.keys()
+        return as_numbers(written)
 
     def take(self, values: Mapping[str, float]) -> None:
         """Take the values of another process."""
@@ -66,3 +101,10 @@ def as_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
         stacked = torch.stack([value.reshape(()).to(torch.float64) for value in tensors.values()])
         numbers |= dict(zip(tensors, stacked.tolist(), strict=True))
     return {name: numbers[name] for name in values}
+
+
+def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
+    return {
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, value in values.items()
+    }

@@ -1,213 +1,154 @@
-"""What ``self.log`` keeps: values stay tensors on their device until somebody reads them."""
+"""What ``self.log`` keeps of one stage of a run: values stay on their device until somebody reads them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from dstrat.errors import MisuseError
-from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.training.metrics.reduction import reduce_over_processes
+from dstrat.training.metrics.batch_size import size_of
+from dstrat.training.metrics.entry import Entry, NumberEntry
+from dstrat.training.metrics.metric_entry import MetricEntry, is_metric
+from dstrat.training.metrics.options import Options, changed
 
 if TYPE_CHECKING:
-    from dstrat.interfaces.strategy import Strategy
+    from collections.abc import Iterable
 
-REDUCTIONS = ("mean", "sum", "max", "min")
+    from dstrat.training.module.train_module import TrainModule
 
-
-class LoggedValue:
-    """One name that is logged: its options, its latest value, and its running total over the epoch."""
-
-    __slots__ = (
-        "latest",
-        "logger",
-        "name",
-        "on_epoch",
-        "on_step",
-        "prog_bar",
-        "reduce_fx",
-        "sync_epoch",
-        "sync_step",
-        "total",
-        "weight",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        on_step: bool,
-        on_epoch: bool,
-        prog_bar: bool,
-        logger: bool,
-        reduce_fx: str,
-        sync_dist: bool | None,
-    ) -> None:
-        if reduce_fx not in REDUCTIONS:
-            raise MisuseError(f"reduce_fx {reduce_fx!r} of {name!r} is not one of {', '.join(REDUCTIONS)}")
-        self.name = name
-        self.on_step, self.on_epoch = on_step, on_epoch
-        self.prog_bar, self.logger = prog_bar, logger
-        self.reduce_fx = reduce_fx
-        self.sync_step, self.sync_epoch = sync_dist is True, sync_dist is not False
-        self.latest: Tensor | float = 0.0
-        self.total: Tensor | float | None = None
-        self.weight = 0.0
-
-    @property
-    def step_name(self) -> str:
-        """Name of the value of a step."""
-        return f"{self.name}_step" if self.on_epoch else self.name
-
-    @property
-    def epoch_name(self) -> str:
-        """Name of the value over the epoch."""
-        return f"{self.name}_epoch" if self.on_step else self.name
-
-    def add(self, value: Tensor | float, weight: float) -> None:
-        """Take a value into the epoch's total."""
-        if self.reduce_fx in ("mean", "sum"):
-            factor = weight if self.reduce_fx == "mean" else 1.0
-            self.weight += factor
-            if self.total is None:
-                self.total = _exact(value) * factor
-            elif isinstance(self.total, Tensor) and isinstance(value, Tensor):
-                self.total.add_(value, alpha=factor)
-            else:
-                self.total = self.total + value * factor
-        else:
-            self.total = _copy(value) if self.total is None else _extreme(self.reduce_fx, self.total, value)
-
-    def reset(self) -> None:
-        """Begin another epoch."""
-        self.total, self.weight = None, 0.0
+_ADD_DATALOADER_IDX = Options._fields.index("add_dataloader_idx")
 
 
 class LoggedValues:
-    """All values of one stage of a run (train, validate, test).
+    """All names that one stage of a run logs (train, validate, test), in the order of their first values.
+
+    Args:
+        training: Whether it is the training, where values count per step by default.
 
     Attributes:
         in_step: Whether a step of the module runs, which decides the defaults of ``on_step`` and ``on_epoch``.
-        batch: The batch of that step, whose size weighs means.
-        dataloader_idx: Index of the loader where there are several; the name gets a suffix then.
+        has_batches: Whether this process had a batch in this epoch.
     """
 
     def __init__(self, *, training: bool) -> None:
         self._training = training
-        self._values: dict[str, LoggedValue] = {}
+        self._entries: dict[str, NumberEntry | MetricEntry] = {}
+        self._is_open = False
+        self._suffix = ""
+        self._batch: Any = None
+        self._batch_size: int | None = None
         self.in_step = False
-        self.batch: Any = None
-        self.dataloader_idx: int | None = None
+        self.has_batches = False
 
-    def log(
-        self,
-        name: str,
-        value: Any,
-        *,
-        prog_bar: bool,
-        logger: bool,
-        on_step: bool | None,
-        on_epoch: bool | None,
-        reduce_fx: str,
-        sync_dist: bool | None,
-        batch_size: int | None,
-    ) -> None:
-        """Keep a value; see :meth:`TrainModule.log`."""
-        if self.dataloader_idx is not None:
-            name = f"{name}/dataloader_idx_{self.dataloader_idx}"
-        entry = self._values.get(name)
-        if entry is None:
-            of_steps = self._training and self.in_step
-            entry = self._values[name] = LoggedValue(
-                name,
-                on_step=of_steps if on_step is None else on_step,
-                on_epoch=not of_steps if on_epoch is None else on_epoch,
-                prog_bar=prog_bar,
-                logger=logger,
-                reduce_fx=reduce_fx,
-                sync_dist=sync_dist,
-            )
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise MisuseError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}; log one number")
-            value = value.detach()
-        elif not isinstance(value, int | float):
-            raise MisuseError(f"log({name!r}) got a {type(value).__name__}; log a number or a tensor with one element")
-        entry.latest = value
-        if entry.on_epoch:
-            entry.add(value, self._weight(entry, batch_size))
-
-    def _weight(self, entry: LoggedValue, batch_size: int | None) -> float:
-        if batch_size is not None:
-            return batch_size
-        if not self.in_step or entry.reduce_fx != "mean":
-            return 1.0
-        return size_of(self.batch)
-
-    def step_values(self, strategy: Strategy) -> dict[str, Tensor | float]:
-        """Return the step's values that loggers write, by name; collective where one of them is synchronised."""
-        chosen = [entry for entry in self._values.values() if entry.on_step and entry.logger]
-        return {e.step_name: _synchronised(e, strategy) if e.sync_step else e.latest for e in chosen}
-
-    def take_epoch_values(self, strategy: Strategy) -> dict[str, Tensor | float]:
-        """Return what was logged over the epoch, reduced over all processes, by name, and forget it; collective."""
-        logged = [entry for entry in self._values.values() if entry.total is not None]
-        values = reduce_over_processes(logged, strategy)
-        self.start_epoch()
-        return values
-
-    def latest_values(self) -> dict[str, Tensor | float]:
-        """Return the values of the latest step in this process, by name."""
-        return {entry.step_name: entry.latest for entry in self._values.values() if entry.on_step}
-
-    def latest_shown(self) -> dict[str, Tensor | float]:
-        """Return those of them that the progress bar shows."""
-        return {entry.name: entry.latest for entry in self._values.values() if entry.on_step and entry.prog_bar}
-
-    def names_for_logger(self) -> set[str]:
-        """Return the names of the values over the epoch that loggers write."""
-        return {entry.epoch_name for entry in self._values.values() if entry.on_epoch and entry.logger}
-
-    def plain_names(self) -> dict[str, str]:
-        """Return the name without suffix of each value over the epoch that has one."""
-        return {entry.epoch_name: entry.name for entry in self._values.values() if entry.on_step and entry.on_epoch}
-
-    def names_for_progress_bar(self) -> set[str]:
-        """Return the names of the values over the epoch that the progress bar shows."""
-        return {entry.epoch_name for entry in self._values.values() if entry.on_epoch and entry.prog_bar}
+    # What the loops tell
 
     def start_epoch(self) -> None:
-        """Forget the totals of the last epoch."""
-        for entry in self._values.values():
-            entry.reset()
+        """Let the module log, until the end of the epoch; nothing where it may already."""
+        if not self._is_open:
+            self._is_open, self.has_batches = True, False
+            self.forget()
+
+    def end_epoch(self) -> None:
+        """Refuse what is logged, until the next epoch."""
+        self._is_open = False
+
+    @property
+    def batch(self) -> Any:
+        """The batch of the step, whose size weighs means."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: Any) -> None:
+        self._batch, self._batch_size = batch, None
+        if batch is not None:
+            self.has_batches = True
+
+    @property
+    def dataloader_idx(self) -> int | None:
+        """Index of the loader where there are several; names get a suffix then."""
+        return int(self._suffix.rpartition("_")[2]) if self._suffix else None
+
+    @dataloader_idx.setter
+    def dataloader_idx(self, index: int | None) -> None:
+        self._suffix = "" if index is None else f"/dataloader_idx_{index}"
+
+    # What the module logs
+
+    def log(self, name: str, value: Any, asked: tuple[Any, ...], batch_size: float | None, module: TrainModule) -> None:
+        """Keep a value; see :meth:`TrainModule.log`.
+
+        Args:
+            name: Its name.
+            value: A number, a tensor or a metric object.
+            asked: What :class:`Options` is made of.
+            batch_size: Its weight; None takes the size of the batch.
+            module: Logs it.
+        """
+        if self._suffix and asked[_ADD_DATALOADER_IDX]:
+            name += self._suffix
+        entry = self._entries.get(name)
+        if entry is None or entry.options != asked or entry.in_step is not self.in_step or not self._is_open:
+            entry = self._admit(entry, name, value, asked, module)
+        if not entry.weighs:
+            entry.take(value, 1.0)
+        elif batch_size is None:
+            entry.take(value, self._batch_size or self._weight(name))
+        elif isinstance(batch_size, int | float):
+            entry.take(value, batch_size)
+        else:
+            raise MisuseError(f"log({name!r}, batch_size=...) got a {type(batch_size).__name__}; give a number")
+
+    def _admit(
+        self, known: Entry | None, name: str, value: Any, asked: tuple[Any, ...], module: TrainModule
+    ) -> NumberEntry | MetricEntry:
+        """Return the entry of a name that is new; refuse one that is logged in another way than before."""
+        if not self._is_open:
+            raise MisuseError(
+                f"log({name!r}) works from the start of training, validation or test (on_train_start ...) to the end "
+                "of an epoch (on_train_epoch_end ...), and neither here nor in prediction"
+            )
+        if known is not None:
+            if known.options != asked:
+                raise changed(name, known.options, asked)
+            raise MisuseError(
+                f"log({name!r}) was called {_place(known.in_step)} before, now {_place(self.in_step)}: use two names"
+            )
+        if isinstance(value, Tensor) and value.is_complex():
+            raise MisuseError(f"log({name!r}) got a complex tensor; log its real part, its angle or its absolute value")
+        options = Options(*asked)
+        where = {"in_step": self.in_step, "training": self._training}
+        if is_metric(value):
+            self._entries[name] = MetricEntry(name, options, **where, metric=value, module=module)
+        else:
+            has_peers = module.trainer.world_size > 1
+            self._entries[name] = NumberEntry(name, options, **where, has_peers=has_peers)
+        return self._entries[name]
+
+    def _weight(self, name: str) -> int:
+        if not self.in_step:
+            return 1
+        size = size_of(self._batch)
+        if size is None:
+            raise MisuseError(
+                f"log({name!r}): no tensor in the batch (a {type(self._batch).__name__}) tells its size, by which the "
+                "mean over the epoch is weighted: give it, as log(..., batch_size=n)"
+            )
+        self._batch_size = size
+        return size
+
+    # What is read
+
+    @property
+    def entries(self) -> Iterable[NumberEntry | MetricEntry]:
+        """Every name that was logged in any epoch."""
+        return self._entries.values()
+
+    def forget(self) -> None:
+        """Forget the totals of the epoch."""
+        for entry in self._entries.values():
+            entry.start_epoch()
 
 
-def size_of(batch: Any) -> int:
-    """Return the size of the first dimension of the first tensor in a batch, 1 where there is none."""
-    sizes: list[int] = []
-    apply_to_tensors(batch, lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 1))
-    return sizes[0] if sizes else 1
-
-
-def _synchronised(entry: LoggedValue, strategy: Strategy) -> Tensor:
-    latest = torch.as_tensor(entry.latest, dtype=torch.float32, device=strategy.root_device)
-    reduced: Tensor = strategy.reduce(latest, reduce_op=entry.reduce_fx)
-    return reduced
-
-
-def _exact(value: Tensor | float) -> Tensor | float:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
-
-
-def _copy(value: Tensor | float) -> Tensor | float:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _extreme(reduce_fx: str, one: Tensor | float, other: Tensor | float) -> Tensor | float:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.maximum(one, other) if reduce_fx == "max" else torch.minimum(one, other)
-    return max(one, other) if reduce_fx == "max" else min(one, other)
+def _place(in_step: bool) -> str:
+    return "in a step" if in_step else "around the steps"

@@ -1,9 +1,10 @@
-"""Reducing the logged values of an epoch over all processes, in one collective for each kind of reduction."""
+"""Reducing logged values over all processes: one exchange carries the values, and whether the names agree."""
 
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,95 +12,184 @@ from torch import Tensor
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.training.metrics.logged import LoggedValue
+    from dstrat.training.metrics.options import Options
+
+# Values that the first exchange carries.  It has the same size in every process, whatever was logged: processes that
+# disagree would otherwise wait for each other, or take each other's values.
+FIRST_ROWS = 62
+_HEADER = 3
 
 
-def reduce_over_processes(entries: Sequence[LoggedValue], strategy: Strategy) -> dict[str, Tensor | float]:
-    """Return the value of each entry over the epoch and all processes, by its name.
+class Share(NamedTuple):
+    """What one process adds to one value that is reduced.
 
-    A mean is weighted by batch sizes, so that it does not depend on how the data was spread.
+    Attributes:
+        name: Of the reduced value.
+        reduction: mean, sum, max or min.
+        total: The process's own value, times its weight for a mean.
+        weight: Its weight in a mean; 0 where the process has no value.
+        group: The processes to reduce over; None is all.
+    """
+
+    name: str
+    reduction: str
+    total: Tensor | float
+    weight: float
+    group: Any = None
+
+
+class Statement(NamedTuple):
+    """What one process says of the values that it wants to be reduced.
+
+    Attributes:
+        names: The options of each name that was logged.
+        shares: What it adds, in the same order in every process.
+        had_data: Whether it could have logged; one that could not takes part with nothing.
+    """
+
+    names: Mapping[str, Options]
+    shares: Sequence[Share]
+    had_data: bool = True
+
+    @property
+    def digest(self) -> int:
+        """A number that differs for different names and options; 0 without any.
+
+        What is shown or written does not count: rank 0 alone does that.
+        """
+        same = [(name, *_common(options)) for name, options in sorted(self.names.items())]
+        return zlib.crc32(repr(same).encode()) + 1 if same else 0
+
+
+def _common(options: Options) -> Options:
+    return options._replace(prog_bar=False, logger=True)
+
+
+class Agreement(NamedTuple):
+    """What all processes have in common.
+
+    Attributes:
+        names: The options of each name; of its peers where a process had no data.
+        values: The reduced values by name.
+    """
+
+    names: Mapping[str, Options]
+    values: dict[str, float]
+
+
+def exchange_steps(statement: Statement, strategy: Strategy) -> dict[str, float]:
+    """Return the reduced values of a step; collective.
+
+    A process that has none reads nothing back from its device.
 
     Raises:
         MisuseError: The processes logged different names.
     """
-    local = [entry for entry in entries if not entry.sync_epoch]
-    results = {entry.epoch_name: _finish(entry, entry.total, entry.weight) for entry in local}
-    shared = sorted((entry for entry in entries if entry.sync_epoch), key=lambda entry: entry.name)
-    if strategy.world_size == 1:
-        return results | {e.epoch_name: _finish(e, e.total, e.weight) for e in shared}
-    shared = _agreed(shared, strategy)
-    for operation in ("sum", "max", "min"):
-        chosen = [entry for entry in shared if _operation(entry) == operation]
-        if chosen:
-            results |= _reduce_stacked(chosen, operation, strategy)
-    return results
+    gathered = _gather_first(statement, strategy)
+    if not statement.names:
+        return {}
+    table = gathered.cpu()
+    digests, counts = table[:, 0].tolist(), table[:, 1].tolist()
+    if 0 in digests:
+        silent = [str(rank) for rank, digest in enumerate(digests) if digest == 0]
+        raise _different(strategy.global_rank, sorted(statement.names), f"{', '.join(silent)} did not")
+    if len(set(digests)) > 1:
+        _raise_different(statement, list(range(strategy.world_size)), strategy)
+    return _reduce_all(table, statement.shares, int(max(counts)), strategy)
 
 
-def _operation(entry: LoggedValue) -> str:
-    return "sum" if entry.reduce_fx in ("mean", "sum") else entry.reduce_fx
+def exchange_epoch(statement: Statement, strategy: Strategy) -> Agreement:
+    """Return the reduced values of an epoch; collective.
 
-
-def _reduce_stacked(entries: Sequence[LoggedValue], operation: str, strategy: Strategy) -> dict[str, Tensor | float]:
-    device = strategy.root_device
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    neutral = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[operation]
-    totals = torch.stack(
-        [
-            torch.as_tensor(neutral if entry.total is None else entry.total, dtype=dtype, device=device).reshape(())
-            for entry in entries
-        ]
-    )
-    weights = torch.tensor([entry.weight for entry in entries], dtype=dtype, device=device)
-    if operation == "sum":
-        totals, weights = strategy.reduce(torch.stack([totals, weights]), reduce_op="sum")
-    else:
-        totals = strategy.reduce(totals, reduce_op=operation)
-    return {
-        entry.epoch_name: _finish(entry, total, weight)
-        for entry, total, weight in zip(entries, totals, weights, strict=True)
-    }
-
-
-def _finish(entry: LoggedValue, total: Tensor | float | None, weight: Tensor | float) -> Tensor | float:
-    assert total is not None  # noqa: S101 - callers leave out what was not logged
-    return total / weight if entry.reduce_fx == "mean" else total
-
-
-def _agreed(entries: list[LoggedValue], strategy: Strategy) -> list[LoggedValue]:
-    """Check that all processes logged the same names; one that had no data takes part with nothing.
-
-    Evaluation may leave a process without a batch: it has no names, and its peers' are what counts.
+    Raises:
+        MisuseError: The processes logged different names.
     """
-    from dstrat.training.metrics.logged import LoggedValue
-
-    mine = {entry.name: (entry.on_step, entry.on_epoch, entry.reduce_fx) for entry in entries}
-    digest = torch.tensor([zlib.crc32(repr(mine).encode())], device=strategy.root_device)
-    if len(set(strategy.all_gather(digest).flatten().tolist())) == 1:
-        return entries
-    everyone = [strategy.broadcast(mine, src=rank) for rank in range(strategy.world_size)]
-    names = sorted(set().union(*everyone))
-    for rank, theirs in enumerate(everyone):
-        missing = [name for name in names if name not in theirs]
-        if theirs and missing:
-            has = next(r for r, other in enumerate(everyone) if missing[0] in other)
+    table = _gather_first(statement, strategy).cpu()
+    digests, counts, had_data = (table[:, column].tolist() for column in range(_HEADER))
+    speakers = [rank for rank, digest in enumerate(digests) if digest or had_data[rank]]
+    if len({digests[rank] for rank in speakers}) > 1:
+        _raise_different(statement, speakers, strategy)
+    names, shares = statement.names, statement.shares
+    if any(digests) and len(speakers) < strategy.world_size:
+        names, outline = strategy.broadcast((names, [share[:2] for share in shares]), src=speakers[0])
+        if any(options.sync_dist_group for options in names.values()):
             raise MisuseError(
-                f"rank {has} logged {', '.join(map(repr, missing))} and rank {rank} did not: values that are reduced "
-                "over all processes must be logged by all of them (or with sync_dist=False)"
+                "sync_dist_group cannot be used where a process has no data: leave it out, or use fewer processes"
             )
-    known = {entry.name: entry for entry in entries}
-    for name in names:
-        if name not in known:
-            on_step, on_epoch, reduce_fx = next(theirs[name] for theirs in everyone if name in theirs)
-            known[name] = LoggedValue(
-                name,
-                on_step=on_step,
-                on_epoch=on_epoch,
-                prog_bar=False,
-                logger=True,
-                reduce_fx=reduce_fx,
-                sync_dist=None,
-            )
-    return [known[name] for name in names]
+        shares = shares or [Share(name, reduction, 0.0, 0.0) for name, reduction in outline]
+    return Agreement(names, _reduce_all(table, shares, int(max(counts)), strategy))
+
+
+# Gathering
+
+
+def _gather_first(statement: Statement, strategy: Strategy) -> Tensor:
+    header = [statement.digest, len(statement.shares), statement.had_data]
+    own = [share if share.group is None else share._replace(total=0.0) for share in statement.shares[:FIRST_ROWS]]
+    return _gather(header, own, FIRST_ROWS, strategy)
+
+
+def _gather(
+    header: Sequence[float], shares: Sequence[Share], rows: int, strategy: Strategy, group: Any = None
+) -> Tensor:
+    numbers = [x for s in shares for x in (0.0 if isinstance(s.total, Tensor) else s.total, s.weight)]
+    padding = [0.0] * (2 * rows - len(numbers))
+    sent = torch.tensor([*header, *numbers, *padding], dtype=torch.float64, device=strategy.root_device)
+    for index, share in enumerate(shares):
+        if isinstance(share.total, Tensor):
+            sent[len(header) + 2 * index] = share.total
+    return strategy.all_gather(sent, group=group)
+
+
+# Reducing
+
+
+def _reduce_all(table: Tensor, shares: Sequence[Share], count: int, strategy: Strategy) -> dict[str, float]:
+    rows = table[:, _HEADER : _HEADER + 2 * count]
+    if count > FIRST_ROWS:
+        rest = _gather((), shares[FIRST_ROWS:], count - FIRST_ROWS, strategy)
+        rows = torch.cat([rows, rest.cpu()], dim=1)
+    values = {share.name: _combine(share, rows[:, 2 * i], rows[:, 2 * i + 1]) for i, share in enumerate(shares)}
+    for group, members in groupby([share for share in shares if share.group is not None], lambda share: share.group):
+        chosen = list(members)
+        rows = _gather((), chosen, len(chosen), strategy, group).cpu()
+        values |= {share.name: _combine(share, rows[:, 2 * i], rows[:, 2 * i + 1]) for i, share in enumerate(chosen)}
+    return values
+
+
+def _combine(share: Share, totals: Tensor, weights: Tensor) -> float:
+    """Return the value of totals and weights, one of each process."""
+    if share.reduction == "mean":
+        return float(totals.sum() / weights.sum())
+    if share.reduction == "sum":
+        return float(totals.sum())
+    present = totals[weights > 0]
+    return float(present.max() if share.reduction == "max" else present.min())
+
+
+# Errors
+
+
+def _raise_different(statement: Statement, speakers: list[int], strategy: Strategy) -> None:
+    """Raise what names the ranks and the names that differ; collective."""
+    everyone = [strategy.broadcast(dict(statement.names), src=rank) for rank in range(strategy.world_size)]
+    first = speakers[0]
+    for rank in speakers[1:]:
+        for one, other in ((first, rank), (rank, first)):
+            if missing := sorted(everyone[one].keys() - everyone[other].keys()):
+                raise _different(one, missing, f"{other} did not")
+        for name in everyone[first]:
+            options, theirs = _common(everyone[first][name]), _common(everyone[rank][name])
+            if differing := [field for field in options._fields if getattr(options, field) != getattr(theirs, field)]:
+                raise _different(first, [name], f"{rank} did so with another {' and '.join(differing)}")
+    raise AssertionError("the names are the same, and their digests are not")
+
+
+def _different(rank: int, names: Sequence[str], others: str) -> MisuseError:
+    return MisuseError(
+        f"rank {rank} logged {', '.join(map(repr, names))} and rank {others}: values that are reduced over all "
+        "processes must be logged by all of them with the same options (or with sync_dist=False or rank_zero_only=True)"
+    )

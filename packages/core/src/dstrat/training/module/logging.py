@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from dstrat.errors import MisuseError
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from dstrat.training.trainer import Trainer
 
@@ -23,41 +26,86 @@ class LoggingMethods:
         logger: bool = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str = "mean",
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
         sync_dist: bool | None = None,
-        batch_size: int | None = None,
+        sync_dist_group: Any | None = None,
+        add_dataloader_idx: bool = True,
+        batch_size: float | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
     ) -> None:
         """Keep a value for the progress bar, the loggers and callbacks; does nothing outside a run.
 
-        A tensor stays on its device until something shows or writes it.
+        Works from the start of training, validation or test (``on_train_start`` ...) to the hook at the end of an
+        epoch.  A tensor stays on its device until something shows or writes it.  A name has the same options each
+        time.
 
         Args:
             name: Its name; with both ``on_step`` and ``on_epoch`` loggers write ``<name>_step`` and ``<name>_epoch``,
                 and callbacks know the value over the epoch by the plain name too.
-            value: A number or a tensor with one element.
+            value: A number, a tensor with one element, or a ``torchmetrics.Metric`` that is an attribute of this
+                module: what it returned for the batch counts per step; over the epoch it reduces itself, over
+                all processes too, and is reset then.
             prog_bar: Whether the progress bar shows it.
             logger: Whether the loggers write it.
             on_step: Whether the value of each step counts; by default only in training steps.
             on_epoch: Whether the value over the epoch counts; by default everywhere but in training steps.
-            reduce_fx: How values become the one of an epoch: mean (weighted by batch size), sum, max or min.
+            reduce_fx: How values become the one of an epoch: mean (weighted by batch size), sum, max or min, by name
+                or as torch's or Python's function.  For any other use a metric of torchmetrics.
+            enable_graph: Not possible: what is logged has no gradients.
             sync_dist: Whether it is reduced over all processes; by default the value over an epoch is, one of a
-                step is not.
+                step is not.  With True that of a step is reduced whenever step values are written (every
+                ``log_every_n_steps``) and at the end of the epoch, and callbacks see the last one that was.
+            sync_dist_group: The processes to reduce over; by default all.
+            add_dataloader_idx: Whether the name gets the suffix ``/dataloader_idx_<n>`` where there are several
+                loaders; without it, there is one value over all of them.
             batch_size: Weight of the value in the mean; by default the size of the batch's first tensor.
+            metric_attribute: Name of the attribute that holds a metric; found by itself.
+            rank_zero_only: Whether only rank 0 logs it; it is not reduced then.
+
+        Raises:
+            MisuseError: The value, its options or the place cannot be logged.
         """
-        if self._trainer is not None:
-            self._trainer.logged.log(
-                name,
-                value,
-                prog_bar=prog_bar,
-                logger=logger,
-                on_step=on_step,
-                on_epoch=on_epoch,
-                reduce_fx=reduce_fx,
-                sync_dist=sync_dist,
-                batch_size=batch_size,
-            )
+        trainer = self._trainer
+        if trainer is None or (rank_zero_only and trainer.global_rank != 0):
+            return
+        trainer.logged.log(
+            name,
+            value,
+            (
+                prog_bar,
+                logger,
+                on_step,
+                on_epoch,
+                reduce_fx,
+                enable_graph,
+                sync_dist,
+                sync_dist_group,
+                add_dataloader_idx,
+                metric_attribute,
+                rank_zero_only,
+            ),
+            batch_size,
+            self,  # type: ignore[arg-type]  # it is part of a TrainModule
+        )
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log several values with the same options as in :meth:`log`."""
-        for name, value in dictionary.items():
+        """Log several values with the same options as in :meth:`log`.
+
+        Args:
+            dictionary: Values by name, or a ``torchmetrics.MetricCollection``.
+            **options: As in :meth:`log`.
+        """
+        for name, value in _items(dictionary):
             self.log(name, value, **options)
+
+
+def _items(dictionary: Any) -> Iterable[tuple[str, Any]]:
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is not None and isinstance(dictionary, torchmetrics.MetricCollection):
+        items: Iterable[tuple[str, Any]] = dictionary.items(keep_base=False, copy_state=False)
+        return items
+    if not hasattr(dictionary, "items"):
+        raise MisuseError(f"log_dict got a {type(dictionary).__name__}: give a dict of values, or use log(name, value)")
+    return dictionary.items()  # type: ignore[no-any-return]  # of whatever mapping the user gave
