@@ -14,7 +14,10 @@ HOOKS = [
     for owner in (DataHooks, ModuleHooks)
     for name, value in vars(owner).items()
     if inspect.isfunction(value) and not name.endswith("_dataloader")
-] + ["configure_optimizers", "training_step", "validation_step", "test_step", "predict_step", "optimizer_zero_grad"]
+] + [
+    *["training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "backward"],
+    *["optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"],
+]
 
 
 @pytest.fixture
@@ -36,16 +39,18 @@ def recorded(make_line):
 
 
 TRANSFER = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
-START = ["prepare_data", "setup", "configure_model", "configure_optimizers"]
+START = ["configure_callbacks", "prepare_data", "setup", "configure_model"]
 
 
 def evaluation(kind, batches):
     return [
+        f"on_{kind}_model_eval",
         f"on_{kind}_start",
         f"on_{kind}_epoch_start",
         *[*TRANSFER, f"on_{kind}_batch_start", f"{kind}_step", f"on_{kind}_batch_end"] * batches,
         f"on_{kind}_epoch_end",
         f"on_{kind}_end",
+        f"on_{kind}_model_train",
     ]
 
 
@@ -54,9 +59,10 @@ def test_the_order_of_a_fit(quiet_trainer, recorded, loader):
     quiet_trainer(max_epochs=1, limit_val_batches=1, accumulate_grad_batches=2).fit(
         recorded(calls), loader(24), loader(24)
     )
-    backward = ["on_before_backward", "on_after_backward"]
+    backward = ["on_before_backward", "backward", "on_after_backward"]
     assert calls == [
         *START,
+        "configure_optimizers",
         "on_fit_start",
         *evaluation("validation", 1),
         "on_train_start",
@@ -67,8 +73,9 @@ def test_the_order_of_a_fit(quiet_trainer, recorded, loader):
         "on_train_batch_end",
         *TRANSFER,
         "on_train_batch_start",
-        *["training_step", *backward, "on_before_optimizer_step"],
+        *["optimizer_step", "training_step", *backward, "on_before_optimizer_step", "configure_gradient_clipping"],
         "on_train_batch_end",
+        "on_validation_model_zero_grad",
         *evaluation("validation", 1),
         "on_train_epoch_end",
         "on_train_end",
@@ -81,7 +88,7 @@ def test_the_order_of_a_fit(quiet_trainer, recorded, loader):
 def test_the_order_of_an_evaluation(quiet_trainer, recorded, loader, method, kind):
     calls = []
     getattr(quiet_trainer(), method)(recorded(calls), loader(24))
-    assert calls == ["prepare_data", "setup", "configure_model", *evaluation(kind, 2), "teardown"]
+    assert calls == [*START, *evaluation(kind, 2), "teardown"]
 
 
 def test_callbacks_come_before_the_module_and_those_that_save_come_last(quiet_trainer, make_line, loader):

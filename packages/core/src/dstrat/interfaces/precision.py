@@ -55,7 +55,10 @@ class Precision(ABC):
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of every training, validation, test and prediction step."""
+        """Return the context of every training, validation, test and prediction step.
+
+        A ``contextlib.nullcontext`` means that no step needs one; whether that is so must not change during a run.
+        """
         return nullcontext()
 
     def convert_input(self, batch: Any) -> Any:
@@ -84,7 +87,11 @@ class Precision(ABC):
         Returns:
             What the closure returned.
         """
-        return optimizer.step(closure=closure, **kwargs)
+        if not _computes_once(optimizer):
+            return optimizer.step(closure=closure, **kwargs)
+        loss = closure()  # beforehand rather than inside of step, where torch would switch gradients off and on again
+        optimizer.step(**kwargs)
+        return loss
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
         """Clip the (unscaled) gradients of an optimizer's parameters in place.
@@ -111,3 +118,9 @@ class Precision(ABC):
 
     def teardown(self) -> None:
         """Undo whatever this precision changed outside the module."""
+
+
+def _computes_once(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer is known to compute the loss once in a step, at its beginning."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ != "LBFGS"

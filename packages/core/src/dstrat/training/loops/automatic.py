@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.training.dispatch import overrides
+from dstrat.training.loops.steps import bind_backward, bind_step, bind_unscaling
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ class AutomaticOptimization:
         self._trainer, self._module, self._strategy = trainer, module, strategy
         self.optimizers = strategy.optimizers
         self._optimizer = _only(strategy.optimizers)
-        self._training_step = trainer.profiled("training_step", strategy.training_step)
-        self._backward = trainer.profiled("backward", strategy.backward)
+        self._training_step = trainer.profiled("training_step", bind_step(strategy, module, "training_step"))
+        self._backward = trainer.profiled("backward", bind_backward(strategy))
+        self._unscale = bind_unscaling(strategy)
         self._optimizer_step = trainer.profiled("optimizer_step", self._find_step())
         self._count_step = trainer.fit_loop.count_step
         self._zero_grad = self._find_zero_grad()
@@ -140,7 +142,8 @@ class AutomaticOptimization:
 
     def _prepare_step(self) -> None:
         trainer = self._trainer
-        self._strategy.unscale_gradients(self._optimizer)
+        if self._unscale is not None:
+            self._unscale(self._optimizer)
         for hook in self._before_optimizer_step:
             hook(self._optimizer)
         if self._clips:

@@ -8,7 +8,7 @@ import torch
 
 from dstrat.training.data.batches import Batches, batch_mover
 from dstrat.training.data.loaders import as_list, length_of, limit_of, prepare_evaluation_loader
-from dstrat.training.loops.steps import count_arguments
+from dstrat.training.loops.steps import bind_step, count_arguments
 from dstrat.training.metrics.logged import LoggedValues
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class EvaluationLoop:
         self._trainer, self._module, self._purpose = trainer, module, purpose
         self._limit_name = _LIMITS[purpose]
         self._limit = getattr(trainer, self._limit_name)
-        self._step = trainer.profiled(f"{purpose}_step", getattr(trainer.strategy, f"{purpose}_step"))
+        self._step = trainer.profiled(f"{purpose}_step", bind_step(trainer.strategy, module, f"{purpose}_step"))
         self._num_arguments = count_arguments(getattr(module, f"{purpose}_step"))
         self._mover = trainer.profiled("transfer_batch", batch_mover(trainer, module))
         self.logged = LoggedValues(training=False)

@@ -161,16 +161,18 @@ class FitLoop:
     def _reload_when_due(self) -> None:
         every = self._trainer.reload_dataloaders_every_n_epochs
         if every and self.epoch - self._loaded_in_epoch >= every:
-            self.loader, self._loaded_in_epoch = None, self.epoch
+            self.loader, self._loaded_in_epoch, before = None, self.epoch, self.num_batches
             self.load(self._sources)
             self.num_batches = _agreed_length(self._trainer, self.num_batches)
-            self._schedule = ValidationSchedule(self._trainer, self.num_batches)
+            if self.num_batches != before:
+                self._schedule = ValidationSchedule(self._trainer, self.num_batches)
             if self._validation is not None:
                 self._validation.load(self._sources.loader("val"))
 
     def _train_batches(self) -> bool:
         """Train on the batches of an epoch; return whether it was not broken off."""
-        trainer, logged, votes = self._trainer, self.logged, self._votes
+        trainer, logged, votes, interruption = self._trainer, self.logged, self._votes, self._interruption
+        is_alone, is_timed = trainer.world_size == 1, self._schedule.is_timed
         self._look_up()
         batch_start = trainer.dispatch.of("on_train_batch_start")
         move = trainer.profiled("transfer_batch", batch_mover(trainer, self._module))
@@ -181,7 +183,11 @@ class FitLoop:
             if batch_start and -1 in [hook(batch, batch_idx) for hook in batch_start]:
                 break
             self._train_batch(batch, batch_idx, is_last=is_last)
-            if self._must_vote or votes.are_due(self.batches_seen):
+            if is_alone:
+                is_due = interruption.requested or trainer.should_stop or is_timed
+            else:
+                is_due = self._must_vote or self.batches_seen >= votes.next_at
+            if is_due:
                 self._stops = self._decide()
             if self._stops or self._steps_done:
                 return is_last
@@ -196,6 +202,8 @@ class FitLoop:
         self._accumulate = trainer.accumulate_grad_batches
         self._in_group = 0
         self._batch_end = trainer.dispatch.of("on_train_batch_end")
+        self._publishes = bool(trainer.loggers and trainer.log_every_n_steps)
+        self._steps_schedulers = self._schedulers.step_with_batches
         self._profiler_step = trainer.profiler.step if trainer.profiler else None
 
     def _train_batch(self, batch: Any, batch_idx: int, *, is_last: bool) -> None:
@@ -209,17 +217,17 @@ class FitLoop:
             self._in_group = 0
         self.batches_seen += 1
         has_stepped = self.global_step != steps_before
-        if has_stepped:
+        if has_stepped and self._steps_schedulers:
             self._schedulers.after_step(self.global_step)
         if self._batch_end:
             outputs = _detached(outputs)
             for hook in self._batch_end:
                 hook(outputs, batch, batch_idx)
-        if has_stepped:
+        if has_stepped and self._publishes:
             self._publish_when_due(steps_before)
         if self._validation is not None:
             self._validate_when_due(batch_idx, is_last=is_last)
-        if has_stepped:
+        if has_stepped and self._steps_schedulers:
             self._schedulers.after_validation(self.global_step)
         if self._profiler_step is not None:
             self._profiler_step()
@@ -233,9 +241,9 @@ class FitLoop:
         return min(accumulate, self.num_batches - start)
 
     def _publish_when_due(self, steps_before: int) -> None:
-        trainer, every = self._trainer, self._trainer.log_every_n_steps
-        if trainer.loggers and every and self.global_step // every != steps_before // every:
-            trainer.publish_step(self.logged)
+        every = self._trainer.log_every_n_steps
+        if self.global_step // every != steps_before // every:
+            self._trainer.publish_step(self.logged)
 
     # Validation and stopping
 

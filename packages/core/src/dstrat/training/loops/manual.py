@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError
+from dstrat.training.loops.steps import bind_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ class ManualOptimization:
     def __init__(self, trainer: Trainer, module: TrainModule) -> None:
         _check_arguments(trainer, module)
         self._strategy = trainer.strategy
-        self._training_step = trainer.profiled("training_step", trainer.strategy.training_step)
+        self._training_step = trainer.profiled("training_step", bind_step(trainer.strategy, module, "training_step"))
         self._before_backward = trainer.dispatch.of("on_before_backward")
         self._after_backward = trainer.dispatch.of("on_after_backward")
         self.optimizers = [ManualOptimizer(optimizer, trainer, module) for optimizer in trainer.strategy.optimizers]

@@ -22,6 +22,9 @@ class SchedulerSteps:
     Args:
         trainer: Has the schedulers and the monitored values.
         module: Has the hook that steps one.
+
+    Attributes:
+        step_with_batches: Whether any is stepped during epochs.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule) -> None:
@@ -30,17 +33,16 @@ class SchedulerSteps:
         of_steps = [config for config in configs if config.interval == "step"]
         self._after_step = [config for config in of_steps if config.monitor is None]
         self._after_validation = [config for config in of_steps if config.monitor is not None]
+        self.step_with_batches = bool(of_steps)
         self._after_epoch = [config for config in configs if config.interval == "epoch"]
 
     def after_step(self, count: int) -> None:
         """Step what is due after an optimizer step, given the number of steps done."""
-        if self._after_step:
-            self._step(self._after_step, count)
+        self._step(self._after_step, count)
 
     def after_validation(self, count: int) -> None:
         """Step what watches a value and is due after an optimizer step, when validation may have logged it."""
-        if self._after_validation:
-            self._step(self._after_validation, count)
+        self._step(self._after_validation, count)
 
     def after_epoch(self, count: int) -> None:
         """Step what is due after an epoch, given the number of epochs done."""

@@ -63,9 +63,10 @@ class ValidationSchedule:
             return False
         return is_last if self._batches is None else (batch_idx + 1) % self._batches == 0
 
-    def runs_in(self, epoch: int) -> bool:
-        """Return whether validation by count may run in an epoch."""
-        return self._seconds is None and (self._epochs is None or (epoch + 1) % self._epochs == 0)
+    @property
+    def is_timed(self) -> bool:
+        """Whether validation runs by the clock."""
+        return self._seconds is not None
 
     @property
     def time_is_up(self) -> bool:

@@ -18,22 +18,21 @@ class Votes:
     """Turns what any process wishes into what all of them do.
 
     The processes vote by one small reduction about every half second, at step numbers that the last vote fixed for
-    all of them, so that they agree without a collective in every step.  A process that is alone votes in each step.
+    all of them, so that they agree without a collective in every step.
 
     Args:
         strategy: Whose processes vote.
         step: Number of batches trained on already, the same in every process.
+
+    Attributes:
+        next_at: Number of batches after which the processes vote next.
     """
 
     def __init__(self, strategy: Strategy, step: int = 0) -> None:
         self._strategy = strategy
         self._alone = strategy.world_size == 1
-        self._next_vote = 0 if self._alone else step + 1
+        self.next_at = step + 1
         self._last_vote = (step, time.monotonic())
-
-    def are_due(self, step: int) -> bool:
-        """Return whether the processes vote after this many batches."""
-        return step >= self._next_vote
 
     def take(self, step: int, *wishes: int) -> tuple[int, ...]:
         """Vote; collective.
@@ -52,6 +51,6 @@ class Votes:
         wanted = min(MOST_STEPS_BETWEEN_VOTES, 1 + int(SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6)))
         ballot = torch.tensor([*wishes, -wanted], device=self._strategy.root_device)
         *agreed, steps = self._strategy.reduce(ballot, reduce_op="max").tolist()
-        self._next_vote = step - steps
+        self.next_at = step - steps
         self._last_vote = (step, time.monotonic())
         return tuple(agreed)
