@@ -21,15 +21,17 @@ class Progress:
 
     def __init__(self, title: str, total: int | None) -> None:
         self.title, self.total, self.done = title, total, 0
-        self._samples = deque([(monotonic(), 0)], maxlen=_SAMPLES)
+        self._start = monotonic()
+        self._samples = deque([(self._start, 0)], maxlen=_SAMPLES)
 
     def reach(self, done: int) -> None:
         """Take the number of batches that are done now."""
-        self.done = done
-        self._samples.append((monotonic(), done))
+        if done != self.done:
+            self.done = done
+            self._samples.append((monotonic(), done))
 
     def skip(self, seconds: float) -> None:
-        """Leave out a time in which the loop waited for another one."""
+        """Leave out of the speed a time in which the loop waited for another one."""
         self._samples = deque(((time + seconds, done) for time, done in self._samples), maxlen=_SAMPLES)
 
     @property
@@ -37,6 +39,11 @@ class Progress:
         """Batches per second lately, None before any can be told."""
         (start, done_before), (end, done) = self._samples[0], self._samples[-1]
         return (done - done_before) / (end - start) if done > done_before and end > start else None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the loop started."""
+        return monotonic() - self._start
 
     @property
     def seconds_left(self) -> float | None:

@@ -3,65 +3,59 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
+from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.progress import Progress
+from dstrat.training.callbacks.progress_display import make_display
+from dstrat.training.callbacks.progress_evaluation import EvaluationProgress
+from dstrat.training.callbacks.progress_stop import describe_stop
+from dstrat.training.callbacks.progress_ticker import Ticker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
+    from dstrat.training.callbacks.progress_display import Display
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
-
-class Display(Protocol):
-    """Where progress is shown.
-
-    Attributes:
-        seconds_between_updates: How often it is worth an update.
-        starts_at_once: Whether the first update comes without that delay.
-    """
-
-    seconds_between_updates: float
-    starts_at_once: bool
-
-    def update(self, running: Sequence[Progress], values: Mapping[str, float]) -> None:
-        """Show the loops that run, outermost first."""
-
-    def finish(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Show a loop that is over."""
-
-    def close(self) -> None:
-        """End the display."""
+SECONDS_BETWEEN_TICKS = 0.5
+"""Time after which bars are drawn again although no batch has ended, so that a long one does not look like a hang."""
 
 
 class ProgressBar(Callback):
     """Shows epochs, batches, speed and the values logged with ``prog_bar=True``, on stderr of global rank 0.
 
     On a terminal bars move; elsewhere (files, pipes, notebooks) there is a line for each epoch and every 10 seconds.
-    A batch costs a look at the clock.  Values are read from their device only when they are shown, in the thread
-    that trains: a thread of its own would race with it for them, and leave locks behind when workers are forked.
+    A run that breaks leaves its last state, and a line that says where it was and which checkpoint is the newest.
+
+    A batch costs a look at the clock.  Values are read from their device only when they are shown, in the thread that
+    trains: another one would race with it for them.  Between, a thread draws the time and the batches that are done.
 
     Args:
         refresh_seconds: Time between two updates; by default 0.3 on a terminal and 10 elsewhere.
+
+    Raises:
+        RequestError: The time is negative.
     """
 
     def __init__(self, refresh_seconds: float | None = None) -> None:
+        if refresh_seconds is not None and refresh_seconds < 0:
+            raise RequestError(f"ProgressBar(refresh_seconds={refresh_seconds!r}) must be 0 or more")
         self._refresh_seconds = refresh_seconds
         self._display: Display | None = None
-        self._next_update = math.inf
+        self._ticker: Ticker | None = None
+        self._drawn_at, self._next_update = 0.0, math.inf
         self._training: Progress | None = None
         self._batches_before = 0
-        self._evaluation: Progress | None = None
+        self._evaluation: EvaluationProgress | None = None
         self._evaluation_start = 0.0
-        self._evaluated = 0
         self._values: dict[str, float] = {}
+        self._stop: BaseException | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -83,8 +77,7 @@ class ProgressBar(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._training is not None:
-            self._training.reach(trainer.fit_loop.batches_seen - self._batches_before)
+        self._reach(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -99,7 +92,7 @@ class ProgressBar(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._count(trainer)
+        self._count(trainer, dataloader_idx)
 
     @override
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -113,7 +106,7 @@ class ProgressBar(Callback):
     def on_test_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._count(trainer)
+        self._count(trainer, dataloader_idx)
 
     @override
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -127,7 +120,7 @@ class ProgressBar(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._count(trainer)
+        self._count(trainer, dataloader_idx)
 
     @override
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -135,27 +128,38 @@ class ProgressBar(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        if self._display is not None and self._running:
-            self._advance(trainer)
-            self._display.update(self._running, self._values)  # those shown last: reading others might fail again
+        if self._display is not None:
+            self._stop = exception
+            self._draw(trainer)  # with the values shown last: reading others might fail again
         self._close()
 
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._close()
+        stop, self._stop = self._stop, None
+        if stop is not None:  # now those that save a checkpoint on an exception have done so
+            print(describe_stop(trainer, stop), file=sys.stderr, flush=True)
+
+    # The loops
+
+    def _finish_epoch(self, trainer: Trainer) -> None:
+        finished, self._training = self._training, None
+        if self._display is not None and finished is not None:
+            self._take_values(trainer)
+            self._display.finish(finished, self._values)
 
     def _start_evaluation(self, trainer: Trainer, title: str) -> None:
         self._open(trainer)
-        self._advance(trainer)
-        counts = [count for count in trainer.evaluation_batches if count is not None]
-        is_known = len(counts) == len(trainer.evaluation_batches)
-        self._evaluation = Progress(title, sum(counts) if is_known else None)
+        self._reach(trainer)
+        if self._display is not None and trainer.is_fitting and not trainer.sanity_checking:
+            self._show(trainer.metrics.shown(trainer.fit_loop.logged))  # they stay while validation goes on
+        self._evaluation = EvaluationProgress(title, trainer.evaluation_batches)
         self._evaluation_start = monotonic()
-        self._evaluated = 0
         self._update_when_due(trainer)
 
-    def _count(self, trainer: Trainer) -> None:
-        self._evaluated += 1
+    def _count(self, trainer: Trainer, dataloader_idx: int) -> None:
+        if self._evaluation is not None:
+            self._evaluation.count(dataloader_idx)
         if monotonic() >= self._next_update:
             self._update(trainer)
 
@@ -167,15 +171,10 @@ class ProgressBar(Callback):
             self._training.skip(monotonic() - self._evaluation_start)
         self._take_values(trainer)
         if not trainer.is_fitting:
-            evaluation.reach(self._evaluated)
-            self._display.finish(evaluation, self._values)
+            self._display.finish(evaluation.finished(), self._values)
             self._close()
 
-    def _finish_epoch(self, trainer: Trainer) -> None:
-        if self._display is not None and self._training is not None:
-            self._take_values(trainer)
-            self._display.finish(self._training, self._values)
-        self._training = None
+    # Drawing
 
     def _update_when_due(self, trainer: Trainer) -> None:
         if monotonic() >= self._next_update:
@@ -183,55 +182,66 @@ class ProgressBar(Callback):
 
     def _update(self, trainer: Trainer) -> None:
         if self._display is not None:
-            self._advance(trainer)
             self._take_values(trainer)
-            self._display.update(self._running, self._values)
-            self._schedule(self._display)
+            self._draw(trainer)
+            self._next_update = monotonic() + self._seconds_between(self._display)
 
-    def _advance(self, trainer: Trainer) -> None:
-        if self._evaluation is not None:
-            self._evaluation.reach(self._evaluated)
-        elif self._training is not None:
+    def _draw(self, trainer: Trainer) -> None:
+        display, training, evaluation = self._display, self._training, self._evaluation
+        self._reach(trainer)
+        running = [] if training is None else [training]
+        if evaluation is not None:
+            running.append(evaluation.now())
+        if display is not None and running:
+            display.update(running, self._values)
+            self._drawn_at = monotonic()
+
+    def _tick(self, trainer: Trainer) -> float | None:
+        """Draw when nothing has been drawn for a while, in the ticker's thread; return the seconds until it is due."""
+        if self._display is None:
+            return None
+        seconds = max(SECONDS_BETWEEN_TICKS, self._seconds_between(self._display))
+        if monotonic() < self._drawn_at + seconds:
+            return self._drawn_at + seconds - monotonic()
+        try:
+            self._draw(trainer)
+        except OSError:  # the terminal is gone; the thread that trains finds that out
+            return None
+        return seconds
+
+    def _reach(self, trainer: Trainer) -> None:
+        if self._training is not None:
             self._training.reach(trainer.fit_loop.batches_seen - self._batches_before)
-
-    @property
-    def _running(self) -> list[Progress]:
-        return [progress for progress in (self._training, self._evaluation) if progress is not None]
 
     def _take_values(self, trainer: Trainer) -> None:
         if not trainer.sanity_checking:
-            self._values |= trainer.progress_bar_metrics
+            self._show(trainer.progress_bar_metrics)
+
+    def _show(self, values: dict[str, float]) -> None:
+        self._values = self._values | values  # another dict, as the ticker's thread may read this one
 
     def _open(self, trainer: Trainer) -> None:
         if self._display is not None or not trainer.is_global_zero:
             return
-        self._training = self._evaluation = None
+        self._training = self._evaluation = self._stop = None
         self._values = {}
-        self._display = _make_display()
-        self._next_update = 0.0
-        if not self._display.starts_at_once:
-            self._schedule(self._display)
+        self._display = display = make_display()
+        self._drawn_at = monotonic()
+        self._next_update = 0.0 if display.starts_at_once else monotonic() + self._seconds_between(display)
+        if display.shows_time:
+            self._ticker = Ticker(partial(self._tick, trainer))
 
-    def _schedule(self, display: Display) -> None:
-        wait = display.seconds_between_updates if self._refresh_seconds is None else self._refresh_seconds
-        self._next_update = monotonic() + wait
+    def _seconds_between(self, display: Display) -> float:
+        return display.seconds_between_updates if self._refresh_seconds is None else self._refresh_seconds
 
     def _close(self) -> None:
         display, self._display = self._display, None
+        ticker, self._ticker = self._ticker, None
         self._next_update = math.inf
+        if ticker is not None:
+            ticker.stop()
         if display is not None:
             display.close()
-
-
-def _make_display() -> Display:
-    """Return bars for a terminal that can move its cursor, lines for everything else; rich is loaded for bars only."""
-    if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-        from dstrat.training.callbacks.progress_live import LiveDisplay
-
-        return LiveDisplay()
-    from dstrat.training.callbacks.progress_lines import LineDisplay
-
-    return LineDisplay()
 
 
 def _epoch_title(trainer: Trainer) -> str:

@@ -18,6 +18,7 @@ class LineDisplay:
 
     seconds_between_updates = 10.0
     starts_at_once = False
+    shows_time = False
 
     def update(self, running: Sequence[Progress], values: Mapping[str, float]) -> None:
         """Write a line about the innermost loop that runs."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from functools import cache
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -19,14 +22,25 @@ if TYPE_CHECKING:
 
     from dstrat.training.callbacks.progress import Progress
 
+_drawing = threading.RLock()
+
+
+@cache
+def _forbid_forks_while_drawing() -> None:
+    """Let a fork wait for a thread that draws: the child would inherit the locks of its streams, and wait for ever."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
+
 
 class LiveDisplay:
     """Bars for the loops that run, with the values below; what the program prints appears above them."""
 
     seconds_between_updates = 0.3
     starts_at_once = True
+    shows_time = True
 
     def __init__(self) -> None:
+        _forbid_forks_while_drawing()
         self._live = Live(
             console=Console(stderr=True),
             auto_refresh=False,
@@ -41,11 +55,13 @@ class LiveDisplay:
 
     def update(self, running: Sequence[Progress], values: Mapping[str, float]) -> None:
         """Draw the loops that run, outermost first."""
-        self._live.update(_drawing(running, values), refresh=True)
+        with _drawing:
+            self._live.update(_drawing_of(running, values), refresh=True)
 
     def finish(self, progress: Progress, values: Mapping[str, float]) -> None:
         """Draw a loop that is over; the next one takes its place."""
-        self._live.update(_drawing([progress], values))
+        with _drawing:
+            self._live.update(_drawing_of([progress], values))
 
     def close(self) -> None:
         """Draw a last time, and give the terminal back."""
@@ -54,17 +70,19 @@ class LiveDisplay:
         self._live.stop()
 
 
-def _drawing(running: Sequence[Progress], values: Mapping[str, float]) -> Group:
+def _drawing_of(running: Sequence[Progress], values: Mapping[str, float]) -> Group:
     table = Table.grid(padding=(0, 1), expand=True)
-    for ratio in (None, 1, None, None, None):
+    for ratio in (None, 1, None, None, None, None):
         table.add_column(ratio=ratio, no_wrap=True)
     for progress in running:
+        left = format_duration(progress.seconds_left)
         table.add_row(
             progress.title,
             ProgressBar(total=progress.total, completed=progress.done),
             format_count(progress),
             format_speed(progress.speed),
-            format_duration(progress.seconds_left),
+            format_duration(progress.seconds),
+            left and f"{left} left",
         )
     if not values:
         return Group(table)
