@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import CheckpointError
+from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, checkpoint_entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +21,10 @@ def collect_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[
 
     Args:
         trainer: In a run.
-        weights_only: Whether everything but the module's weights is left out.
+        weights_only: Whether everything but the module's weights and the hyperparameters is left out.
+
+    Raises:
+        CheckpointError: A hyperparameter is not plain.
     """
     strategy = trainer.strategy
     checkpoint: dict[str, Any] = {
@@ -28,6 +32,8 @@ def collect_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "state_dict": strategy.module_state_dict(),
+        **checkpoint_entries(trainer.module, MODULE_KEYS),
+        **checkpoint_entries(trainer.datamodule, DATAMODULE_KEYS),
     }
     if not weights_only:
         checkpoint |= {

@@ -7,51 +7,115 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.training.callbacks.defaults import with_callbacks_of
+from dstrat.training.metrics.latest import as_numbers
+from dstrat.training.random_state import RandomState
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The state of global rank 0 at the end of a run.
+class Changes:
+    """What a run has changed in global rank 0; tensors are on the CPU.
 
     Attributes:
-        result: What the Trainer's method returns.
-        weights: The module's state on the CPU; None where the run did not change it.
+        weights: The module's state; None where the run did not train it.
         counters: The state of the training loop.
         metrics: The values that were logged.
-        callbacks: The states of the callbacks, in their order.
+        callbacks: The states of the callbacks, by their keys.
+        hparams: The module's hyperparameters, as far as they are plain values.
+        random_state: What the generators would draw next.
     """
 
-    result: Any
     weights: dict[str, Any] | None
     counters: dict[str, int]
     metrics: dict[str, float]
-    callbacks: list[dict[str, Any]]
+    callbacks: dict[str, dict[str, Any]]
+    hparams: dict[str, Any]
+    random_state: RandomState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The end of a run.
+
+    Attributes:
+        result: What the Trainer's method returns.
+        changes: What the run has changed; None where it is here already, and in ranks that are not asked.
+    """
+
+    result: Any
+    changes: Changes | None = None
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any) -> Outcome:
         """Collect the outcome; collective."""
-        weights = None
-        if trainer.is_fitting and trainer.ran_elsewhere:
-            weights = {
-                name: value.cpu() if isinstance(value, Tensor) else value
-                for name, value in trainer.strategy.module_state_dict().items()
-            }
-        return cls(
-            result=result,
-            weights=weights,
+        if not trainer.ran_elsewhere:
+            return cls(result=result)
+        weights = trainer.strategy.module_state_dict() if trainer.is_fitting else None
+        if not trainer.is_global_zero:
+            return cls(result=None)
+        changes = Changes(
+            weights=_on_cpu(weights),
             counters=trainer.fit_loop.state_dict(),
-            metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
-            callbacks=[callback.state_dict() for callback in trainer.callbacks],
+            metrics=as_numbers(trainer.callback_metrics),
+            callbacks={callback.state_key: _on_cpu(callback.state_dict()) for callback in trainer.callbacks},
+            hparams={name: value for name, value in trainer.strategy.module.hparams.items() if _is_plain(value)},
+            random_state=RandomState.capture(),
         )
+        return cls(result=_on_cpu(result), changes=changes)
 
     def restore(self, trainer: Trainer, module: TrainModule) -> None:
-        """Bring the outcome of another process into this one."""
-        if self.weights is not None:
-            module.load_state_dict(self.weights)
-        trainer.fit_loop.load_state_dict(self.counters)
-        trainer.metrics.take(self.metrics)
-        for callback, state in zip(trainer.callbacks, self.callbacks, strict=True):
-            callback.load_state_dict(state)
+        """Bring the outcome of another process into this one.
+
+        Raises:
+            MisuseError: The run has made layers that the module here does not have; the rest is brought.
+        """
+        if self.changes is None:
+            return
+        trainer.fit_loop.load_state_dict(self.changes.counters)
+        trainer.metrics.take(self.changes.metrics)
+        trainer.callbacks = with_callbacks_of(module, trainer.callbacks)  # as the run did, in its own copy
+        for callback in trainer.callbacks:
+            if callback.state_key in self.changes.callbacks:
+                callback.load_state_dict(self.changes.callbacks[callback.state_key])
+        module.hparams.update(self.changes.hparams)
+        self.changes.random_state.restore()
+        if self.changes.weights is not None:
+            _restore_weights(module, self.changes.weights)
+
+
+def _on_cpu(state: Any) -> Any:
+    return apply_to_tensors(state, Tensor.cpu)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(part) for part in (*value, *value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _restore_weights(module: TrainModule, weights: Mapping[str, Any]) -> None:
+    module.configure_model()  # which the run has called in its own copy
+    here = module.state_dict(keep_vars=True)
+    for name, tensor in here.items():
+        other = weights.get(name)
+        if isinstance(other, Tensor) and isinstance(tensor, Tensor) and other.dtype != tensor.dtype:
+            tensor.data = tensor.data.to(other.dtype)  # the precision has converted the module
+    missing, made = module.load_state_dict(weights, strict=False)
+    if missing or made:
+        found = {"made": made, "removed": missing}
+        changed = "; ".join(f"{what} {', '.join(names)}" for what, names in found.items() if names)
+        raise MisuseError(
+            f"the run has {changed} in {type(module).__name__}, in other processes than this one, which lacks that and "
+            "got the other weights: make layers in __init__ or in configure_model, which is called here too, or choose "
+            "a strategy that runs in this process"
+        )

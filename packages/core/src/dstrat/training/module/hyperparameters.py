@@ -180,7 +180,7 @@ def log_hyperparameters(trainer: Trainer) -> None:
         MisuseError: Both have a setting of one name with different values.
     """
     owners = [owner for owner in (trainer.module, trainer.datamodule) if owner is not None]
-    if trainer.is_fitting and trainer.checkpoint_callback is not None:
+    if trainer.is_fitting and trainer.checkpoint_callbacks:
         for owner in owners:
             checkpoint_entries(owner, MODULE_KEYS)
     settings = _shown([owner for owner in owners if owner._hyperparameters.is_logged])  # noqa: SLF001 - as above
