@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -68,6 +69,7 @@ class Strategy(ABC):
         accumulates_gradients: Whether the backend decides itself when accumulated gradients are applied.
         replicates_state: Whether each process holds the whole state of the module and its optimizers, so that one can
             write it without the others.
+        evaluates_together: Whether evaluation steps communicate, so that every process must run as many.
         allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
         optimizers: The optimizers, after :meth:`setup` of a training.
         lr_schedulers: Their schedulers.
@@ -77,6 +79,7 @@ class Strategy(ABC):
     start_method: str | None = None
     accumulates_gradients: bool = False
     replicates_state: bool = True
+    evaluates_together: bool = False
     allows_inference_mode: bool = True
 
     def __init__(
@@ -190,6 +193,15 @@ class Strategy(ABC):
     def model_sharded_context(self) -> AbstractContextManager[Any]:
         """Return the context in which a module creates layers that are sharded from the start."""
         return nullcontext()
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of processes that the module is sharded or parallelized over.
+
+        Raises:
+            MisuseError: This strategy has none.
+        """
+        raise MisuseError(f"{type(self).__name__} has no device mesh: it does not shard the module")
 
     # The life cycle
 

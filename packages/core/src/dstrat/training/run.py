@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.training.anomaly import AnomalyDetection
 from dstrat.training.callbacks.defaults import with_callbacks_of
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dstrat.training.data.sources import Sources
+    from dstrat.training.state import Stage
     from dstrat.training.trainer import Trainer
 
 
@@ -94,8 +95,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     trainer.agree_on_log_dir()
     if trainer.profiler is not None:
         trainer.profiler.start(trainer.stage, trainer.log_dir or trainer.default_root_dir, trainer.global_rank)
-    dispatch.call_callbacks("setup", trainer.stage)
-    sources.setup(trainer.stage)
+    _call_in_turn(trainer, "setup", trainer.stage)
     with strategy.tensor_init_context(), strategy.model_sharded_context():
         module.configure_model()
     if trainer.sync_batchnorm and trainer.is_fitting:
@@ -108,8 +108,12 @@ def _fit(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     with _anomaly_detection(trainer, module):
         loop.setup(module, sources)
         dispatch.call("on_fit_start")
-        validation = _validation(trainer, module, sources)
-        if validation is not None and trainer.num_sanity_val_steps:
+        validates = sources.has("val") and sources.has_step("validation_step") and trainer.limit_val_batches != 0
+        sanity_checks = validates and trainer.num_sanity_val_steps != 0
+        if sanity_checks:
+            dispatch.call_callbacks("on_sanity_check_start")
+        validation = EvaluationLoop(trainer, module, sources.loader("val"), "validation") if validates else None
+        if validation is not None and sanity_checks:
             _sanity_check(trainer, validation)
         loop.run(validation)
         dispatch.call("on_fit_end")
@@ -129,16 +133,10 @@ def _anomaly_detection(trainer: Trainer, module: TrainModule) -> Iterator[None]:
         yield
 
 
-def _validation(trainer: Trainer, module: TrainModule, sources: Sources) -> EvaluationLoop | None:
-    if not sources.has("val") or trainer.limit_val_batches == 0 or not sources.has_step("validation_step"):
-        return None
-    return EvaluationLoop(trainer, module, sources.loader("val"), "validation")
-
-
 def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
+    """Try a few validation batches."""
     random_state = RandomState.capture()  # so that training draws the same numbers with and without the check
     trainer.sanity_checking = True
-    trainer.dispatch.call_callbacks("on_sanity_check_start")
     validation.run(None if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps)
     trainer.dispatch.call_callbacks("on_sanity_check_end")
     trainer.sanity_checking = False
@@ -172,6 +170,7 @@ def _on_exception(trainer: Trainer, sources: Sources, exception: BaseException) 
     tell: list[Callable[[], None]] = [
         partial(trainer.strategy.on_exception, exception),
         partial(trainer.dispatch.call_callbacks, "on_exception", exception),
+        *([partial(trainer.datamodule.on_exception, exception)] if trainer.datamodule else []),
     ]
     if isinstance(exception, Interrupted | Terminated):
         tell.reverse()  # every process is here, so that callbacks may still communicate
@@ -183,6 +182,15 @@ def _on_exception(trainer: Trainer, sources: Sources, exception: BaseException) 
         _log.error("cleaning up after %s failed too", type(exception).__name__, exc_info=error)
 
 
+def _call_in_turn(trainer: Trainer, name: Literal["setup", "teardown"], stage: Stage) -> None:
+    """Call a hook of the data module, then of the callbacks, which may look at the data, then of the module."""
+    assert trainer.module is not None  # noqa: S101 - there is one in every run
+    if trainer.datamodule is not None:
+        getattr(trainer.datamodule, name)(stage)
+    trainer.dispatch.call_callbacks(name, stage)
+    getattr(trainer.module, name)(stage)
+
+
 def _finish(trainer: Trainer, sources: Sources) -> None:
     for error in _do_all(_last_steps(trainer, sources, "success")):
         raise error
@@ -191,8 +199,7 @@ def _finish(trainer: Trainer, sources: Sources) -> None:
 def _last_steps(trainer: Trainer, sources: Sources, status: str) -> list[Callable[[], None]]:
     return [
         *(partial(logger.finalize, status) for logger in trainer.writing_loggers),
-        partial(trainer.dispatch.call_callbacks, "teardown", trainer.stage),
-        partial(sources.teardown, trainer.stage),
+        partial(_call_in_turn, trainer, "teardown", trainer.stage),
         trainer.strategy.teardown,
         *([trainer.profiler.finish] if trainer.profiler else []),
         partial(_end, trainer),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.errors import MisuseError
-from dstrat.training.data.loaders import as_list, check_iterable
+from dstrat.training.data.loaders import check_loaders
 from dstrat.training.dispatch import overrides
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.train_module import TrainModule
@@ -42,8 +42,7 @@ class Sources:
                 f"loaders were passed for {', '.join(self._passed)}, and a datamodule too: pass one or the other"
             )
         for source, loaders in self._passed.items():
-            for loader in as_list(loaders):
-                check_iterable(loader, f"the {source} loader")
+            check_loaders(loaders, f"the {source} loader")
 
     def has(self, source: Source) -> bool:
         """Return whether there is a loader."""
@@ -69,13 +68,13 @@ class Sources:
             self._module.configure_optimizers()
 
     def loader(self, source: Source) -> Any:
-        """Return the loader, or the list of them."""
+        """Return the loader, or the structure of them."""
         if source in self._passed:
             return self._passed[source]
         owner = self._owner(source)
         loaders = getattr(owner, f"{source}_dataloader")()
-        for loader in as_list(loaders):
-            check_iterable(loader, f"what {type(owner).__name__}.{source}_dataloader returned")
+        if loaders is not None or source == "train":
+            check_loaders(loaders, f"what {type(owner).__name__}.{source}_dataloader returned")
         return loaders
 
     def _owner(self, source: Source) -> DataModule | TrainModule | None:
@@ -88,16 +87,6 @@ class Sources:
         """Call the hooks that download data."""
         for owner in self._owners:
             owner.prepare_data()
-
-    def setup(self, stage: str) -> None:
-        """Call the hooks that every process needs."""
-        for owner in self._owners:
-            owner.setup(stage)
-
-    def teardown(self, stage: str) -> None:
-        """Call the hooks that undo :meth:`setup`."""
-        for owner in self._owners:
-            owner.teardown(stage)
 
     @property
     def _owners(self) -> list[DataModule | TrainModule]:

@@ -36,6 +36,9 @@ class DataModule(DataHooks, HyperparameterMethods, DataModuleLoading):
 
     trainer: Trainer | None = None
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Called when the run breaks, also by Ctrl-C."""
+
     def attach(self, trainer: Trainer | None) -> None:
         """Take the Trainer that uses this data; None at the end of a run."""
         self.trainer = trainer

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
     from dstrat.training.trainer import Trainer
 
@@ -119,6 +120,11 @@ class TrainModule(
         """The dtype of the module's first floating-point parameter or buffer."""
         tensors = (tensor for tensor in chain(self.parameters(), self.buffers()) if tensor.is_floating_point())
         return next((tensor.dtype for tensor in tensors), torch.get_default_dtype())
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of processes that the strategy shards or parallelizes over, known from ``configure_model`` on."""
+        return self.trainer.strategy.device_mesh
 
     @property
     def current_epoch(self) -> int:

@@ -1,0 +1,114 @@
+"""After which batches of a fit validation runs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from dstrat import Callback
+from dstrat.errors import ConflictError, MisuseError, RequestError
+
+
+@pytest.fixture
+def validated_at(quiet_trainer, line, loader):
+    """Fits with six batches per epoch, and returns after how many batches validation ran."""
+
+    def run(**options):
+        seen = []
+
+        class Noting(Callback):
+            def on_validation_start(self, trainer, module):
+                seen.append(trainer.fit_loop.batches_seen)
+
+        quiet_trainer(num_sanity_val_steps=0, callbacks=Noting(), **options).fit(line, loader(), loader())
+        return seen
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [
+        ({}, [6, 12]),
+        ({"val_check_interval": 2}, [2, 4, 6, 8, 10, 12]),
+        ({"val_check_interval": 4}, [4, 10]),
+        ({"val_check_interval": 0.5}, [3, 6, 9, 12]),
+        ({"val_check_interval": 1.0}, [6, 12]),
+        ({"check_val_every_n_epoch": 2}, [12]),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 4}, [4, 8, 12]),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 9}, [9]),
+        ({"val_check_interval": "01:00:00"}, []),
+        ({"limit_val_batches": 0}, []),
+    ],
+)
+def test_validation_runs_where_the_schedule_says(validated_at, options, batches):
+    assert validated_at(**options) == batches
+
+
+def test_validation_by_the_clock(quiet_trainer, line_class, loader):
+    times = []
+
+    class Slow(line_class):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.02)
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_start(self):
+            times.append(time.monotonic())
+
+    quiet_trainer(
+        num_sanity_val_steps=0, max_epochs=5, val_check_interval={"milliseconds": 100}, limit_val_batches=1
+    ).fit(Slow(), loader(), loader())
+    assert 2 <= len(times) <= 6
+    assert all(later - earlier >= 0.1 for earlier, later in zip(times, times[1:], strict=False))
+
+
+def test_ranks_validate_by_the_clock_together(quiet_trainer, line_class, loader, averaging, tmp_path):
+    class Slow(line_class):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.02)
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_start(self):
+            with (tmp_path / f"rank{self.global_rank}").open("a") as file:
+                file.write(f"{self.trainer.fit_loop.batches_seen} ")
+
+    quiet_trainer(
+        strategy=averaging(),
+        devices=2,
+        num_sanity_val_steps=0,
+        max_epochs=6,
+        val_check_interval={"milliseconds": 100},
+        limit_val_batches=1,
+    ).fit(Slow(), loader(4), loader(4))
+    validated = {path.read_text() for path in tmp_path.glob("rank*")}
+    assert len(list(tmp_path.glob("rank*"))) == 2
+    assert len(validated) == 1
+
+
+def test_an_interval_that_no_epoch_reaches_is_an_error(validated_at):
+    with pytest.raises(MisuseError, match="val_check_interval=7 is more than the 6 training batches"):
+        validated_at(val_check_interval=7)
+
+
+@pytest.mark.parametrize("interval", [0, -1, 1.5, True, "soon", {"weeks": "two"}, "00:00:00"])
+def test_an_interval_that_is_none_is_an_error(quiet_trainer, interval):
+    with pytest.raises(RequestError, match="val_check_interval="):
+        quiet_trainer(val_check_interval=interval)
+
+
+def test_a_fraction_of_no_epoch_is_an_error(quiet_trainer):
+    with pytest.raises(ConflictError, match="is a fraction of an epoch"):
+        quiet_trainer(val_check_interval=0.5, check_val_every_n_epoch=None)
+
+
+def test_gradients_are_freed_before_validation(quiet_trainer, line_class, loader):
+    seen = []
+
+    class Seeing(line_class):
+        def on_validation_start(self):
+            seen.append(self.layer.weight.grad is None)
+
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=4, val_check_interval=2).fit(Seeing(), loader(), loader())
+    assert seen == [True, False, True, True]  # the sanity check; in the middle of a group; at the ends of groups

@@ -1,0 +1,242 @@
+"""Arguments of the Trainer that change how a whole run goes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dstrat import Callback, EarlyStopping, ModelCheckpoint, Trainer
+from dstrat.errors import AnomalyError, ConflictError, RequestError
+
+
+class Noting(Callback):
+    """Notes the batches that each stage reads."""
+
+    def __init__(self):
+        self.read = {"train": 0, "validation": 0, "test": 0, "predict": 0}
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.read["train"] += 1
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.read["validation"] += 1
+
+    def on_test_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.read["test"] += 1
+
+    def on_predict_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.read["predict"] += 1
+
+
+@pytest.mark.parametrize(("given", "batches"), [(True, 1), (3, 3)])
+def test_a_fast_dev_run_tries_a_few_batches_of_everything(tmp_path, line, loader, given, batches):
+    noting = Noting()
+    trainer = Trainer(
+        accelerator="cpu",
+        fast_dev_run=given,
+        max_epochs=100,
+        val_check_interval=0.5,
+        callbacks=[noting, ModelCheckpoint(monitor="never logged")],
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(line, loader(), loader())
+    trainer.test(line, loader())
+    trainer.predict(line, loader())
+    assert noting.read == dict.fromkeys(noting.read, batches)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "yes"])
+def test_a_fast_dev_run_of_something_else_is_an_error(value):
+    with pytest.raises(RequestError, match="fast_dev_run=.* must be True, False, or a number of batches"):
+        Trainer(accelerator="cpu", fast_dev_run=value)
+
+
+def test_overfitting_reads_the_same_few_batches_in_their_order(quiet_trainer, line_class, loader):
+    seen = []
+
+    class Seeing(line_class):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch[0][0, 0].item())
+            return super().training_step(batch, batch_idx)
+
+    quiet_trainer(overfit_batches=2).fit(Seeing(), loader(shuffle=True))
+    expected = [batch[0][0, 0].item() for batch in loader()][:2]
+    assert seen == pytest.approx(expected * 2)
+
+
+def test_overfitting_a_limited_epoch_is_an_error(quiet_trainer):
+    with pytest.raises(ConflictError, match="overfit_batches=2 limits training.*limit_val_batches=3 does too"):
+        quiet_trainer(overfit_batches=2, limit_val_batches=3)
+
+
+def test_barebones_switches_off_everything_beside_training(tmp_path, line, loader, capfd):
+    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(line, loader(), loader())
+    assert trainer.callbacks == trainer.loggers == []
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("enable_progress_bar", True), ("logger", True), ("log_every_n_steps", 10)]
+)
+def test_asking_for_what_barebones_switches_off_is_an_error(option, value):
+    with pytest.raises(ConflictError, match=f"barebones=True .*{option}={value} was asked for"):
+        Trainer(accelerator="cpu", barebones=True, **{option: value})
+
+
+def test_loaders_are_asked_for_again_every_n_epochs(quiet_trainer, line_class, loader):
+    asked = []
+
+    class Asking(line_class):
+        def train_dataloader(self):
+            asked.append(("train", self.current_epoch))
+            return loader(batch_size=8 if self.current_epoch < 2 else 24)
+
+        def val_dataloader(self):
+            asked.append(("val", self.current_epoch))
+            return loader()
+
+    trainer = quiet_trainer(max_epochs=4, reload_dataloaders_every_n_epochs=2)
+    trainer.fit(Asking())
+    assert asked == [("val", 0), ("train", 0), ("train", 2), ("val", 2)]
+    assert trainer.global_step == 6 + 6 + 2 + 2
+
+
+def test_determinism_holds_during_the_run_alone(quiet_trainer, line_class, loader):
+    class Seeing(line_class):
+        def on_train_start(self):
+            self.seen = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+
+    module = Seeing()
+    quiet_trainer(deterministic=True, benchmark=True, max_epochs=1).fit(module, loader())
+    assert module.seen == (True, True)
+    assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark) == (False, False)
+
+
+def test_determinism_of_another_kind_is_an_error(quiet_trainer):
+    with pytest.raises(RequestError, match="deterministic='sometimes' must be True, False or 'warn'"):
+        quiet_trainer(deterministic="sometimes")
+
+
+def test_an_anomaly_names_the_module(quiet_trainer, line_class, loader):
+    class Dividing(nn.Module):
+        def forward(self, x):
+            return x / torch.zeros(()) * 0
+
+    class Broken(line_class):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), Dividing())
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step((self.inner(batch[0]), batch[1]), batch_idx)
+
+    with pytest.raises(AnomalyError, match=r"inner\.1.*epoch 0, batch 0, rank 0"):
+        quiet_trainer(detect_anomaly=True).fit(Broken(), loader())
+
+
+def test_a_profiler_measures_the_step_and_the_hooks(quiet_trainer, line, loader, capfd):
+    quiet_trainer(profiler="simple", max_epochs=1, callbacks=EarlyStopping("loss")).fit(line, loader())
+    table = capfd.readouterr().err
+    for action in ("training_step", "backward", "optimizer_step", "next_batch", "EarlyStopping.on_train_epoch_end"):
+        assert action in table
+
+
+def test_batch_norm_over_processes_needs_gpus(quiet_trainer, line_class, loader, averaging):
+    class Normed(line_class):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+    with pytest.raises(Exception, match="sync_batchnorm=True cannot work on the accelerator 'cpu'"):
+        quiet_trainer(sync_batchnorm=True, strategy=averaging(), devices=2).fit(Normed(), loader())
+
+
+def test_batch_norm_over_one_process_is_what_it_was(quiet_trainer, line, loader):
+    quiet_trainer(sync_batchnorm=True, max_epochs=1).fit(line, loader())
+
+
+def test_a_module_can_be_created_in_the_precision_of_the_run(quiet_trainer, line_class):
+    with quiet_trainer(precision="bf16-true").init_module():
+        assert line_class().layer.weight.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_module_can_be_created_without_initial_values(quiet_trainer, line_class):
+    calls = []
+
+    class Initialized(line_class):
+        def __init__(self):
+            super().__init__()
+            weight = torch.zeros(3)
+            nn.init.constant_(weight, 1.0)
+            calls.append(weight.tolist())
+
+    with quiet_trainer().init_module(empty_init=True):
+        Initialized()
+    with quiet_trainer().init_module():
+        Initialized()
+    assert calls == [[0, 0, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 12), ({"max_steps": 5}, 5), ({"max_epochs": -1}, float("inf"))])
+def test_the_number_of_steps_is_known_to_configure_optimizers(quiet_trainer, line_class, loader, options, expected):
+    class Planning(line_class):
+        def configure_optimizers(self):
+            self.steps = self.trainer.estimated_stepping_batches
+            self.trainer.should_stop = True
+            return super().configure_optimizers()
+
+    module = Planning()
+    quiet_trainer(**options).fit(module, loader())
+    assert module.steps == expected
+
+
+def test_accumulation_counts_in_the_number_of_steps(quiet_trainer, line_class, loader):
+    class Planning(line_class):
+        def configure_optimizers(self):
+            self.steps = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    module = Planning()
+    trainer = quiet_trainer(accumulate_grad_batches=4)
+    trainer.fit(module, loader())
+    assert module.steps == trainer.global_step == 4
+
+
+def test_callbacks_that_a_module_configures_replace_those_of_their_class(quiet_trainer, line_class, loader):
+    own = EarlyStopping("loss", patience=7)
+
+    class Configuring(line_class):
+        def configure_callbacks(self):
+            return [own, Noting()]
+
+    trainer = quiet_trainer(max_epochs=1, callbacks=[EarlyStopping("other", patience=1)])
+    trainer.fit(Configuring(), loader())
+    assert [type(callback) for callback in trainer.callbacks].count(EarlyStopping) == 1
+    assert own in trainer.callbacks
+
+
+def test_a_module_may_compute_its_own_gradients(quiet_trainer, line_class, make_line, loader):
+    class Doubling(line_class):
+        def backward(self, loss):
+            (2 * loss).backward()
+
+    plain, doubled = make_line(lr=0.02), make_line(Doubling, lr=0.01)
+    quiet_trainer().fit(plain, loader())
+    quiet_trainer().fit(doubled, loader())
+    torch.testing.assert_close(plain.layer.weight, doubled.layer.weight)
+
+
+def test_testing_without_a_module_takes_that_of_the_last_run(quiet_trainer, line, loader):
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(line, loader())
+    assert trainer.test(dataloaders=loader()) == trainer.test(line, loader())
+
+
+def test_testing_without_any_module_is_an_error(quiet_trainer, loader):
+    with pytest.raises(TypeError, match="test needs a module: pass one, or call fit"):
+        quiet_trainer().test(dataloaders=loader())
