@@ -1,4 +1,4 @@
-"""A terminal, and what it shows after something has written to it."""
+"""A terminal and what it shows, and fits of a module whose logged values are given."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import sys
 import threading
 
 import pytest
+import torch
+
+from dstrat import TrainModule
 
 _TOKEN = re.compile(r"\x1b\[(\??)([\d;]*)([A-Za-z])|(.)", re.DOTALL)
 
@@ -81,3 +84,47 @@ def _drain(descriptor, received):
     with contextlib.suppress(OSError):  # what Linux says when the other end was closed
         while data := os.read(descriptor, 65536):
             received.append(data)
+
+
+class Scripted(TrainModule):
+    """Logs the values that it is given: one for each validation, and one for each epoch of training."""
+
+    def __init__(self, scores=(), *, name="score", train_scores=(), lr=0.01):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+        self.scores, self.name, self.train_scores, self.lr = list(scores), name, list(train_scores), lr
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_train_epoch_end(self):
+        if self.train_scores:
+            self.log("train_score", self.train_scores.pop(0))
+
+    def validation_step(self, batch, batch_idx):
+        if self.trainer.sanity_checking:
+            self.log(self.name, -1000.0)
+        elif batch_idx == 0 and self.scores:
+            self.log(self.name, self.scores.pop(0))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.fixture
+def scripted():
+    return Scripted
+
+
+@pytest.fixture
+def fit(quiet_trainer, loader):
+    """Fits with callbacks, by default over two batches and a validation in each epoch."""
+
+    def fit_(callbacks, scores=(), *, module=None, validates=True, ckpt_path=None, **options):
+        trainer = quiet_trainer(callbacks=callbacks, **({"limit_train_batches": 2, "max_epochs": 3} | options))
+        trainer.fit(module or Scripted(scores), loader(), loader() if validates else None, ckpt_path=ckpt_path)
+        return trainer
+
+    return fit_

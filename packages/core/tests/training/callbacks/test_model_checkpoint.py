@@ -2,35 +2,13 @@ from __future__ import annotations
 
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
 
-from dstrat import ModelCheckpoint, TrainModule
+from dstrat import ModelCheckpoint
 from dstrat.errors import MisuseError, RequestError
-
-
-class Scripted(TrainModule):
-    """Logs the values that it is given: one for each validation."""
-
-    def __init__(self, scores=(), name="score"):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 1)
-        self.scores, self.name = list(scores), name
-
-    def training_step(self, batch, batch_idx):
-        loss = self.layer(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        if self.trainer.sanity_checking:
-            self.log(self.name, -1000.0)
-        elif batch_idx == 0:
-            self.log(self.name, self.scores.pop(0))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def names(folder):
@@ -38,18 +16,9 @@ def names(folder):
 
 
 @pytest.fixture
-def fit(quiet_trainer, loader):
-    """Fits with a callback, by default over two batches and a validation in each epoch."""
-
-    def fit_(callback, scores=(), *, validates=True, module=None, ckpt_path=None, **options):
-        trainer = quiet_trainer(
-            callbacks=callback, enable_checkpointing=True, **({"limit_train_batches": 2, "max_epochs": 3} | options)
-        )
-        module = module or Scripted(scores)
-        trainer.fit(module, loader(), loader() if validates else None, ckpt_path=ckpt_path)
-        return trainer
-
-    return fit_
+def fit(fit):
+    """Fits with checkpoints."""
+    return partial(fit, enable_checkpointing=True)
 
 
 def test_by_default_the_checkpoint_of_the_last_epoch_is_kept(fit, tmp_path):
@@ -87,8 +56,8 @@ def test_nan_is_never_the_best(fit, tmp_path):
     assert names(tmp_path / "nan") == ["epoch=0-step=2.ckpt"]
 
 
-def test_a_checkpoint_holds_the_weights_of_its_step(fit, tmp_path, loader):
-    module = Scripted()
+def test_a_checkpoint_holds_the_weights_of_its_step(fit, tmp_path, scripted):
+    module = scripted()
     fit(ModelCheckpoint(tmp_path), module=module, validates=False)
     saved = torch.load(tmp_path / "epoch=2-step=6.ckpt", weights_only=True)
     assert (saved["epoch"], saved["global_step"]) == (2, 6)
@@ -139,6 +108,44 @@ def test_within_an_epoch_a_value_of_validation_is_saved_with_the_weights_that_it
     assert names(tmp_path) == ["12-0.4.ckpt", "3-0.1.ckpt", "6-0.2.ckpt", "9-0.3.ckpt"]
 
 
+def test_each_validation_within_an_epoch_is_ranked(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=2)
+    fit(callback, [0.4, 0.1, 0.3, 0.2], limit_train_batches=6, val_check_interval=3, max_epochs=2)
+    assert names(tmp_path) == ["12-0.2.ckpt", "6-0.1.ckpt"]
+    assert torch.load(tmp_path / "6-0.1.ckpt", weights_only=True)["loops"]["epochs_done"] == 1
+
+
+def test_weights_that_were_trained_further_are_not_ranked_by_an_older_validation(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{step}", monitor="score", save_top_k=-1)
+    fit(callback, [0.4, 0.3], limit_train_batches=5, val_check_interval=3, max_epochs=2)
+    assert names(tmp_path) == ["3.ckpt", "8.ckpt"]
+
+
+def test_a_value_that_validation_logs_per_step_too_is_ranked_by_the_epoch(fit, tmp_path, scripted):
+    class PerStep(scripted):
+        def log(self, name, value, **options):
+            super().log(name, value, on_step=True, on_epoch=True, **options)
+
+    callback = ModelCheckpoint(tmp_path, "{step}-{score:.1f}", monitor="score", save_top_k=-1)
+    fit(callback, module=PerStep([0.4, 0.3]), limit_train_batches=4, val_check_interval=2, max_epochs=1)
+    assert names(tmp_path) == ["2-0.4.ckpt", "4-0.3.ckpt"]
+
+
+def test_batches_that_take_several_steps_do_not_jump_over_the_step_that_is_due(fit, tmp_path, scripted):
+    class TwoSteps(scripted):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for _ in range(2):
+                self.optimizers().zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                self.optimizers().step()
+
+    callback = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=3)
+    fit(callback, module=TwoSteps(), validates=False, limit_train_batches=6, max_epochs=1)
+    assert names(tmp_path) == ["10.ckpt", "12.ckpt", "4.ckpt", "6.ckpt"]
+
+
 def test_epochs_without_validation_are_not_ranked_by_an_old_value(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score", save_top_k=-1)
     fit(callback, [0.5, 0.25], check_val_every_n_epoch=2, max_epochs=5)
@@ -158,8 +165,8 @@ def test_a_monitored_value_that_nobody_logs_is_an_error_that_lists_the_known_one
         fit(ModelCheckpoint(tmp_path, monitor="scores", **when), [0.5, 0.5, 0.5])
 
 
-def test_where_nothing_is_logged_the_error_says_so(fit, tmp_path, make_line):
-    class Silent(Scripted):
+def test_where_nothing_is_logged_the_error_says_so(fit, tmp_path, scripted):
+    class Silent(scripted):
         def log(self, *args, **kwargs):
             pass
 
@@ -215,8 +222,8 @@ def test_two_of_them_work_side_by_side(fit, tmp_path):
     }
 
 
-def test_all_ranks_follow_rank_0(quiet_trainer, loader, averaging, tmp_path):
-    class Disagreeing(Scripted):
+def test_all_ranks_follow_rank_0(quiet_trainer, loader, averaging, tmp_path, scripted):
+    class Disagreeing(scripted):
         def training_step(self, batch, batch_idx):
             self.log("mine", float(batch_idx if self.global_rank else -batch_idx), on_step=True, on_epoch=False)
             return super().training_step(batch, batch_idx)
@@ -229,8 +236,8 @@ def test_all_ranks_follow_rank_0(quiet_trainer, loader, averaging, tmp_path):
     assert callback.best_model_score == -2.0
 
 
-def test_a_value_that_only_rank_0_has_hangs_nobody(quiet_trainer, loader, averaging, tmp_path):
-    class OnlyZero(Scripted):
+def test_a_value_that_only_rank_0_has_hangs_nobody(quiet_trainer, loader, averaging, tmp_path, scripted):
+    class OnlyZero(scripted):
         def training_step(self, batch, batch_idx):
             if self.global_rank == 0:
                 self.log("mine", 1.0 / (1 + batch_idx), on_step=True, on_epoch=False)
@@ -255,6 +262,15 @@ def test_a_value_that_only_rank_0_has_hangs_nobody(quiet_trainer, loader, averag
 def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(RequestError, match=message):
         ModelCheckpoint(**arguments)
+
+
+def test_a_second_fit_in_other_processes_brings_back_its_own_files(fit, averaging, tmp_path):
+    callback = ModelCheckpoint(save_last=True)
+    for root in ("a", "b"):
+        fit(callback, validates=False, devices=2, strategy=averaging(), default_root_dir=tmp_path / root)
+        assert callback.dirpath == tmp_path / root / "checkpoints"
+        assert callback.best_model_path == str(tmp_path / root / "checkpoints" / "epoch=2-step=6.ckpt")
+        assert callback.last_model_path == str(tmp_path / root / "checkpoints" / "last.ckpt")
 
 
 def test_it_can_be_pickled_before_and_after_a_fit(fit, tmp_path):

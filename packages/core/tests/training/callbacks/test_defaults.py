@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from dstrat import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Timer
+from dstrat.errors import ConflictError, RequestError
+from dstrat.training.callbacks.defaults import complete_callbacks
+
+NOTHING = {"progress_bar": False, "model_summary": False, "checkpointing": False}
+
+
+def classes(callbacks):
+    return [type(callback).__name__ for callback in callbacks]
+
+
+def test_the_users_order_is_kept_but_for_those_that_run_last_and_those_that_save():
+    class Last(Callback):
+        runs_last = True
+
+    given = [ModelCheckpoint(), Last(), LambdaCallback(), EarlyStopping("loss"), Timer(), ModelCheckpoint(monitor="a")]
+    completed = complete_callbacks(given, **NOTHING)
+    assert completed == [given[2], given[4], given[1], given[3], given[0], given[5]]
+
+
+def test_what_the_user_lacks_is_added():
+    added = complete_callbacks(None, progress_bar=True, model_summary=True, checkpointing=True)
+    assert classes(added) == ["ProgressBar", "ModelSummary", "ModelCheckpoint"]
+    own = ModelCheckpoint()
+    assert complete_callbacks(own, progress_bar=False, model_summary=False, checkpointing=True) == [own]
+
+
+@pytest.mark.parametrize("given", ["00:02:00:00", {"hours": 2}, timedelta(hours=2)])
+def test_a_limit_of_time_is_a_timer(given):
+    (timer,) = complete_callbacks(None, max_time=given, **NOTHING)
+    assert isinstance(timer, Timer)
+    assert timer.duration == timedelta(hours=2)
+
+
+def test_time_that_is_limited_twice_is_a_conflict():
+    with pytest.raises(ConflictError, match=r"max_time='00:02:00:00' adds a Timer, and callbacks has one already"):
+        complete_callbacks(Timer(), max_time="00:02:00:00", **NOTHING)
+
+
+def test_what_is_no_length_of_time_is_refused_by_the_name_of_the_argument():
+    with pytest.raises(RequestError, match=r"max_time='soon'"):
+        complete_callbacks(None, max_time="soon", **NOTHING)
+
+
+def test_what_is_no_callback_is_refused():
+    with pytest.raises(RequestError, match=r"is not a Callback \(pass an instance, not a class\)"):
+        complete_callbacks([Timer], **NOTHING)
+
+
+def test_two_with_one_state_key_are_refused():
+    with pytest.raises(RequestError, match=r"two callbacks have the state_key \"EarlyStopping\(monitor='a', mode="):
+        complete_callbacks([EarlyStopping("a"), EarlyStopping("a", patience=9)], **NOTHING)
+    assert len(complete_callbacks([EarlyStopping("a"), EarlyStopping("b")], **NOTHING)) == 2

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dstrat import EarlyStopping, ModelCheckpoint
+from dstrat.errors import MisuseError, RankFailedError, RequestError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scores", "epochs"),
+    [
+        ({"patience": 2}, [5, 4, 4, 4, 3], 4),
+        ({"patience": 2}, [5, 6, 4, 6, 6, 1], 5),
+        ({"patience": 2, "mode": "max"}, [5, 4, 6, 4, 4, 9], 5),
+        ({"patience": 2, "min_delta": 1.0}, [5, 4.5, 4.1, 1], 3),
+        ({"patience": 2, "min_delta": 1.0}, [5, 4, 4, 1], 3),
+        ({"patience": 0}, [5, 5, 4], 2),
+        ({"patience": 1}, [5, 5, 4], 2),
+        ({"stopping_threshold": 3}, [5, 3, 2.9, 1], 3),
+        ({"stopping_threshold": 3, "mode": "max"}, [1, 3, 3.1, 5], 3),
+        ({"divergence_threshold": 6}, [5, 6, 6.1, 1], 3),
+        ({"divergence_threshold": 2, "mode": "max"}, [5, 2, 1.9, 9], 3),
+        ({}, [5, math.nan, 4], 2),
+        ({}, [5, math.inf, 4], 2),
+        ({"check_finite": False, "patience": 2}, [5, math.nan, 4, math.nan, math.nan, 1], 5),
+    ],
+)
+def test_training_ends_when_it_should(fit, arguments, scores, epochs):
+    callback = EarlyStopping("score", **arguments)
+    trainer = fit(callback, scores, max_epochs=len(scores))
+    assert trainer.current_epoch == epochs
+    assert trainer.global_step == 2 * epochs
+    assert callback.stopped_epoch == epochs - 1
+
+
+def test_training_goes_on_while_the_value_improves(fit, caplog):
+    callback = EarlyStopping("score", patience=1)
+    trainer = fit(callback, [5, 4, 3])
+    assert trainer.current_epoch == 3
+    assert (callback.best_score, callback.wait_count, callback.stopped_epoch) == (3.0, 0, 0)
+    assert callback.stopping_reason is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scores", "reason"),
+    [
+        ({"patience": 2}, [0.5, 0.25, 1, 1], "score = 1, and the last 2 checks brought nothing better than 0.25"),
+        ({"patience": 1}, [0.25, 1], "score = 1, and the last check brought nothing better than 0.25"),
+        ({}, [1, math.nan], "score = nan is not finite"),
+        ({"check_finite": False, "patience": 1}, [math.nan], "the last check brought nothing better than no number"),
+        ({"stopping_threshold": 0.5}, [0.25], "score = 0.25 is below stopping_threshold=0.5"),
+        ({"divergence_threshold": 9.0}, [10], "score = 10 is above divergence_threshold=9.0"),
+    ],
+)
+def test_one_line_says_why(fit, caplog, arguments, scores, reason):
+    callback = EarlyStopping("score", **arguments)
+    fit(callback, scores, max_epochs=9)
+    (message,) = caplog.messages
+    assert message == f"training ends after step {2 * len(scores)}: {callback.stopping_reason}"
+    assert message.endswith(reason)
+
+
+def test_improvements_are_told_where_that_is_asked_for(fit, caplog):
+    fit(EarlyStopping("score", verbose=True), [5, 6, 4])
+    assert caplog.messages == ["score = 5 is the best so far", "score = 4 is the best so far, was 5"]
+
+
+def test_a_value_of_validation_is_checked_after_each_validation_and_ends_the_epoch(fit):
+    trainer = fit(EarlyStopping("score", patience=1), [5, 4, 4], limit_train_batches=6, val_check_interval=2)
+    assert trainer.global_step == 6
+    trainer = fit(EarlyStopping("score", patience=1), [5, 5, 5], limit_train_batches=6, val_check_interval=2)
+    assert trainer.global_step == 4
+
+
+def test_a_value_that_the_module_logs_at_the_end_of_an_epoch_is_checked_in_that_epoch(fit, scripted):
+    module = scripted(train_scores=[5, 4, 4])
+    trainer = fit(EarlyStopping("train_score", patience=1), module=module, validates=False, max_epochs=9)
+    assert trainer.current_epoch == 3
+
+
+@pytest.mark.parametrize(("at_epoch_end", "steps"), [(None, 4), (False, 4), (True, 12)])
+def test_where_it_is_checked_can_be_chosen(fit, at_epoch_end, steps):
+    callback = EarlyStopping("score", patience=1, check_on_train_epoch_end=at_epoch_end)
+    trainer = fit(callback, [5, 5, 5, 5, 5], limit_train_batches=6, val_check_interval=2, max_epochs=9)
+    assert trainer.global_step == steps
+
+
+def test_epochs_without_validation_do_not_count(fit):
+    callback = EarlyStopping("score", patience=2)
+    trainer = fit(callback, [5, 5, 5], check_val_every_n_epoch=2, max_epochs=9)
+    assert trainer.current_epoch == 6
+
+
+def test_the_sanity_check_does_not_count(fit):
+    callback = EarlyStopping("score")
+    fit(callback, [5, 4, 3])
+    assert callback.best_score == 3.0
+
+
+def test_a_value_that_nobody_logs_is_an_error_that_lists_the_known_ones(fit):
+    message = r"EarlyStopping\(monitor='scores'\) waits for a value which was not logged: log it, or choose from "
+    with pytest.raises(MisuseError, match=message + "loss, score$"):
+        fit(EarlyStopping("scores"), [1, 1, 1])
+    with pytest.raises(MisuseError, match=message + "score$"):
+        fit(EarlyStopping("scores", check_on_train_epoch_end=False), [1, 1, 1])
+
+
+def test_a_value_that_may_be_missing_is_told_of_once(fit, caplog):
+    fit(EarlyStopping("scores", strict=False), [1, 1, 1])
+    assert len([message for message in caplog.messages if "waits for a value" in message]) == 1
+    assert caplog.messages[-1] == "EarlyStopping(monitor='scores') had no value to check in this training"
+
+
+def test_what_it_knows_is_in_checkpoints_and_a_run_goes_on_from_there(fit, tmp_path):
+    options = {"enable_checkpointing": True}
+    fit([ModelCheckpoint(tmp_path, "{epoch}"), EarlyStopping("score")], [5, 3, 4], **options)
+    key = "EarlyStopping(monitor='score', mode='min')"
+    saved = torch.load(tmp_path / "2.ckpt", weights_only=True)["callbacks"][key]
+    assert saved == {"best_score": 3.0, "wait_count": 1, "stopped_epoch": 0, "stopping_reason": None}
+    second = EarlyStopping("score")
+    options |= {"max_epochs": 9, "ckpt_path": tmp_path / "2.ckpt"}
+    trainer = fit([ModelCheckpoint(tmp_path / "b"), second], [4, 4, 1], **options)
+    assert trainer.current_epoch == 5
+    assert (second.best_score, second.wait_count, second.stopped_epoch) == (3.0, 3, 4)
+
+
+def test_a_second_fit_begins_anew(fit):
+    callback = EarlyStopping("score", patience=1)
+    fit(callback, [1, 1])
+    fit(callback, [5, 4, 4])
+    assert (callback.best_score, callback.wait_count) == (4.0, 1)
+
+
+def test_all_ranks_follow_rank_0_and_the_result_comes_back(fit, averaging, scripted):
+    class Disagreeing(scripted):
+        def log(self, name, value, **options):
+            if name == "score":
+                super().log(name, float(value) if self.global_rank == 0 else 0.0, sync_dist=False)
+
+    callback = EarlyStopping("score", patience=1)
+    trainer = fit(callback, module=Disagreeing([5, 4, 4, 1]), max_epochs=9, devices=2, strategy=averaging())
+    assert trainer.current_epoch == 3
+    assert (callback.best_score, callback.wait_count, callback.stopped_epoch) == (4.0, 1, 2)
+    assert callback.stopping_reason == "score = 4, and the last check brought nothing better than 4"
+
+
+def test_a_value_that_nobody_logs_is_an_error_on_all_ranks(fit, averaging):
+    with pytest.raises(RankFailedError, match=r"waits for a value which was not logged: .* choose from loss, score"):
+        fit(EarlyStopping("scores"), [1, 1, 1], devices=2, strategy=averaging())
+
+
+def test_the_least_number_of_epochs_is_done_in_any_case(fit):
+    trainer = fit(EarlyStopping("score", patience=1), [1, 1, 1, 1, 1], min_epochs=4, max_epochs=9)
+    assert trainer.current_epoch == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "up"}, r"mode='up' must be 'min' or 'max'"),
+        ({"patience": -1}, r"patience=-1 must be an int of at least 0"),
+        ({"patience": 1.5}, r"patience=1.5 must be an int of at least 0"),
+        ({"min_delta": -0.1}, r"min_delta=-0.1 must not be negative"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(RequestError, match=message):
+        EarlyStopping("score", **arguments)

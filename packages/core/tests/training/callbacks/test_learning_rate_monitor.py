@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+from dstrat import CSVLogger, LearningRateMonitor
+from dstrat.errors import RequestError
+
+
+@pytest.fixture
+def rates(fit, scripted, tmp_path):
+    """Fits with a function that makes optimizers of a module; returns what was written, by step."""
+
+    def rates_(make, *, monitor=None, **options):
+        class Configured(scripted):
+            def configure_optimizers(self):
+                return make(self)
+
+        logger = CSVLogger(tmp_path)
+        options = {"log_every_n_steps": 1, "max_epochs": 2, "logger": logger} | options
+        fit(monitor or LearningRateMonitor(), module=Configured(), validates=False, **options)
+        with (logger.log_dir / "metrics.csv").open(newline="") as file:
+            rows = [{k: v for k, v in row.items() if v and k not in ("epoch", "loss")} for row in csv.DictReader(file)]
+        written = [{name: float(value) for name, value in row.items()} for row in rows if len(row) > 1]
+        return {int(row.pop("step")): row for row in written}
+
+    return rates_
+
+
+def sgd(module, lr=1.0, **options):
+    return torch.optim.SGD(module.parameters(), lr=lr, **options)
+
+
+def with_scheduler(module, interval):
+    optimizer = sgd(module)
+    scheduler = {"scheduler": ExponentialLR(optimizer, 0.5), "interval": interval}
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def test_a_rate_is_written_with_the_step_that_uses_it(rates):
+    written = rates(lambda module: with_scheduler(module, "step"))
+    assert written == {1: {"lr-SGD": 1.0}, 2: {"lr-SGD": 0.5}, 3: {"lr-SGD": 0.25}, 4: {"lr-SGD": 0.125}}
+
+
+def test_only_steps_that_the_loggers_write_are_written(rates):
+    written = rates(lambda module: with_scheduler(module, "step"), log_every_n_steps=3, max_epochs=4)
+    assert written == {3: {"lr-SGD": 0.25}, 6: {"lr-SGD": 2.0**-5}}
+
+
+def test_accumulated_batches_are_written_once(rates):
+    written = rates(lambda module: with_scheduler(module, "step"), accumulate_grad_batches=2, limit_train_batches=4)
+    assert written == {1: {"lr-SGD": 1.0}, 2: {"lr-SGD": 0.5}, 3: {"lr-SGD": 0.25}, 4: {"lr-SGD": 0.125}}
+
+
+@pytest.mark.parametrize("monitor", [LearningRateMonitor(), LearningRateMonitor("epoch")])
+def test_a_rate_that_changes_with_epochs_is_written_with_epochs(rates, monitor):
+    written = rates(lambda module: with_scheduler(module, "epoch"), monitor=monitor)
+    assert written == {0: {"lr-SGD": 1.0}, 2: {"lr-SGD": 0.5}}
+
+
+def test_the_interval_can_be_chosen(rates):
+    written = rates(lambda module: with_scheduler(module, "epoch"), monitor=LearningRateMonitor("step"))
+    assert written == {1: {"lr-SGD": 1.0}, 2: {"lr-SGD": 1.0}, 3: {"lr-SGD": 0.5}, 4: {"lr-SGD": 0.5}}
+    written = rates(lambda module: with_scheduler(module, "step"), monitor=LearningRateMonitor("epoch"))
+    assert written == {0: {"lr-SGD": 1.0}, 2: {"lr-SGD": 0.25}}
+
+
+def test_a_rate_without_scheduler_is_written_too(rates):
+    assert rates(sgd) == {step: {"lr-SGD": 1.0} for step in (1, 2, 3, 4)}
+
+
+def test_optimizers_and_groups_have_names_of_their_own(rates, scripted):
+    def make(module):
+        module.automatic_optimization = False
+        module.training_step = lambda batch, batch_idx: [optimizer.step() for optimizer in module.optimizers()] and None
+        w, b = module.layer.parameters()
+        first = torch.optim.SGD([{"params": [w]}, {"params": [b], "lr": 0.5}], lr=1.0)
+        second = torch.optim.SGD([{"params": [w], "name": "body"}, {"params": [b], "lr": 0.25}], lr=2.0)
+        third = torch.optim.Adam([w], lr=3.0)
+        named = {"scheduler": StepLR(third, 100), "interval": "step", "name": "rate"}
+        return [first, second, third], [named]
+
+    written = rates(make, limit_train_batches=1, max_epochs=1)
+    assert list(written.values()) == [
+        {
+            "lr-SGD/pg1": 1.0,
+            "lr-SGD/pg2": 0.5,
+            "lr-SGD-1/body": 2.0,
+            "lr-SGD-1/pg2": 0.25,
+            "rate": 3.0,
+        }
+    ]
+
+
+def test_two_schedulers_of_one_optimizer_are_one_rate(rates):
+    def make(module):
+        optimizer = sgd(module)
+        steps = {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "step"}
+        return [optimizer], [steps, {"scheduler": StepLR(optimizer, 100), "interval": "epoch"}]
+
+    assert [*rates(make)[2]] == ["lr-SGD"]
+
+
+def test_momentum_and_weight_decay_are_written_where_asked_for(rates):
+    monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    written = rates(lambda module: sgd(module, momentum=0.9, weight_decay=0.1), monitor=monitor)
+    assert written[1] == {"lr-SGD": 1.0, "lr-SGD-momentum": 0.9, "lr-SGD-weight_decay": 0.1}
+    written = rates(lambda module: torch.optim.AdamW(module.parameters(), lr=1.0, betas=(0.8, 0.9)), monitor=monitor)
+    assert written[1] == {"lr-AdamW": 1.0, "lr-AdamW-momentum": 0.8, "lr-AdamW-weight_decay": 0.01}
+
+
+def test_only_rank_0_writes(rates, averaging):
+    written = rates(lambda module: with_scheduler(module, "step"), devices=2, strategy=averaging(), max_epochs=1)
+    assert written == {1: {"lr-SGD": 1.0}, 2: {"lr-SGD": 0.5}}
+
+
+def test_without_a_logger_a_line_says_so(fit, caplog):
+    fit(LearningRateMonitor(), validates=False)
+    assert caplog.messages == ["LearningRateMonitor writes nothing, as the Trainer has no logger"]
+
+
+def test_another_interval_is_refused():
+    with pytest.raises(RequestError, match=r"logging_interval='batch' must be 'step', 'epoch' or None"):
+        LearningRateMonitor("batch")

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dstrat import Callback, EMAWeightAveraging, OnExceptionCheckpoint
+from dstrat.errors import RankFailedError, RequestError
+
+SCRIPT = """
+import logging, os, signal, sys, time
+from torch.utils.data import DataLoader
+from dstrat import Callback, OnExceptionCheckpoint, Trainer
+sys.path.insert(0, {folder!r})
+from conftest import Averaging, Line, numbers
+
+class Tell(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 20:
+            os.write(1, b"running\\n")
+        time.sleep(0.005)
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s")
+    trainer = Trainer(
+        accelerator="cpu", devices=int(sys.argv[1]), max_epochs=-1,
+        strategy=Averaging() if sys.argv[1] != "1" else "auto",
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        callbacks=[Tell(), OnExceptionCheckpoint({target!r})],
+    )
+    trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
+"""
+
+
+class Break(Callback):
+    """Raises an exception after a step, in one rank."""
+
+    def __init__(self, error=None, *, rank=0, step=3):
+        self.error, self.rank, self.step = error or RuntimeError("broken"), rank, step
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_rank == self.rank and trainer.global_step == self.step:
+            raise self.error
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("*"))
+
+
+def test_an_exception_in_training_leaves_a_checkpoint_and_goes_on_itself(fit, make_line, tmp_path, caplog):
+    module, callback = make_line(), OnExceptionCheckpoint(tmp_path / "c")
+    with pytest.raises(RuntimeError, match="broken"):
+        fit([callback, Break()], module=module)
+    saved = torch.load(tmp_path / "c" / "on_exception.ckpt", weights_only=True)
+    assert saved["global_step"] == 3
+    assert torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight)
+    assert callback.ckpt_path == str(tmp_path / "c" / "on_exception.ckpt")
+    assert caplog.messages == [f"RuntimeError after step 3: saved {callback.ckpt_path}"]
+
+
+def test_training_can_go_on_from_it(fit, make_line, tmp_path):
+    with pytest.raises(RuntimeError, match="broken"):
+        fit([OnExceptionCheckpoint(tmp_path), Break(step=4)], module=make_line())
+    trainer = fit(None, module=make_line(), ckpt_path=tmp_path / "on_exception.ckpt")
+    assert trainer.current_epoch == 3
+
+
+def test_a_name_that_is_taken_is_not_written_over(fit, tmp_path):
+    callback = OnExceptionCheckpoint(tmp_path, "rescued")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broken"):
+            fit([callback, Break()])
+    assert names(tmp_path) == ["rescued-v1.ckpt", "rescued.ckpt"]
+    assert callback.ckpt_path == str(tmp_path / "rescued-v1.ckpt")
+
+
+def test_nothing_is_saved_of_what_has_not_begun_or_is_no_training(fit, tmp_path, loader):
+    class Early(Callback):
+        def on_fit_start(self, trainer, module):
+            raise RuntimeError("early")
+
+        on_validation_start = on_fit_start
+
+    with pytest.raises(RuntimeError, match="early"):
+        fit([OnExceptionCheckpoint(tmp_path), Early()])
+    trainer = fit(OnExceptionCheckpoint(tmp_path), validates=False)
+    trainer.callbacks.append(Early())
+    with pytest.raises(RuntimeError, match="early"):
+        trainer.validate(trainer.module, loader())
+    assert names(tmp_path) == []
+
+
+def test_a_second_interruption_does_not_wait_for_a_checkpoint(fit, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit([OnExceptionCheckpoint(tmp_path), Break(KeyboardInterrupt())])
+    assert names(tmp_path) == []
+
+
+def test_what_cannot_be_saved_does_not_hide_the_exception(fit, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match="broken"):
+        fit([OnExceptionCheckpoint(tmp_path / "file"), Break()])
+    (message,) = caplog.messages
+    assert message.startswith("OnExceptionCheckpoint could not save after RuntimeError: checkpoint ")
+
+
+def test_weights_that_validation_had_exchanged_are_back(fit, make_line, tmp_path):
+    class BreakValidation(Callback):
+        def on_validation_batch_start(self, trainer, module, *_):
+            if not trainer.sanity_checking:
+                raise RuntimeError("broken")
+
+    module = make_line()
+    with pytest.raises(RuntimeError, match="broken"):
+        fit([OnExceptionCheckpoint(tmp_path), EMAWeightAveraging(decay=0.5), BreakValidation()], module=module)
+    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert torch.equal(saved["current_model_state"]["layer.weight"], module.layer.weight)
+    assert not torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_rank_that_fails_saves_alone(fit, averaging, tmp_path, rank):
+    callbacks = [OnExceptionCheckpoint(tmp_path), Break(ValueError("broken"), rank=rank)]
+    with pytest.raises(RankFailedError, match=rf"rank {rank}(.|\n)*broken"):
+        fit(callbacks, validates=False, devices=2, strategy=averaging())
+    assert names(tmp_path) == ["on_exception.ckpt"]
+    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
+
+
+def test_a_strategy_that_shards_its_state_saves_nothing_then(fit, averaging, tmp_path):
+    class Sharding(averaging):
+        replicates_state = False
+
+    with pytest.raises(RankFailedError, match="broken"):
+        fit([OnExceptionCheckpoint(tmp_path), Break()], validates=False, devices=2, strategy=Sharding())
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("devices", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGINT)])
+def test_after_a_signal_all_save_together(tmp_path, devices, number):
+    script, target = tmp_path / "train.py", tmp_path / "c"
+    script.write_text(SCRIPT.format(folder=str(Path(__file__).parent.parent), target=str(target)))
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(devices)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert [process.stdout.readline() for _ in range(devices)] == ["running\n"] * devices
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode != 0
+    assert names(target) == ["on_exception.ckpt"], err
+    step = torch.load(target / "on_exception.ckpt", weights_only=True)["global_step"]
+    name = "Interrupted" if number == signal.SIGINT else "Terminated"
+    assert err.count(f"{name} after step {step}: saved {target / 'on_exception.ckpt'}") == 1, err
+
+
+def test_an_empty_name_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="filename='' is no name"):
+        OnExceptionCheckpoint(tmp_path, "")
