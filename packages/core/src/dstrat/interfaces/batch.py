@@ -45,6 +45,17 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     return _apply(batch, _movable_part, move, lambda other: _move_object(other, device))
 
 
+def pin_memory(batch: Any) -> Any:
+    """Return the batch with the tensors that are on the CPU in pinned memory, but for what moves itself."""
+    import torch
+
+    def pin(tensor: Tensor) -> Tensor:
+        is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        return tensor.pin_memory() if is_plain else tensor
+
+    return _apply(batch, _movable_part, pin, lambda other: other)
+
+
 class _Part(enum.Enum):
     """What can be found in a batch."""
 

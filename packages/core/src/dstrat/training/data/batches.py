@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from dstrat.training.data.loaders import length_of
+from dstrat.errors import MisuseError
+from dstrat.interfaces.strategy import Strategy
+from dstrat.training.data.ahead import copied_ahead
+from dstrat.training.data.loaders import length_is_certain
 from dstrat.training.dispatch import overrides
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hooks import DataHooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    import torch
 
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
@@ -28,14 +33,16 @@ class Batches:
     Args:
         loader: Any iterable of batches.
         count: Number of batches to take at most, None for all of a loader of unknown length.
+        required_for: What needs at least one batch, such as ``"training"``; None does without.
     """
 
-    def __init__(self, loader: Any, count: int | None) -> None:
+    def __init__(self, loader: Any, count: int | None, required_for: str | None = None) -> None:
         self._loader = loader
         self._count = count
+        self._required_for = required_for
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        if self._count is None or length_of(self._loader) is None:
+        if self._count is None or not length_is_certain(self._loader):
             return self._ahead()
         return self._counted(self._count)
 
@@ -52,10 +59,48 @@ class Batches:
         iterator = itertools.islice(self._loader, self._count)
         nothing = object()
         current = next(iterator, nothing)
+        if current is nothing and self._required_for is not None and self._count != 0:
+            raise MisuseError(
+                f"the {self._required_for} loader (a {type(self._loader).__name__}) gave no batch: it is empty, "
+                "or an iterator that can be read once only; pass something that starts anew with each iter()"
+            )
         while current is not nothing:
             following = next(iterator, nothing)
             yield current, following is nothing
             current = following
+
+
+def device_batches(
+    batches: Iterable[tuple[Any, bool]],
+    move: Callable[[Any, int], Any],
+    *,
+    dataloader_idx: int = 0,
+    copies_ahead_to: torch.device | None = None,
+) -> Iterator[tuple[Any, bool]]:
+    """Yield batches on the device, each with whether it is the last.
+
+    Args:
+        batches: Such as :class:`Batches` gives them.
+        move: Brings a batch (with the index of its loader) to the device, such as :func:`batch_mover` returns it.
+        dataloader_idx: Index of the loader among those that are read one after the other.
+        copies_ahead_to: The CUDA device to which the next batch is copied during a step; None copies when a batch is
+            due.  :func:`device_to_copy_ahead_to` says which.
+    """
+    if copies_ahead_to is not None:
+        yield from copied_ahead(batches, lambda batch: move(batch, dataloader_idx), copies_ahead_to)
+        return
+    for batch, is_last in batches:
+        yield move(batch, dataloader_idx), is_last
+
+
+def device_to_copy_ahead_to(trainer: Trainer, module: TrainModule) -> torch.device | None:
+    """Return the device to which batches can be copied during the step before; None where they cannot.
+
+    That needs CUDA, and that nobody else takes part in the transfer, who might rely on its time or on its stream.
+    """
+    strategy = trainer.strategy
+    is_ours = not any(_hook_owners(trainer, module)) and not overrides(strategy, "batch_to_device", Strategy)
+    return strategy.root_device if is_ours and strategy.root_device.type == "cuda" else None
 
 
 def batch_mover(trainer: Trainer, module: TrainModule) -> Callable[[Any, int], Any]:
@@ -63,15 +108,11 @@ def batch_mover(trainer: Trainer, module: TrainModule) -> Callable[[Any, int], A
 
     The module's or data module's transfer hooks take part where they are overridden.
     """
-    owners = [trainer.datamodule, module]
-    chosen = {
-        name: next((owner for owner in owners if owner is not None and overrides(owner, name, _base(owner))), None)
-        for name in _TRANSFER_HOOKS
-    }
     strategy = trainer.strategy
-    if not any(chosen.values()):
-        return lambda batch, dataloader_idx: strategy.batch_to_device(batch)  # noqa: ARG005 - no hook asks for it
-    before, transfer, after = (chosen[name] for name in _TRANSFER_HOOKS)
+    before, transfer, after = owners = _hook_owners(trainer, module)
+    if not any(owners):
+        to_device = strategy.batch_to_device
+        return lambda batch, dataloader_idx: to_device(batch)  # noqa: ARG005 - no hook asks for it
 
     def move(batch: Any, dataloader_idx: int) -> Any:
         if before is not None:
@@ -84,6 +125,15 @@ def batch_mover(trainer: Trainer, module: TrainModule) -> Callable[[Any, int], A
         return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)
 
     return move
+
+
+def _hook_owners(trainer: Trainer, module: TrainModule) -> list[DataHooks | None]:
+    """Return for each transfer hook who overrides it: the data module, the module, or nobody."""
+    owners: list[DataHooks | None] = [trainer.datamodule, module]
+    return [
+        next((owner for owner in owners if owner is not None and overrides(owner, name, _base(owner))), None)
+        for name in _TRANSFER_HOOKS
+    ]
 
 
 def _base(owner: DataHooks) -> type:

@@ -2,145 +2,155 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dstrat.errors import MisuseError, RequestError
-from dstrat.training.data.samplers import (
-    AgreedSampler,
-    BroadcastOrder,
-    RankBatchSampler,
-    RankSampler,
-    SequentialOrder,
-    ShuffledOrder,
-)
+from dstrat.training.data.agreed_end import AgreedEnd
+from dstrat.training.data.combined_loader import CombinedLoader
+from dstrat.training.data.division import divide_evaluation, divide_training, is_divisible, with_parts
+from dstrat.training.data.recorded_batches import record_batches
+from dstrat.training.data.sharded_dataset import ShardedIterableDataset
+from dstrat.training.data.structure import describe, is_structure, leaves, map_leaves, named_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from dstrat.interfaces.strategy import Strategy
-
-_log = logging.getLogger(__name__)
 
 
 def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool) -> Any:
     """Return the loader that this process trains from.
 
     Each process reads its part: of a plain sequential or shuffled loader, and of one with a sampler of the user's
-    own in that sampler's order.  What cannot be divided is told in the log.
+    own in that sampler's order.  What cannot be divided is told in the log.  Several loaders are read together until
+    the longest ends, unless they are in a CombinedLoader of another mode.
 
     Args:
-        loader: A DataLoader or any other iterable.
+        loader: A DataLoader or any other iterable; a list, tuple or dict of them; a CombinedLoader.
         strategy: Says how many processes share the data, and which this one is.
         distribute: Whether dstrat may divide the data.
+
+    Raises:
+        MisuseError: A loader has no batch, or the processes have different loaders.
     """
-    share = strategy.distributed_sampler_kwargs
-    if distribute and share.get("num_replicas", 1) > 1:
-        loader = _divide_training(loader, strategy, share)
+    if is_structure(loader):
+        loader = CombinedLoader(loader, "max_size_cycle")
+    _check_same(loader, "training", strategy)
+    _check_not_empty(loader, "the training loader")
+    divides = distribute and strategy.distributed_sampler_kwargs.get("num_replicas", 1) > 1
+
+    def divided(part: Any) -> Any:
+        if divides and is_divisible(part, "training", strategy):
+            return divide_training(part, strategy)
+        return _for_all_workers(part)
+
+    loader = _map_loaders(loader, divided)
+    _check_not_empty(loader, f"the part of the training data of rank {strategy.global_rank}")
+    if strategy.world_size > 1 and not length_is_certain(loader):
+        loader = AgreedEnd(loader, strategy)
     return strategy.process_dataloader(loader)
 
 
-def prepare_evaluation_loader(loader: Any, strategy: Strategy, *, distribute: bool) -> tuple[Any, bool]:
+def prepare_evaluation_loader(
+    loader: Any, strategy: Strategy, *, distribute: bool, records_indices: bool = False
+) -> tuple[Any, bool]:
     """Return the loader that this process evaluates from, and whether its batches are divided between processes.
 
     In the whole job each sample is read once: process r of n reads the batches r, r + n, r + 2n and so on.
+
+    Args:
+        loader: A DataLoader or any other iterable, or a CombinedLoader.
+        strategy: Says how many processes share the data, and which this one is.
+        distribute: Whether dstrat may divide the data.
+        records_indices: Whether :func:`~dstrat.training.data.recorded_batches.take_indices` is going to be
+            asked which samples a batch holds.
+
+    Raises:
+        MisuseError: The loader has no batch.
     """
-    share = strategy.distributed_sampler_kwargs
-    divides = distribute and share.get("num_replicas", 1) > 1 and _divisible(loader, "evaluation", strategy)
+    _check_not_empty(loader, "a loader for evaluation")
+    divides = distribute and strategy.distributed_sampler_kwargs.get("num_replicas", 1) > 1
+    parts = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+    divides = divides and all([is_divisible(part, "evaluation", strategy) for part in parts])  # noqa: C419 - tells of each
     if divides:
-        loader = _divide_evaluation(loader, strategy, share)
+        repeat_to = _longest(loader)
+        loader = _map_loaders(loader, lambda part: divide_evaluation(part, strategy, repeat_to=repeat_to))
+    else:
+        loader = _map_loaders(loader, _for_all_workers)
+    if records_indices:
+        loader = _map_loaders(loader, record_batches)
     return strategy.process_dataloader(loader), divides
 
 
-def _divide_training(loader: Any, strategy: Strategy, share: dict[str, int]) -> Any:
-    if not _divisible(loader, "training", strategy):
+def _longest(loader: Any) -> int | None:
+    """Return up to how many batches the parts of a loader are repeated, None where they are not."""
+    return length_of(loader) if isinstance(loader, CombinedLoader) and loader.mode == "max_size_cycle" else None
+
+
+def _for_all_workers(loader: Any) -> Any:
+    """Return the loader with its iterable dataset told of the batch size, where it divides itself between workers."""
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, ShardedIterableDataset):
         return loader
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        raise RequestError(
-            f"the training loader has a batch sampler of its own ({type(loader.batch_sampler).__name__}), which dstrat "
-            "cannot divide evenly between processes: divide it by trainer.global_rank and trainer.world_size in "
-            "train_dataloader, and pass Trainer(use_distributed_sampler=False)"
+    dataset = loader.dataset.divided(rank=0, num_replicas=1, batch_size=loader.batch_size, pads=False)
+    return with_parts(loader, dataset=dataset)
+
+
+def _map_loaders(loader: Any, function: Callable[[Any], Any]) -> Any:
+    if not isinstance(loader, CombinedLoader):
+        return function(loader)
+    return CombinedLoader(map_leaves(loader.iterables, function), loader.mode)
+
+
+def _check_same(loader: Any, purpose: str, strategy: Strategy) -> None:
+    """Raise MisuseError unless all processes have loaders of the same structure; collective."""
+    if strategy.world_size == 1:
+        return
+    mine = describe(loader.iterables) if isinstance(loader, CombinedLoader) else describe(loader)
+    first = strategy.broadcast(mine)
+    if mine != first:
+        raise MisuseError(
+            f"the {purpose} loaders differ between processes, which have to make the same: "
+            f"{first} on rank 0, {mine} on rank {strategy.global_rank}"
         )
-    given = _sampler_of(loader)
-    sampler = RankSampler(_order(given, strategy), length=len(given), **share)
-    if loader.batch_sampler is None:
-        return _with(loader, sampler=sampler)
-    batches = BatchSampler(sampler, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
-    return _with(loader, sampler=sampler, batch_sampler=batches)
 
 
-def _divide_evaluation(loader: Any, strategy: Strategy, share: dict[str, int]) -> Any:
-    batches = loader.batch_sampler
-    if batches is not None and type(batches) is not BatchSampler:
-        agreed = AgreedSampler(BroadcastOrder(batches, strategy.broadcast), length=len(batches))
-        return _with(loader, batch_sampler=RankBatchSampler(agreed, **share))
-    given = _sampler_of(loader)
-    sampler = AgreedSampler(_order(given, strategy), length=len(given))
-    if batches is None:
-        return _with(loader, sampler=RankBatchSampler(sampler, **share))
-    batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-    return _with(loader, batch_sampler=RankBatchSampler(batches, **share))
+def _check_not_empty(loader: Any, name: str) -> None:
+    given = loader.iterables if isinstance(loader, CombinedLoader) else loader
+    for place, part in named_leaves(given, name):
+        if length_of(part) == 0:
+            raise MisuseError(f"{place} has no batch: {_why_empty(part)}")
 
 
-def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that gives the order: that of the batch sampler, where the user passed one."""
-    return loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.sampler
-
-
-def _divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
-    """Return whether dstrat divides the loader; where it cannot, say so once for the job."""
-    if not isinstance(loader, DataLoader):
-        reason = f"is a {type(loader).__name__}, not a DataLoader"
-    elif isinstance(loader.dataset, IterableDataset):
-        reason = "has an iterable dataset"
-    else:
-        return not isinstance(_sampler_of(loader), DistributedSampler | RankSampler)
-    if strategy.is_global_zero:
-        _log.warning(
-            "the %s loader %s, which dstrat cannot divide: unless it divides itself by rank, "
-            "each of the %d processes reads all of it",
-            purpose,
-            reason,
-            strategy.world_size,
-        )
-    return False
-
-
-def _order(sampler: Any, strategy: Strategy) -> Callable[[int], Iterable[int]]:
-    """Return what gives the indices of an epoch in the same order in every process."""
-    if type(sampler) is SequentialSampler:
-        return SequentialOrder(len(sampler))
-    if type(sampler) is RandomSampler and not sampler.replacement and not sampler._num_samples:  # noqa: SLF001 - torch offers no other way to know
-        return ShuffledOrder(sampler.data_source, strategy.broadcast(torch.initial_seed() % 2**32))
-    return BroadcastOrder(sampler, strategy.broadcast)
-
-
-def _with(loader: DataLoader[Any], **samplers: Any) -> DataLoader[Any]:
-    """Return a copy of a loader, of whatever class, with other samplers.
-
-    Written into ``__dict__`` because a DataLoader refuses to have them set after its construction.
-    """
-    copied = copy.copy(loader)
-    copied.__dict__.update(samplers, _iterator=None)
-    return copied
+def _why_empty(loader: Any) -> str:
+    samples = length_of(getattr(loader, "sampler", None))
+    batch_size = getattr(loader, "batch_size", None)
+    if samples and batch_size and getattr(loader, "drop_last", False):
+        return f"its {samples} samples are fewer than batch_size={batch_size}, and drop_last=True leaves them out"
+    return f"its length is 0 (a {type(loader).__name__})"
 
 
 def as_list(loaders: Any) -> list[Any]:
-    """Return the loaders as a list: none, one, or several."""
+    """Return the loaders that evaluation reads one after the other: none, one, or several.
+
+    A CombinedLoader counts as one unless its mode is sequential.
+    """
     if loaders is None:
         return []
-    return list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        return loaders.flattened
+    return list(leaves(loaders))
+
+
+def length_is_certain(loader: Any) -> bool:
+    """Return whether a loader has a length that is counted, rather than announced by an iterable dataset."""
+    if isinstance(loader, CombinedLoader):
+        return all(length_is_certain(part) for part in loader.flattened)
+    if isinstance(loader, AgreedEnd) or isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return False
+    return length_of(loader) is not None
 
 
 def length_of(loader: Any) -> int | None:
@@ -182,7 +192,16 @@ def check_limit(limit: Any, name: str) -> None:
         raise RequestError(f"{name}={limit!r} must be a number of batches (int) or a fraction from 0.0 to 1.0 (float)")
 
 
-def check_iterable(loader: Any, name: str) -> None:
-    """Raise MisuseError unless one can iterate over the loader."""
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise MisuseError(f"{name} is a {type(loader).__name__}, over which one cannot iterate: pass a DataLoader")
+def check_loaders(loaders: Any, name: str) -> None:
+    """Raise MisuseError unless what was given is a loader, a structure of loaders, or a CombinedLoader."""
+    for place, loader in named_leaves(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders, name):
+        kind = type(loader).__name__
+        if isinstance(loader, Tensor | str | bytes) and is_structure(loaders):
+            raise MisuseError(
+                f"{place} is a {kind} and no loader: lists, tuples and dicts hold loaders, so pass batches of your own "
+                "in a DataLoader(batches, batch_size=None)"
+            )
+        if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
+            raise MisuseError(f"{place} is a dataset ({kind}): pass DataLoader(dataset, batch_size=...)")
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise MisuseError(f"{place} is a {kind}, over which one cannot iterate: pass a DataLoader")

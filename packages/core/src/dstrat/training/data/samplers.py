@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterator
+
+Order = Callable[[int, int], Iterable[Any]]
+"""Returns the indices, or batches, of an epoch, when they are read for the so-manieth time in it (from 0)."""
 
 
 class RankSampler(Sampler[int]):
@@ -19,27 +24,30 @@ class RankSampler(Sampler[int]):
     start, so that no process waits for a batch that another one lacks.
 
     Args:
-        order: Returns the indices of an epoch (its number is the argument), the same in every process.
+        order: The same in every process.
         length: Number of indices in the order.
         num_replicas: Number of processes.
         rank: Rank of this process.
     """
 
-    def __init__(self, order: Callable[[int], Iterable[int]], *, length: int, num_replicas: int, rank: int) -> None:
+    def __init__(self, order: Order, *, length: int, num_replicas: int, rank: int) -> None:
         self._order = order
         self._length = length
         self._num_replicas, self._rank = num_replicas, rank
         self.epoch = 0
+        self._times_read = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next."""
         self.epoch = epoch
+        self._times_read = 0
 
     def __len__(self) -> int:
         return math.ceil(self._length / self._num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        indices = list(self._order(self.epoch))
+        indices = list(self._order(self.epoch, self._times_read))
+        self._times_read += 1
         wanted = len(self) * self._num_replicas
         while indices and len(indices) < wanted:
             indices += indices[: wanted - len(indices)]
@@ -70,15 +78,35 @@ class RankBatchSampler(Sampler[Any]):
                 yield batch
 
 
+class RepeatedBatches(Sampler[Any]):
+    """The batches of another batch sampler, read again and again up to a number of batches.
+
+    Args:
+        batches: A batch sampler that is not empty.
+        count: Number of batches.
+    """
+
+    def __init__(self, batches: Any, count: int) -> None:
+        self._batches = batches
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        endless = itertools.chain.from_iterable(itertools.repeat(self._batches))
+        return itertools.islice(endless, self._count)
+
+
 class AgreedSampler(Sampler[Any]):
     """What another sampler gives, in the order that all processes agree on.
 
     Args:
-        order: Returns the indices, or the batches, in that order.
-        length: How many there are.
+        order: The same in every process.
+        length: Number of indices, or batches, in it.
     """
 
-    def __init__(self, order: Callable[[int], Iterable[Any]], *, length: int) -> None:
+    def __init__(self, order: Order, *, length: int) -> None:
         self._order = order
         self._length = length
 
@@ -86,7 +114,10 @@ class AgreedSampler(Sampler[Any]):
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._order(0))
+        return iter(self._order(0, 0))
+
+
+_SEEDS_BETWEEN_READINGS = 1_000_003  # more than there are epochs, and torch takes seeds modulo 2**32
 
 
 class ShuffledOrder:
@@ -96,8 +127,9 @@ class ShuffledOrder:
         self._data_source = data_source
         self._seed = seed
 
-    def __call__(self, epoch: int) -> Iterable[int]:
-        generator = torch.Generator().manual_seed(self._seed + epoch)
+    def __call__(self, epoch: int, times_read: int) -> Iterable[int]:
+        seed = self._seed + epoch + times_read * _SEEDS_BETWEEN_READINGS
+        generator = torch.Generator().manual_seed(seed % 2**32)
         return RandomSampler(self._data_source, generator=generator)
 
 
@@ -107,7 +139,7 @@ class SequentialOrder:
     def __init__(self, length: int) -> None:
         self._length = length
 
-    def __call__(self, epoch: int) -> Iterable[int]:  # noqa: ARG002 - every epoch is alike
+    def __call__(self, epoch: int, times_read: int) -> Iterable[int]:  # noqa: ARG002 - it is always the same
         return range(self._length)
 
 
@@ -118,7 +150,7 @@ class BroadcastOrder:
         self._sampler = sampler
         self._broadcast = broadcast
 
-    def __call__(self, epoch: int) -> Iterable[Any]:
+    def __call__(self, epoch: int, times_read: int) -> Iterable[Any]:  # noqa: ARG002 - the sampler draws by itself
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         return self._broadcast(list(self._sampler))

@@ -1,0 +1,51 @@
+"""Copying the next batch to a CUDA device while the step of the one before is computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.interfaces.batch import pin_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+def copied_ahead(
+    batches: Iterable[tuple[Any, bool]], move: Callable[[Any], Any], device: torch.device
+) -> Iterator[tuple[Any, bool]]:
+    """Yield batches on the device, having started to copy the one that follows.
+
+    A copy runs on a stream of its own, from pinned memory, and starts when the step that was queued last is over: it
+    overlaps with the step of the batch that is yielded.  As each copy waits for all that was queued before, memory of
+    an old batch is written again only when no step reads it any more, also where nothing could record its use.
+
+    Args:
+        batches: On the host, each with whether it is the last.
+        move: Brings a batch to the device, on the current stream.
+        device: A CUDA device.
+    """
+    copies = torch.cuda.Stream(device)
+
+    def start(host_batch: Any) -> tuple[Any, torch.cuda.Event]:
+        pinned = pin_memory(host_batch)  # without which the copy would keep the host waiting for the step before
+        copies.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(copies):
+            return move(pinned), copies.record_event()
+
+    ready: tuple[Any, torch.cuda.Event, bool] | None = None
+    for host_batch, is_last in batches:
+        following = (*start(host_batch), is_last)
+        if ready is not None:
+            yield _awaited(ready, device)
+        ready = following
+    if ready is not None:
+        yield _awaited(ready, device)
+
+
+def _awaited(copied: tuple[Any, torch.cuda.Event, bool], device: torch.device) -> tuple[Any, bool]:
+    """Let what is queued from now on wait for a copy."""
+    batch, event, is_last = copied
+    torch.cuda.current_stream(device).wait_event(event)
+    return batch, is_last

@@ -1,0 +1,129 @@
+"""Dividing a DataLoader between processes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from dstrat.errors import RequestError
+from dstrat.training.data.samplers import (
+    AgreedSampler,
+    BroadcastOrder,
+    RankBatchSampler,
+    RankSampler,
+    RepeatedBatches,
+    SequentialOrder,
+    ShuffledOrder,
+)
+from dstrat.training.data.sharded_dataset import ShardedIterableDataset
+
+if TYPE_CHECKING:
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.training.data.samplers import Order
+
+_log = logging.getLogger(__name__)
+
+
+def is_divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
+    """Return whether dstrat divides the loader; where it cannot, say so once for the job."""
+    if not isinstance(loader, DataLoader):
+        reason = f"is a {type(loader).__name__}, not a DataLoader, and dstrat cannot divide it"
+    elif isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, ShardedIterableDataset):
+        reason = "has an iterable dataset, which dstrat divides only inside a dstrat.ShardedIterableDataset"
+    else:
+        return not isinstance(sampler_of(loader), DistributedSampler | RankSampler)
+    if strategy.is_global_zero:
+        _log.warning(
+            "the %s loader %s: unless it divides itself by rank, each of the %d processes reads all of it",
+            purpose,
+            reason,
+            strategy.world_size,
+        )
+    return False
+
+
+def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[Any]:
+    """Return the loader with this process's part of the samples, of which all processes have equally many."""
+    share = strategy.distributed_sampler_kwargs
+    if isinstance(loader.dataset, ShardedIterableDataset):
+        return with_parts(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=True))
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise RequestError(
+            f"the training loader has a batch sampler of its own ({type(loader.batch_sampler).__name__}), which dstrat "
+            "cannot divide evenly between processes: divide it by trainer.global_rank and trainer.world_size in "
+            "train_dataloader, and pass Trainer(use_distributed_sampler=False)"
+        )
+    given = sampler_of(loader)
+    return with_sampler(loader, RankSampler(_order(given, strategy), length=len(given), **share))
+
+
+def divide_evaluation(loader: DataLoader[Any], strategy: Strategy, *, repeat_to: int | None = None) -> DataLoader[Any]:
+    """Return the loader with every n-th batch.
+
+    Args:
+        loader: The loader of the whole job.
+        strategy: Says how many processes share the data, and which this one is.
+        repeat_to: Number of batches of the whole job up to which the loader is repeated; None does not.
+    """
+    share = strategy.distributed_sampler_kwargs
+    if isinstance(loader.dataset, ShardedIterableDataset):
+        return with_parts(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=False))
+    own = loader.batch_sampler
+    given: Any = sampler_of(loader) if own is None or type(own) is BatchSampler else own
+    batches: Any = AgreedSampler(_order(given, strategy), length=len(given))
+    if type(own) is BatchSampler:
+        batches = BatchSampler(batches, own.batch_size, own.drop_last)
+    if repeat_to is not None:
+        batches = RepeatedBatches(batches, repeat_to)
+    part = RankBatchSampler(batches, **share)
+    return with_parts(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": part})
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that gives the order: that of the batch sampler, where the user passed one."""
+    return loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.sampler
+
+
+def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """Return a copy of a loader that reads the samples in another order."""
+    own: Any = loader.batch_sampler
+    if own is None:
+        return with_parts(loader, sampler=sampler)
+    return with_parts(loader, sampler=sampler, batch_sampler=BatchSampler(sampler, own.batch_size, own.drop_last))
+
+
+def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    """Return a copy of a loader, of whatever class, with another sampler, batch sampler or dataset.
+
+    Written into ``__dict__`` because a DataLoader refuses to have them set after its construction.
+    """
+    copied = copy.copy(loader)
+    copied.__dict__.update(parts, _iterator=None)
+    return copied
+
+
+def _order(sampler: Any, strategy: Strategy) -> Order:
+    """Return what gives the indices of an epoch in the same order in every process."""
+    if type(sampler) is SequentialSampler:
+        return SequentialOrder(len(sampler))
+    if _is_plain_random(sampler):
+        return ShuffledOrder(sampler.data_source, strategy.broadcast(torch.initial_seed() % 2**32))
+    return BroadcastOrder(sampler, strategy.broadcast)
+
+
+def _is_plain_random(sampler: Any) -> bool:
+    """Return whether a sampler shuffles by torch's own generator, and each sample comes once."""
+    if type(sampler) is not RandomSampler or sampler.generator is not None:
+        return False
+    return not sampler.replacement and not sampler._num_samples  # noqa: SLF001 - torch offers no other way to know
