@@ -4,7 +4,9 @@ import pytest
 import torch
 from ddp_loop import Net, batches, parts, share, start
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from dstrat import Trainer, TrainModule
 from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat_ddp import DDPStrategy
 
@@ -64,3 +66,48 @@ def test_losses_are_those_of_one_device(ranks, world_size, accumulate):
     for rank, (losses, seen) in enumerate(ranks(ddp_losses, world_size, accumulate=accumulate)):
         assert losses == pytest.approx(expected[0], rel=1e-6)
         assert seen == expected[1] + rank  # a step begins with the buffers of rank 0
+
+
+class TwoOptimizers(TrainModule):
+    """Steps the optimizers of two layers in turn, each in every second batch, with local gradients in between."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def training_step(self, batch, batch_idx):
+        for optimizer, part in zip(self.optimizers(), (self.first, self.second), strict=True):
+            accumulates = batch_idx % 2 == 0
+            with optimizer.toggle_model(sync_grad=not accumulates):
+                self.manual_backward(nn.functional.mse_loss(part(batch[0]), batch[1]) / 2)
+                if not accumulates:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.first, self.second)]
+
+
+def trained(tmp_path, strategy, devices, batch_size):
+    inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, inputs[:, :3] * 2)
+    module = TwoOptimizers()
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=devices,
+        max_epochs=2,
+        barebones=True,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=batch_size))
+    assert trainer.global_step == 8
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def test_two_optimizers_of_a_module_train_as_on_one_device(tmp_path):
+    one = trained(tmp_path, "single_device", 1, batch_size=8)
+    two = trained(tmp_path, DDPStrategy(start_method="fork", find_unused_parameters=True), 2, batch_size=4)
+    torch.testing.assert_close(two, one)
