@@ -14,6 +14,7 @@ from dstrat.training.dispatch import Dispatch, overrides
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.interruption import Interrupted, Terminated
 from dstrat.training.metrics.latest import Metrics
+from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule
 from dstrat.training.numerics import numerics
 from dstrat.training.outcome import Outcome
@@ -98,6 +99,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     _call_in_turn(trainer, "setup", trainer.stage)
     with strategy.tensor_init_context(), strategy.model_sharded_context():
         module.configure_model()
+    log_hyperparameters(trainer)
     if trainer.sync_batchnorm and trainer.is_fitting:
         strategy.synchronize_batchnorm()
     strategy.setup(trainer)

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import logging
+import pickle
+from argparse import Namespace
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dstrat import DataModule, TrainModule
+from dstrat.errors import CheckpointError, MisuseError
+
+
+class Net(TrainModule):
+    def __init__(self, width: int, depth: int = 1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+
+class Act(str, Enum):
+    RELU = "relu"
+
+
+@dataclass
+class Sizes:
+    width: int = 4
+    where: Path = Path("here")
+
+
+@dataclass
+class Config:
+    sizes: Sizes = field(default_factory=Sizes)
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes what a Trainer writes of a module, without training it."""
+
+    def write(module, *, state=None, **entries):
+        from dstrat.training.module.hyperparameters import MODULE_KEYS, checkpoint_entries
+
+        path = tmp_path / "it.ckpt"
+        state = module.state_dict() if state is None else state
+        torch.save({"state_dict": state, **checkpoint_entries(module, MODULE_KEYS), **entries}, path)
+        return path
+
+    return write
+
+
+def test_a_module_is_made_again_with_its_settings_and_weights(write):
+    module = Net(3, depth=2)
+    loaded = Net.load_from_checkpoint(write(module))
+    assert loaded.hparams == {"width": 3, "depth": 2}
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
+
+
+def test_a_module_is_made_again_from_what_a_trainer_has_written(quiet_trainer, line_class, loader, tmp_path):
+    class Wide(line_class):
+        def __init__(self, lr=0.1, *, inside):
+            super().__init__(lr=lr)
+            self.save_hyperparameters()
+            self.inside = inside
+
+        def on_train_end(self):
+            self.trainer.save_checkpoint(tmp_path / "it.ckpt", weights_only=True)
+
+    module = Wide(0.02, inside={"a": [1, 2]})
+    quiet_trainer(max_steps=2).fit(module, loader())
+    loaded = Wide.load_from_checkpoint(tmp_path / "it.ckpt")
+    assert (loaded.lr, loaded.inside, loaded.inside.a) == (0.02, {"a": [1, 2]}, [1, 2])
+    assert torch.equal(loaded.layer.weight, module.layer.weight)
+
+
+def test_overrides_come_before_the_checkpoint(write):
+    class Scaled(Net):
+        def __init__(self, width, scale=1.0):
+            super().__init__(width)
+            self.save_hyperparameters()
+            self.scale = scale
+
+    loaded = Scaled.load_from_checkpoint(write(Scaled(3)), scale=2.0)
+    assert (loaded.scale, loaded.hparams.scale, loaded.hparams.width) == (2.0, 2.0, 3)
+
+
+def test_settings_of_a_base_class_that_the_subclass_sets_itself_are_not_passed_to_it(write):
+    class Fixed(Net):
+        def __init__(self):
+            super().__init__(3, depth=2)
+
+    assert Fixed.load_from_checkpoint(write(Fixed())).hparams == {"width": 3, "depth": 2}
+
+
+def test_settings_go_through_kwargs_to_a_base_class(write):
+    class Through(Net):
+        def __init__(self, scale, **kwargs):
+            super().__init__(**kwargs)
+            self.scale = scale
+
+    loaded = Through.load_from_checkpoint(write(Through(2.0, width=3)), scale=4.0)
+    assert (loaded.scale, loaded.hparams.width) == (4.0, 3)
+
+
+@pytest.mark.parametrize("kind", [dict, Namespace, Config])
+def test_an_argument_that_held_all_settings_is_made_again_as_its_annotation_says(write, kind):
+    class Configured(TrainModule):
+        def __init__(self, config: kind):
+            super().__init__()
+            self.save_hyperparameters(config)
+            self.config = config
+
+    Configured.__init__.__annotations__ = {"config": kind}
+    config = kind() if kind is Config else kind(width=4, path="x")
+    loaded = Configured.load_from_checkpoint(write(Configured(config)))
+    assert isinstance(loaded.config, kind)
+    assert loaded.config == config
+
+
+def test_without_an_annotation_it_is_a_dict_with_attributes(write):
+    class Configured(TrainModule):
+        def __init__(self, config):
+            super().__init__()
+            self.save_hyperparameters(config)
+            self.config = config
+
+    loaded = Configured.load_from_checkpoint(write(Configured(Namespace(width=4))), width=5)
+    assert loaded.config.width == loaded.config["width"] == 5
+
+
+def test_arguments_are_made_again_as_their_annotations_say(write):
+    class Annotated(TrainModule):
+        def __init__(self, config: Config, path: Path | str, act: Act | None, sizes: tuple, other: Path | None = None):
+            super().__init__()
+            self.save_hyperparameters()
+            self.given = config, path, act, sizes, other
+
+    Annotated.__init__.__annotations__ = {
+        "config": Config, "path": Path, "act": Act | None, "sizes": tuple[int, ...], "other": Path | None,
+    }  # fmt: skip
+    given = (Config(Sizes(5)), Path("p"), Act.RELU, (1, 2), None)
+    assert Annotated.load_from_checkpoint(write(Annotated(*given))).given == given
+
+
+def test_a_missing_argument_is_an_error_that_says_how_to_pass_it(write):
+    class Headed(Net):
+        def __init__(self, width, head):
+            super().__init__(width)
+
+    path = write(Net(3))
+    with pytest.raises(MisuseError, match=r"Headed\.__init__ needs 'head'.* are width, depth: call .*head=\.\.\."):
+        Headed.load_from_checkpoint(path)
+    assert Headed.load_from_checkpoint(path, head=1).hparams.head == 1
+
+
+def test_an_override_that_is_no_argument_is_an_error_that_lists_them(write):
+    with pytest.raises(MisuseError, match=r"given 'widht', and Net\.__init__ takes width, depth"):
+        Net.load_from_checkpoint(write(Net(3)), widht=4)
+
+
+def test_weights_that_are_missing_or_left_over_are_listed_in_one_error(write):
+    state = Net(3, depth=2).state_dict()
+    del state["layers.0.weight"], state["layers.1.bias"]
+    path = write(Net(3, depth=2), state=state | {"head.weight": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"missing layers\.0\.weight, layers\.1\.bias; left over head\.weight\."):
+        Net.load_from_checkpoint(path)
+
+
+def test_unless_it_is_strict_the_other_weights_are_loaded_and_that_is_logged(write, caplog):
+    module = Net(3, depth=2)
+    path = write(module)
+    with caplog.at_level(logging.WARNING):
+        loaded = Net.load_from_checkpoint(path, strict=False, depth=1)
+    assert torch.equal(loaded.layers[0].weight, module.layers[0].weight)
+    assert "left over layers.1.weight, layers.1.bias; the others are loaded" in caplog.text
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_weight_of_another_size_is_an_error_that_names_it(write, strict):
+    with pytest.raises(CheckpointError, match=r"do not fit Net: size mismatch for layers\.0\.weight"):
+        Net.load_from_checkpoint(write(Net(3)), strict=strict, width=4)
+
+
+def test_layers_that_configure_model_makes_are_loaded(write):
+    class Late(TrainModule):
+        def configure_model(self):
+            if not hasattr(self, "layer"):
+                self.layer = nn.Linear(2, 2)
+
+    module = Late()
+    module.configure_model()
+    assert torch.equal(Late.load_from_checkpoint(write(module)).layer.weight, module.layer.weight)
+
+
+def test_the_module_reads_the_checkpoint_before_its_weights_are_loaded(write):
+    class Grown(TrainModule):
+        def on_load_checkpoint(self, checkpoint):
+            self.layer = nn.Linear(*checkpoint["sizes"])
+
+    module = Grown()
+    module.layer = nn.Linear(2, 3)
+    assert torch.equal(Grown.load_from_checkpoint(write(module, sizes=[2, 3])).layer.weight, module.layer.weight)
+
+
+def test_the_module_is_brought_to_the_device_that_is_asked_for(write):
+    path = write(Net(3))
+    assert Net.load_from_checkpoint(path, map_location="meta").device.type == "meta"
+    assert Net.load_from_checkpoint(path).device.type == "cpu"
+
+
+def test_a_file_without_weights_of_a_module_is_an_error(tmp_path):
+    torch.save({"weight": torch.ones(1)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="no 'state_dict', and so is no checkpoint of a Trainer"):
+        Net.load_from_checkpoint(tmp_path / "w.pt")
+
+
+def test_no_code_of_a_file_is_run(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "exploded",)
+
+    for name, payload in {"torch": None, "pickle": {"state_dict": Bomb()}}.items():
+        path = tmp_path / f"{name}.ckpt"
+        if payload is None:
+            torch.save({"state_dict": {}, "hyper_parameters": {"width": Bomb()}}, path)
+        else:
+            path.write_bytes(pickle.dumps(payload))
+        with pytest.raises(CheckpointError):
+            Net.load_from_checkpoint(path)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_data_module_is_made_again_with_its_settings_and_state(quiet_trainer, line, loader, tmp_path):
+    class Numbers(DataModule):
+        def __init__(self, count, scale=1.0):
+            self.save_hyperparameters()
+            self.seen = 0
+
+        def train_dataloader(self):
+            self.seen += 1
+            return loader(count=self.hparams.count)
+
+        def state_dict(self):
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state_dict):
+            self.seen = state_dict["seen"]
+
+    line.on_train_end = lambda: line.trainer.save_checkpoint(tmp_path / "it.ckpt")
+    quiet_trainer(max_steps=1).fit(line, datamodule=Numbers(16))
+    loaded = Numbers.load_from_checkpoint(tmp_path / "it.ckpt", scale=2.0)
+    assert (loaded.hparams, loaded.seen) == ({"count": 16, "scale": 2.0}, 1)
