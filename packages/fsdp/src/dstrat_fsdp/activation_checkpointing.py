@@ -1,0 +1,71 @@
+"""Computing the activations of layers again in the backward pass, rather than keeping them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from torch.utils.checkpoint import checkpoint
+
+from dstrat.errors import ConflictError, RequestError
+from dstrat_fsdp.wrap_policy import parts_of_classes
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+LayerClasses = type | Iterable[type]
+LayerPolicy = Iterable[type] | Callable[["Module"], bool]
+
+
+class ActivationCheckpointing:
+    """What of a module keeps no activations between the passes.
+
+    The layers' ``forward`` is replaced on the instances, so that no name of a parameter changes.
+
+    Args:
+        classes: A class of layers, or several.
+        policy: The same as a set of classes, or a function that says of a module whether it is meant.
+
+    Raises:
+        ConflictError: Both are given.
+    """
+
+    def __init__(self, classes: LayerClasses | None, policy: LayerPolicy | None) -> None:
+        if classes is not None and policy is not None:
+            raise ConflictError(
+                "activation_checkpointing and activation_checkpointing_policy both say which layers are meant: "
+                "leave one out"
+            )
+        chosen = policy if classes is None else classes
+        self._chosen = (chosen,) if isinstance(chosen, type) else chosen
+        self._layers: list[Module] = []
+
+    def apply(self, module: Module) -> None:
+        """Let the layers of a module compute their activations again.
+
+        Raises:
+            RequestError: The module has no such layers.
+        """
+        if self._chosen is None:
+            return
+        self._layers = self._matching(module)
+        if not self._layers:
+            raise RequestError(
+                f"activation checkpointing of {self._chosen!r} matches no layer of {type(module).__name__}"
+            )
+        for layer in self._layers:
+            forward = layer.forward
+            layer.forward = functools.wraps(forward)(functools.partial(checkpoint, forward, use_reentrant=False))
+
+    def undo(self) -> None:
+        """Give the layers their own ``forward`` back."""
+        for layer in self._layers:
+            layer.__dict__.pop("forward", None)
+        self._layers = []
+
+    def _matching(self, module: Module) -> list[Module]:
+        assert self._chosen is not None  # noqa: S101 - asked by the caller
+        if callable(self._chosen):
+            return [part for part in module.modules() if self._chosen(part)]
+        return parts_of_classes(module, self._chosen)

@@ -1,0 +1,94 @@
+"""The mesh of processes over which a module is sharded."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dstrat.errors import ConflictError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dstrat_fsdp.options import ShardingName
+
+REPLICATE, SHARD = "replicate", "shard"
+DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
+
+
+def sharding_mesh_shape(
+    sharding: ShardingName | None, device_mesh: DeviceMesh | Sequence[int] | None, *, world_size: int, per_machine: int
+) -> tuple[int, ...]:
+    """Return the shape of the mesh: the shards, or the replicas and the shards of each.
+
+    Args:
+        sharding: The sharding strategy; None is that of the mesh.
+        device_mesh: What the user gave.
+        world_size: Number of processes of the job.
+        per_machine: Number of processes of this machine.
+
+    Raises:
+        ConflictError: The mesh is not that of the sharding strategy.
+        RequestError: The mesh has another number of processes than the job.
+    """
+    if device_mesh is None:
+        if sharding == "HYBRID_SHARD":
+            return (world_size // per_machine, per_machine)
+        return (world_size, 1) if sharding == "NO_SHARD" else (world_size,)
+    shape = tuple(device_mesh.shape) if isinstance(device_mesh, DeviceMesh) else tuple(device_mesh)
+    check_mesh_shape(shape, world_size)
+    if len(shape) > 2:
+        raise RequestError(f"device_mesh {shape} has {len(shape)} dimensions: give (shards,) or (replicas, shards)")
+    if (sharding == "HYBRID_SHARD") != (len(shape) == 2) and sharding is not None:
+        raise ConflictError(
+            f"sharding_strategy {sharding!r} does not fit device_mesh {shape}: "
+            "HYBRID_SHARD takes (replicas, shards), every other one no mesh"
+        )
+    return shape
+
+
+def check_mesh_shape(shape: tuple[int, ...], world_size: int) -> None:
+    """Raise RequestError unless the mesh has as many processes as the job."""
+    if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
+        raise RequestError(f"device_mesh {shape!r} is not a tuple of positive numbers, such as (2, 4)")
+    if math.prod(shape) != world_size:
+        raise RequestError(
+            f"device_mesh {shape} has {math.prod(shape)} processes, and the job has {world_size}: "
+            "their number must be the same"
+        )
+
+
+def parallel_sizes(data: int | str, tensor: int | str, *, world_size: int, per_machine: int) -> tuple[int, int]:
+    """Return the number of groups that read different data, and of the processes in each.
+
+    Args:
+        data: Number of groups; "auto" is what the other leaves.
+        tensor: Number of processes in a group; "auto" is what the other leaves, and where both are, a machine's.
+        world_size: Number of processes of the job.
+        per_machine: Number of processes of this machine.
+
+    Raises:
+        RequestError: Their product is not the number of processes.
+    """
+    for name, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
+        if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise RequestError(f"{name} {size!r} is not 'auto' or a positive number")
+    if data == "auto":
+        tensor_size = per_machine if tensor == "auto" else int(tensor)
+        data_size = max(1, world_size // tensor_size)
+    else:
+        data_size = int(data)
+        tensor_size = max(1, world_size // data_size) if tensor == "auto" else int(tensor)
+    if data_size * tensor_size != world_size:
+        raise RequestError(
+            f"data_parallel_size {data!r} and tensor_parallel_size {tensor!r} do not fit {world_size} processes: "
+            "their product must be that number"
+        )
+    return data_size, tensor_size
+
+
+def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Open the groups of processes of a mesh; collective."""
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)

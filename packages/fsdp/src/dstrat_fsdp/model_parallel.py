@@ -1,0 +1,152 @@
+"""Training with layers that are split over several ranks, which share a batch, and shards over groups of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dstrat.errors import MisuseError
+from dstrat.parallel.strategy import DEFAULT_TIMEOUT
+from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
+from dstrat_fsdp.meshes import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
+from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
+from dstrat_fsdp.sharded import ShardedStrategy
+from dstrat_fsdp.shards import Sharding
+from dstrat_fsdp.wrap_policy import blocks_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.precision import Precision
+
+
+class ModelParallelStrategy(ShardedStrategy):
+    """Tensor parallelism together with fully sharded data parallelism, on a mesh of two dimensions.
+
+    The module says how its layers are split, in ``configure_model``, where ``device_mesh["tensor_parallel"]`` is the
+    group of ranks that share a batch::
+
+        def configure_model(self):
+            mesh = self.device_mesh["tensor_parallel"]
+            parallelize_module(self.mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    It may also shard its blocks over ``device_mesh["data_parallel"]``; what it leaves is sharded as by FSDPStrategy.
+
+    Args:
+        data_parallel_size: Number of groups that read different batches; "auto" is what the other size leaves.
+        tensor_parallel_size: Number of ranks of a group; "auto" is what the other size leaves, and the devices of a
+            machine where both are.
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: Where the job runs.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes; parameters are gathered in the one that it computes in.
+        state_dict_type: What a run leaves in the module: ``"sharded"``, or ``"full"`` for the whole on each rank.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a collective waits for the other ranks before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+
+    Raises:
+        RequestError: An option has a value that is none of its own.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int | str = "auto",
+        tensor_parallel_size: int | str = "auto",
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        state_dict_type: str = "sharded",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+            start_method,
+        )
+        self._asked_sizes = (data_parallel_size, tensor_parallel_size)
+        self._checkpointing = ActivationCheckpointing(None, None)
+        self._state_dict_type = state_dict_type_name(state_dict_type)
+
+    # The mesh
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        data, tensor = self._asked_sizes
+        return parallel_sizes(data, tensor, world_size=self.world_size, per_machine=len(self.parallel_devices))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of groups of ranks that read different batches."""
+        return self._sizes[0]
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of ranks that share a batch."""
+        return self._sizes[1]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Which part of the data this rank reads: that of its group."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
+
+    def _open_mesh(self) -> DeviceMesh:
+        return open_mesh(self.root_device.type, self._sizes, (DATA_PARALLEL, TENSOR_PARALLEL))
+
+    # Sharding
+
+    def _sharding(self) -> Sharding:
+        return Sharding(
+            mesh=self.device_mesh[DATA_PARALLEL],
+            reshard_after_forward=True,
+            precision_policy=precision_policy(None, self.precision_plugin),
+            offload_policy=offload_policy(None, self.root_device),
+        )
+
+    def _blocks(self) -> list[Module]:
+        split = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
+        if self.tensor_parallel_size > 1 and not split:
+            raise MisuseError(
+                f"no layer of {type(self.module).__name__} is split over the {self.tensor_parallel_size} ranks of "
+                'tensor_parallel_size: call parallelize_module(..., self.device_mesh["tensor_parallel"], ...) in '
+                "configure_model, or use the strategy 'fsdp'"
+            )
+        return blocks_of(self.module, None)
+
+    @property
+    def _can_go_on(self) -> bool:
+        return False  # layers that are split keep the mesh of their run
+
+    # Communication
+
+    def reduce(self, tensor: Any, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> Any:
+        """Return the tensor reduced over all batches: ranks that share one are counted once."""
+        reduced = super().reduce(tensor, group=group, reduce_op=reduce_op)
+        if group is None and reduce_op.lower() == "sum" and reduced is not tensor:
+            exact = None if reduced.is_floating_point() else "trunc"
+            return torch.div(reduced, self.tensor_parallel_size, rounding_mode=exact)
+        return reduced
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name
+        vote = torch.tensor(float(decision), device=self.root_device)
+        return bool(super().reduce(vote, reduce_op="min" if all else "max"))

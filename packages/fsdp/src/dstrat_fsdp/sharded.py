@@ -1,0 +1,227 @@
+"""What the strategies that shard a module with ``fully_shard`` have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from dstrat.errors import MisuseError
+from dstrat.parallel.strategy import ParallelStrategy
+from dstrat_fsdp.clipping import clip_by_norm, clip_by_value
+from dstrat_fsdp.first_values import materialize, parameters_on_meta, take_from_first_rank
+from dstrat_fsdp.optimizer_check import check_optimizers
+from dstrat_fsdp.shards import ShardedModule
+from dstrat_fsdp.shards_at_rest import make_whole, put_to_rest, wake
+from dstrat_fsdp.whole_state import gathered, load_module, load_optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.parts import TrainerLike
+    from dstrat.interfaces.precision import ClipAlgorithm
+    from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
+    from dstrat_fsdp.options import StateDictType
+    from dstrat_fsdp.shards import Sharding
+
+
+class ShardedStrategy(ParallelStrategy):
+    """A strategy whose ranks keep shards of parameters, gradients and optimizer state.
+
+    A subclass says over which mesh, what the blocks are and how they are sharded.  The module is that of the user
+    again after the run: its parameters are the shards, on the CPU, with which another run of the same size can go on;
+    ``state_dict_type="full"`` gathers them on each rank instead.
+    """
+
+    replicates_state = False
+    evaluates_together = True  # each step gathers parameters
+    allows_inference_mode = False  # what is gathered needs torch's version counters
+
+    _mesh: DeviceMesh | None = None
+    _sharded: ShardedModule | None = None
+    _failed = False
+    _state_dict_type: StateDictType
+    _checkpointing: ActivationCheckpointing
+
+    # What a subclass says
+
+    @abstractmethod
+    def _open_mesh(self) -> DeviceMesh:
+        """Return the mesh of all processes; collective."""
+
+    @abstractmethod
+    def _sharding(self) -> Sharding:
+        """Return how parameters are sharded."""
+
+    @abstractmethod
+    def _blocks(self) -> Sequence[Module]:
+        """Return the parts of the module that are gathered by themselves, inner ones first."""
+
+    @property
+    def _can_go_on(self) -> bool:
+        """Whether another run can take the shards that this one leaves."""
+        return True
+
+    # The life cycle
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of all processes, when communication is open."""
+        if self._mesh is None:
+            raise MisuseError(
+                f"{type(self).__name__} has no device mesh yet: it is there from configure_model on, in each rank"
+            )
+        return self._mesh
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_mesh": None}
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._failed = False
+        self._mesh = self._open_mesh()
+
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which parameters are made without memory.
+
+        Each rank computes them when they are sharded, one layer after the other, by the layer's ``reset_parameters``.
+        """
+        return parameters_on_meta()
+
+    def model_to_device(self) -> None:
+        """Do nothing: each part goes to the device when it is sharded."""
+
+    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
+        module, sharding = self.module, self._sharding()
+        resting = wake(module, self.device_mesh)
+        blocks = self._blocks()
+        self._checkpointing.apply(module)
+        self._take_first_values(module)
+        self._sharded = ShardedModule(module, sharding, blocks)
+        shards_on = torch.device("cpu") if isinstance(sharding.offload_policy, CPUOffloadPolicy) else self.root_device
+        materialize(self._sharded.root, shards_on, resting.shard if resting else _no_shard)
+        self.model = self._sharded.root
+
+    def _take_first_values(self, module: Module) -> None:
+        """Let all ranks begin with the values of rank 0, as each keeps a part of its own."""
+        for part in module.modules():
+            tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+            for tensor in tensors:
+                if not tensor.is_meta and not isinstance(tensor, DTensor):
+                    tensor.data = tensor.to(self.root_device)
+            take_from_first_rank([t for t in tensors if not isinstance(t, DTensor)])
+
+    def setup_optimizers(self, trainer: TrainerLike) -> None:
+        super().setup_optimizers(trainer)
+        check_optimizers(self.optimizers, self.module)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        if self._sharded is not None:
+            self._sharded.undo()
+            self._checkpointing.undo()
+            if self._state_dict_type == "full" and not self._failed:
+                make_whole(self.module)
+            else:
+                put_to_rest(self.module, self.device_mesh, can_go_on=self._can_go_on)
+            self._sharded = None
+        self._mesh = None
+        super().teardown()
+
+    # Steps: each of them gathers parameters, so that every rank takes part in every one
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.forward_context():
+            return self._ready.train(self.module.training_step, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.forward_context():
+            return self._ready.evaluate(self.module.validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.forward_context():
+            return self._ready.evaluate(self.module.test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.forward_context():
+            return self._ready.evaluate(self.module.predict_step, *args, **kwargs)
+
+    @property
+    def _ready(self) -> ShardedModule:
+        return self._present(self._sharded, "sharded module")
+
+    @contextmanager
+    def no_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication: whole, on each rank, until the next backward pass outside."""
+        self._ready.set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._ready.set_gradient_sync(True)
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
+        """Clip the gradients of an optimizer's parameters in place, by what they are on all ranks together."""
+        self.unscale_gradients(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if algorithm == "value":
+            clip_by_value(parameters, clip_val)
+        else:
+            clip_by_norm(parameters, clip_val)
+
+    # State
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the module on global rank 0, and an empty dict on the others; collective."""
+        return gathered(self.sharded_module_state(), keep=self.is_global_zero)
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the whole state that global rank 0 has; collective."""
+        load_module(self.module, state, self, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state of an optimizer on global rank 0, and an empty dict on the others; collective."""
+        return gathered(optimizer.state_dict(), keep=self.is_global_zero)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load the whole state of an optimizer that global rank 0 has; collective."""
+        load_optimizer(optimizer, state, self)
+
+    def sharded_module_state(self) -> dict[str, Any]:
+        """Return the state of the module by its own names; parameters are DTensors of this rank's shards."""
+        if self._sharded is not None:
+            self._sharded.free()  # otherwise what is gathered would be in it
+        state: dict[str, Any] = self.module.state_dict()
+        return state
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer by the names of its parameters, as DTensors of this rank's shards.
+
+        It has the shape that torch.distributed.checkpoint saves and loads, and is filled with zeros where the
+        optimizer has not stepped yet.
+        """
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        state: dict[str, Any] = get_optimizer_state_dict(self.module, optimizer)
+        return state
+
+    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load what :meth:`sharded_optimizer_state` returned, on a mesh of the same size."""
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        set_optimizer_state_dict(self.module, optimizer, state)
+
+
+def _no_shard(layer: Module, name: str) -> Tensor | None:  # noqa: ARG001 - there are none
+    return None

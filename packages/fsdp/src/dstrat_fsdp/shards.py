@@ -1,0 +1,113 @@
+"""A module that is sharded with torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from dstrat_fsdp.step_module import StepModule
+from dstrat_fsdp.unwrapping import unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.nn import Module
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How a module is sharded.
+
+    Attributes:
+        mesh: The processes: ``(shards,)``, or ``(replicas, shards)``.
+        reshard_after_forward: Whether blocks are freed between their forward and backward passes; an int keeps the
+            shards of a smaller mesh of that size.
+        precision_policy: The dtypes in which parameters are gathered and gradients summed.
+        offload_policy: Where shards are kept.
+        gathers_early: Whether a block is gathered while the gradients of the one after it are still computed.
+    """
+
+    mesh: DeviceMesh
+    reshard_after_forward: bool | int
+    precision_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    gathers_early: bool = True
+
+    def apply_to(self, part: Module) -> FSDPModule:
+        """Shard what of a module is not sharded yet, as one unit that is gathered together."""
+        unit = fully_shard(
+            part,
+            mesh=self.mesh,
+            reshard_after_forward=self.reshard_after_forward,
+            mp_policy=self.precision_policy,
+            offload_policy=self.offload_policy,
+        )
+        if not self.gathers_early:
+            unit.set_modules_to_backward_prefetch([unit])  # which is gathered already
+        return unit
+
+    def apply_to_root(self, root: Module) -> FSDPModule:
+        """Shard what is in no block; it is needed from the first layer to the last, and is freed after the last."""
+        # A batch stays as it is: the blocks convert what they are given, and autocast does the rest.
+        policy = dataclasses.replace(self.precision_policy, cast_forward_inputs=False)
+        return fully_shard(root, mesh=self.mesh, mp_policy=policy, offload_policy=self.offload_policy)
+
+
+class ShardedModule:
+    """A module whose parameters are sharded in units, and how its steps are run.
+
+    Args:
+        module: The user's module; parts of it may be sharded already.
+        sharding: How the rest is sharded.
+        blocks: The parts that become units, inner ones first.
+
+    Attributes:
+        root: What steps run in; it gathers what is in no block.
+    """
+
+    def __init__(self, module: Module, sharding: Sharding, blocks: Sequence[Module]) -> None:
+        own = [sharding.apply_to(block) for block in blocks]
+        self.root: Any = StepModule(module)
+        sharding.apply_to_root(self.root)
+        self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
+        # Training keeps these gathered after their forward, for a backward pass that evaluation does not have.
+        self._kept_in_training = own if sharding.reshard_after_forward is False else []
+
+    def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step of the module, a backward pass of which will follow."""
+        return self.root(step, *args, **kwargs)
+
+    def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step of the module without gradients; nothing is gathered after it."""
+        self._free_after_forward(True)
+        try:
+            return self.root(step, *args, **kwargs)
+        finally:
+            self._free_after_forward(False)
+            self.free()
+
+    def free(self) -> None:
+        """Free everything that is gathered."""
+        for unit in self._units:
+            unit.reshard()
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Let backward passes reduce gradients, or accumulate them without communication."""
+        for unit in self._units:
+            unit.set_requires_gradient_sync(enabled, recurse=False)
+
+    def undo(self) -> None:
+        """Make plain modules of the units again; their parameters stay sharded."""
+        self.free()
+        for unit in self._units:
+            unwrap(unit)
+        self._units, self._kept_in_training = [], []
+
+    def _free_after_forward(self, frees: bool) -> None:
+        for unit in self._kept_in_training:
+            unit.set_reshard_after_forward(frees, recurse=False)

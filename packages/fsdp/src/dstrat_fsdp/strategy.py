@@ -1,0 +1,171 @@
+"""Fully sharded data parallel training: parameters, gradients and optimizer state in shards, one on each rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import ConflictError
+from dstrat.parallel.strategy import DEFAULT_TIMEOUT
+from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
+from dstrat_fsdp.meshes import REPLICATE, SHARD, open_mesh, sharding_mesh_shape
+from dstrat_fsdp.options import (
+    gathers_early,
+    offload_policy,
+    precision_policy,
+    sharding_name,
+    state_dict_type_name,
+)
+from dstrat_fsdp.sharded import ShardedStrategy
+from dstrat_fsdp.shards import Sharding
+from dstrat_fsdp.wrap_policy import blocks_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        CPUOffload,
+        CPUOffloadPolicy,
+        MixedPrecision,
+        MixedPrecisionPolicy,
+        ShardingStrategy,
+    )
+    from torch.nn import Module
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.precision import Precision
+    from dstrat_fsdp.activation_checkpointing import LayerClasses, LayerPolicy
+    from dstrat_fsdp.options import ShardingName
+    from dstrat_fsdp.wrap_policy import WrapPolicy
+
+_logger = logging.getLogger(__name__)
+
+
+class FSDPStrategy(ShardedStrategy):
+    """Training with torch's ``fully_shard`` on one or several machines, on CPUs too.
+
+    Each rank keeps a shard of each parameter with its gradient and optimizer state.  A block of layers is gathered
+    before its forward and its backward pass, and freed after it.  Losses are those of one device.
+
+    Layers may be made in ``configure_model``, where their parameters take no memory until they are sharded; the module
+    may also call ``fully_shard`` on parts of itself there, with ``device_mesh``.
+
+    Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: Where the job runs.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes; parameters are gathered in the one that it computes in.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        cpu_offload: Whether shards and the optimizer's step are on the CPU; True, or torch's policy.
+        backward_prefetch: ``"BACKWARD_PRE"`` gathers a block while gradients of the one after it are computed,
+            ``"BACKWARD_POST"`` when they are, which takes less memory; or torch's enumeration.
+        mixed_precision: Torch's policy of dtypes; None takes that of the precision plugin.
+        activation_checkpointing: A class of layers, or several, that keep no activations for the backward pass.
+        auto_wrap_policy: What the blocks are: classes of layers, a function of a module, or the least number of
+            parameters; None finds layers that are repeated.
+        activation_checkpointing_policy: As ``activation_checkpointing``, or a function of a module.
+        sharding_strategy: ``"FULL_SHARD"``; ``"SHARD_GRAD_OP"`` keeps blocks gathered until their backward pass;
+            ``"HYBRID_SHARD"`` shards inside a machine and replicates between machines; ``"NO_SHARD"`` replicates.
+        state_dict_type: What a run leaves in the module: ``"sharded"``, or ``"full"`` for the whole on each rank.
+        device_mesh: ``(shards,)`` or ``(replicas, shards)``; None follows from the sharding strategy.
+        reshard_after_forward: Whether blocks are freed after their forward pass; a number keeps shards of a smaller
+            mesh of that size.  None follows from the sharding strategy.
+        timeout: How long a collective waits for the other ranks before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+
+    Raises:
+        RequestError: An option has a value that is none of its own.
+        ConflictError: Two options exclude each other.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        cpu_offload: bool | CPUOffloadPolicy | CPUOffload | None = None,
+        backward_prefetch: str | BackwardPrefetch | None = None,
+        mixed_precision: MixedPrecisionPolicy | MixedPrecision | None = None,
+        activation_checkpointing: LayerClasses | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
+        sharding_strategy: str | ShardingStrategy | None = None,
+        state_dict_type: str = "sharded",
+        device_mesh: DeviceMesh | tuple[int, ...] | None = None,
+        reshard_after_forward: bool | int | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+            start_method,
+        )
+        self._cpu_offload = cpu_offload
+        self._gathers_early = gathers_early(backward_prefetch)
+        self._mixed_precision = mixed_precision
+        self._checkpointing = ActivationCheckpointing(activation_checkpointing, activation_checkpointing_policy)
+        self._auto_wrap_policy = auto_wrap_policy
+        self._sharding_strategy = sharding_name(sharding_strategy)
+        self._state_dict_type = state_dict_type_name(state_dict_type)
+        self._asked_mesh = device_mesh
+        self._reshard_after_forward = _reshards(reshard_after_forward, self._sharding_strategy)
+
+    def setup_environment(self) -> None:
+        if self._cpu_offload and self.process_group_backend is None and self.root_device.type != "cpu":
+            # Norms of gradients that are on the CPU are summed there.
+            self.process_group_backend = f"cpu:gloo,{self.root_device.type}:{self.accelerator.process_group_backend}"
+        super().setup_environment()
+        if self.world_size == 1:
+            _logger.info("there is one process, which keeps the whole of what would be sharded over several")
+
+    def _open_mesh(self) -> DeviceMesh:
+        shape = sharding_mesh_shape(
+            self._sharding_strategy,
+            self._asked_mesh,
+            world_size=self.world_size,
+            per_machine=len(self.parallel_devices),
+        )
+        names = (SHARD,) if len(shape) == 1 else (REPLICATE, SHARD)
+        return open_mesh(self.root_device.type, shape, names)
+
+    def _sharding(self) -> Sharding:
+        return Sharding(
+            mesh=self.device_mesh,
+            reshard_after_forward=self._reshard_after_forward,
+            precision_policy=precision_policy(self._mixed_precision, self.precision_plugin),
+            offload_policy=offload_policy(self._cpu_offload, self.root_device),
+            gathers_early=self._gathers_early,
+        )
+
+    def _blocks(self) -> list[Module]:
+        return blocks_of(self.module, self._auto_wrap_policy)
+
+
+DDPFullyShardedNativeStrategy = FSDPStrategy
+
+
+def _reshards(given: Any, sharding: ShardingName | None) -> bool | int:
+    if given is None:
+        return sharding not in ("SHARD_GRAD_OP", "NO_SHARD")
+    if given is False and sharding in ("FULL_SHARD", "HYBRID_SHARD"):
+        raise ConflictError(
+            f"sharding_strategy {sharding!r} frees blocks after their forward pass, and reshard_after_forward=False "
+            "keeps them: leave one of them out"
+        )
+    return given  # type: ignore[no-any-return]  # torch checks numbers against the mesh

@@ -1,0 +1,150 @@
+"""The whole state of a sharded module and its optimizers: gathered on rank 0, or dealt out from there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dstrat.errors import CheckpointError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat_fsdp.slices import copy_whole, slice_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.strategy import Strategy
+
+
+def gathered(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+    """Return a state with its tensors whole on the CPU, gathered one after the other; collective.
+
+    Args:
+        state: A nested state, the same on every rank but for the shards.
+        keep: Whether this rank wants it; the others get an empty dict.
+    """
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole.detach().cpu() if keep else None
+
+    whole: dict[str, Any] = apply_to_tensors(dict(state), gather)
+    return whole if keep else {}
+
+
+def load_module(module: Module, state: Mapping[str, Any], strategy: Strategy, *, strict: bool) -> None:
+    """Load the whole state of rank 0 into a module; each rank takes its shards, one tensor at a time; collective.
+
+    Args:
+        module: Sharded.
+        state: By name; only that of rank 0 counts.
+        strategy: Communicates.
+        strict: Whether missing and unexpected names are an error.
+
+    Raises:
+        CheckpointError: Names are missing or unexpected, or a tensor has another shape.
+    """
+    targets = module.state_dict()
+    _agree_on(strategy, lambda: _mismatch(targets, state, strict=strict))
+    others = {}
+    for name, target in targets.items():
+        if not strategy.broadcast(name in state):
+            continue
+        if isinstance(target, Tensor):
+            copy_whole(target, _from_rank_0(state.get(name), target.shape, target.dtype, strategy))
+        else:
+            others[name] = strategy.broadcast(state.get(name))
+    if others:
+        module.load_state_dict(others, strict=False)
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], strategy: Strategy) -> None:
+    """Load the whole state of rank 0 into an optimizer; collective.
+
+    Args:
+        optimizer: Of sharded parameters.
+        state: As ``optimizer.state_dict()`` on one device; only that of rank 0 counts.
+        strategy: Communicates.
+
+    Raises:
+        CheckpointError: It is the state of another optimizer.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _agree_on(strategy, lambda: _optimizer_mismatch(parameters, state))
+    outline = strategy.broadcast(apply_to_tensors(dict(state), _described))
+    entries = {
+        index: {key: _loaded(value, parameters[index], state, (index, key), strategy) for key, value in entry.items()}
+        for index, entry in outline["state"].items()
+    }
+    optimizer.load_state_dict({"state": entries, "param_groups": outline["param_groups"]})
+
+
+class _Described:
+    """What is told to the other ranks of a tensor before it is sent."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+
+def _described(tensor: Tensor) -> _Described:
+    return _Described(tensor)
+
+
+def _loaded(value: Any, parameter: Tensor, state: Mapping[str, Any], place: tuple[int, str], strategy: Strategy) -> Any:
+    """Return a value of an optimizer's state: a tensor of its parameter's shape is sharded as the parameter is."""
+    if not isinstance(value, _Described):
+        return value
+    index, key = place
+    source = state["state"][index][key] if strategy.is_global_zero else None
+    whole = _from_rank_0(source, value.shape, value.dtype, strategy)
+    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return whole
+    local = slice_for(parameter, whole).clone().to(parameter.device)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _from_rank_0(source: Tensor | None, shape: torch.Size, dtype: torch.dtype, strategy: Strategy) -> Tensor:
+    whole = torch.empty(shape, dtype=dtype, device=strategy.root_device)
+    if strategy.is_global_zero and source is not None:
+        whole.copy_(source)
+    torch.distributed.broadcast(whole, src=0)
+    return whole
+
+
+def _agree_on(strategy: Strategy, find: Callable[[], str | None]) -> None:
+    """Raise on every rank what rank 0 has found wrong, so that none of them waits for it."""
+    found = strategy.broadcast(find() if strategy.is_global_zero else None)
+    if found is not None:
+        raise CheckpointError(found)
+
+
+def _mismatch(targets: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool) -> str | None:
+    missing = [name for name in targets if name not in state]
+    unexpected = [name for name in state if name not in targets]
+    if strict and (missing or unexpected):
+        return (
+            f"the state does not fit the module: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
+        )
+    for name, target in targets.items():
+        if name in state and isinstance(target, Tensor) and target.shape != state[name].shape:
+            return f"{name!r} has the shape {tuple(state[name].shape)}, and the module's has {tuple(target.shape)}"
+    return None
+
+
+def _optimizer_mismatch(parameters: list[Tensor], state: Mapping[str, Any]) -> str | None:
+    saved = sum(len(group["params"]) for group in state.get("param_groups", ()))
+    if saved != len(parameters):
+        return f"the optimizer's state is of {saved} parameters, and this optimizer has {len(parameters)}"
+    return None

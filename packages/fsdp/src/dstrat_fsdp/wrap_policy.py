@@ -1,0 +1,134 @@
+"""Choosing the blocks of a module: the parts whose parameters are gathered and freed together."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dstrat.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+_SMALL = 0.01
+"""A layer without children is a block by itself from this share of all parameters on."""
+
+WrapPolicy = Iterable[type] | Callable[..., bool] | int
+
+
+def blocks_of(module: Module, policy: WrapPolicy | None) -> list[Module]:
+    """Return the blocks of a module that is not sharded yet, inner ones before those that contain them.
+
+    Args:
+        module: Parts of it that have sharded themselves are left alone.
+        policy: Classes of layers; a function of a module (or torch's ``auto_wrap_policy`` functions, of a module,
+            ``recurse`` and ``nonwrapped_numel``); the least number of parameters of a block; None looks for layers
+            that are repeated.
+
+    Raises:
+        RequestError: The policy matches nothing, or a block shares a parameter with the rest of the module.
+    """
+    if policy is None:
+        return [block for block in _repeated(module) if not _shared_parameters(block, module)]
+    blocks = [part for part in _chosen(module, policy) if part is not module]
+    if not blocks and not any(isinstance(part, FSDPModule) for part in module.modules()):
+        classes = ", ".join(sorted({type(part).__name__ for part in _parts(module) if part is not module}))
+        raise RequestError(
+            f"auto_wrap_policy {policy!r} matches no layer of {type(module).__name__}, which has "
+            f"{_numel(module)} parameters in layers of the classes {classes or '(none)'}"
+        )
+    for block in blocks:
+        _check_own_parameters(block, module)
+    return blocks
+
+
+def parts_of_classes(module: Module, classes: Iterable[type]) -> list[Module]:
+    """Return the parts of a module that are of one of the classes, inner ones first."""
+    wanted = tuple(classes)
+    return [part for part in _parts(module) if isinstance(part, wanted)]
+
+
+def has_forward(part: Module) -> bool:
+    """Return whether a module can be called, unlike a ModuleList."""
+    return type(part).forward is not nn.Module.forward
+
+
+def _chosen(module: Module, policy: WrapPolicy) -> list[Module]:
+    if isinstance(policy, int):
+        return _by_size(module, lambda _, numel: numel >= policy)
+    if not callable(policy):
+        return parts_of_classes(module, policy)
+    ask: Any = policy
+    names = inspect.signature(ask).parameters
+    if "nonwrapped_numel" in names or "recurse" in names:
+        return _by_size(module, lambda part, numel: ask(part, recurse=False, nonwrapped_numel=numel))
+    return [part for part in _parts(module) if ask(part)]
+
+
+def _parts(module: Module) -> Iterator[Module]:
+    """Yield the parts that can be sharded and have parameters of their own, inner ones first."""
+    sharded = {id(p) for unit in module.modules() if isinstance(unit, FSDPModule) for p in unit.modules()}
+    for part in reversed(list(module.modules())):  # an outer module comes first in torch's order
+        if has_forward(part) and id(part) not in sharded and _numel(part):
+            yield part
+
+
+def _by_size(module: Module, wants: Callable[[Module, int], bool]) -> list[Module]:
+    """Return the parts that are wanted by the number of their parameters that are in no inner block."""
+    blocks: list[Module] = []
+    for part in _parts(module):
+        inner = {id(p) for block in blocks for p in block.parameters()}
+        if wants(part, sum(p.numel() for p in part.parameters() if id(p) not in inner)):
+            blocks.append(part)
+    return blocks
+
+
+def _repeated(module: Module) -> list[Module]:
+    blocks = list(_siblings(module, lambda part: any(True for _ in part.children())))
+    least = _SMALL * _numel(module)
+    return blocks or list(_siblings(module, lambda part: _numel(part) >= least))
+
+
+def _siblings(module: Module, is_candidate: Callable[[Module], bool]) -> Iterator[Module]:
+    """Yield layers that have siblings of their class, outermost ones only."""
+    if isinstance(module, FSDPModule):
+        return
+    children = list(module.children())
+    candidates = [c for c in children if has_forward(c) and _numel(c) and not isinstance(c, FSDPModule)]
+    candidates = [child for child in candidates if is_candidate(child)]
+    count = Counter(map(type, candidates))
+    repeated = [child for child in candidates if count[type(child)] > 1]
+    yield from repeated
+    for child in children:
+        if not any(child is other for other in repeated):
+            yield from _siblings(child, is_candidate)
+
+
+def _check_own_parameters(block: Module, module: Module) -> None:
+    shared = _shared_parameters(block, module)
+    if shared:
+        raise RequestError(
+            f"auto_wrap_policy makes a block of a {type(block).__name__} whose parameter {shared[0]!r} also belongs to "
+            "a layer outside of it: leave the layer out, or choose one that contains both"
+        )
+
+
+def _shared_parameters(block: Module, module: Module) -> list[str]:
+    """Return the names (in the block) of parameters that a layer outside of the block has too."""
+    inside = {id(part) for part in block.modules()}
+    outside = {
+        id(parameter)
+        for part in module.modules()
+        if id(part) not in inside
+        for parameter in part.parameters(recurse=False)
+    }
+    return [name for name, parameter in block.named_parameters() if id(parameter) in outside]
+
+
+def _numel(module: Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
