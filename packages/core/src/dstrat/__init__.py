@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.weight_averaging import WeightAveraging as WeightAveraging
     from dstrat.training.loggers.csv_logger import CSVLogger as CSVLogger
     from dstrat.training.loggers.logger import Logger as Logger
+    from dstrat.training.loggers.mlflow_logger import MLFlowLogger as MLFlowLogger
     from dstrat.training.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
+    from dstrat.training.loggers.wandb_logger import WandbLogger as WandbLogger
     from dstrat.training.module.data_module import DataModule as DataModule
     from dstrat.training.module.train_module import TrainModule as TrainModule
     from dstrat.training.trainer import Trainer as Trainer
@@ -60,6 +62,7 @@ _HOMES = {
     "Launcher": "dstrat.interfaces.launcher",
     "LearningRateMonitor": "dstrat.training.callbacks.learning_rate_monitor",
     "Logger": "dstrat.training.loggers.logger",
+    "MLFlowLogger": "dstrat.training.loggers.mlflow_logger",
     "ModelCheckpoint": "dstrat.training.callbacks.model_checkpoint",
     "OnExceptionCheckpoint": "dstrat.training.callbacks.on_exception_checkpoint",
     "ParallelStrategy": "dstrat.parallel.strategy",
@@ -73,6 +76,7 @@ _HOMES = {
     "TorchCheckpointIO": "dstrat.builtin.checkpoint.torch_file",
     "TrainModule": "dstrat.training.module.train_module",
     "Trainer": "dstrat.training.trainer",
+    "WandbLogger": "dstrat.training.loggers.wandb_logger",
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "hookimpl": "dstrat.plugins.hookspec",
 }

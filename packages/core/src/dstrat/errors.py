@@ -21,6 +21,7 @@ Each derives from :class:`DstratError` and from the built-in that a caller would
     ├── LaunchError                        RuntimeError   processes could not be started
     │   └── RankFailedError                               a rank failed, and the job was ended
     ├── AnomalyError                       FloatingPointError  values that are not finite, found by detect_anomaly
+    ├── LoggerError                        RuntimeError   a logger failed
     └── CheckpointError                    OSError        a checkpoint cannot be written or read
 """
 
@@ -120,6 +121,10 @@ def _rank_failed(message: str, rank: int, exit_code: int | None, rank_traceback:
 
 class AnomalyError(DstratError, FloatingPointError):
     """A module, the loss or the backward pass has values that are not finite."""
+
+
+class LoggerError(DstratError, RuntimeError):
+    """A logger failed; what it raised is the cause."""
 
 
 class CheckpointError(DstratError, OSError):

@@ -5,19 +5,20 @@ from __future__ import annotations
 import csv
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from typing_extensions import override
 
-from dstrat.training.loggers.logger import Logger
-from dstrat.training.loggers.version_folder import VersionFolder
+from dstrat.training.loggers.folder_logger import FolderLogger
+from dstrat.training.loggers.parameters import as_mapping
+from dstrat.training.loggers.writer import writer_only
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 
-class CSVLogger(Logger):
+class CSVLogger(FolderLogger):
     """Writes ``metrics.csv``, one row for each step and source of values, and ``hparams.json``.
 
     Every row is handed to the system at once, so a run that is killed loses nothing.  A name that appears later
@@ -33,30 +34,29 @@ class CSVLogger(Logger):
     def __init__(
         self, save_dir: str | Path | None = None, name: str = "dstrat_logs", version: int | str | None = None
     ) -> None:
-        self.root_dir = None if save_dir is None else Path(save_dir)
-        self._folder = VersionFolder(name, version)
+        super().__init__(save_dir, name, version)
         self._table: CSVTable | None = None
 
-    @property
-    def log_dir(self) -> Path:
-        return self._folder.claim(self.root_dir)
-
+    @writer_only
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         if self._table is None:
-            self._table = CSVTable(self.log_dir / "metrics.csv")
+            self._table = CSVTable(self.claimed_dir / "metrics.csv")
         self._table.add({"step": step, **metrics})
 
+    @writer_only
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        path = self.log_dir / "hparams.json"
+        path = self.claimed_dir / "hparams.json"
         temporary = path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(dict(params), indent=2, default=str) + "\n")
+        temporary.write_text(json.dumps(dict(as_mapping(params)), indent=2, default=str) + "\n")
         temporary.replace(path)
 
+    @writer_only
     def save(self) -> None:
         if self._table is not None:
             self._table.sync()
 
     @override
+    @writer_only
     def finalize(self, status: str) -> None:
         if self._table is not None:
             self._table.close()

@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def complete_loggers(given: Logger | Sequence[Logger] | bool | None, root_dir: Path) -> list[Logger]:
+def complete_loggers(
+    given: Logger | Sequence[Logger] | bool | None, root_dir: Path, *, writes: bool = True
+) -> list[Logger]:
     """Return the loggers of a Trainer, each with a folder to write in.
 
     Args:
         given: One, several, True or None for the CSV logger, False for none.
         root_dir: Where a logger writes that was given no folder.
+        writes: Whether this process is the one that writes.
 
     Raises:
         RequestError: Something given is no logger.
@@ -29,6 +32,9 @@ def complete_loggers(given: Logger | Sequence[Logger] | bool | None, root_dir: P
     loggers = [given] if isinstance(given, Logger) else list(given) if isinstance(given, Sequence) else []
     for logger in loggers:
         if not isinstance(logger, Logger):
-            raise RequestError(f"logger={logger!r} is not a Logger, True or False")
+            raise RequestError(
+                f"logger={logger!r} is not a Logger, True or False: give an instance, such as CSVLogger()"
+            )
         logger.root_dir = logger.root_dir or root_dir
+        logger.writes = writes
     return loggers

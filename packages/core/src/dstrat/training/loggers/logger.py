@@ -9,19 +9,50 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from dstrat.training.callbacks.callback import Callback
+
 
 class Logger(ABC):
     """Where logged values are written.  Only global rank 0 writes; files are opened by the first write.
 
+    The smallest complete subclass::
+
+        class PrintLogger(Logger):
+            def log_metrics(self, metrics, step):
+                print(step, metrics)
+
+    An exception in one of its methods ends the run, with the logger's name.
+
     Attributes:
         root_dir: The folder that holds everything of this logger; None takes the trainer's ``default_root_dir``.
+        writes: Whether this process is the one that writes.  In the others the Trainer calls no logger; methods that
+            users call there too are marked with :func:`~dstrat.training.loggers.writer.writer_only`.
     """
 
     root_dir: Path | None = None
+    writes: bool = True
+
+    @property
+    def name(self) -> str | None:
+        """The name that several runs share, None for a logger without one."""
+        return None
+
+    @property
+    def version(self) -> int | str | None:
+        """What tells this run from others of its name; None where there is nothing, or it is not known yet."""
+        return None
 
     @property
     def log_dir(self) -> Path | None:
-        """The folder of this run, None for a logger that writes elsewhere."""
+        """The folder of this run; None for a logger that writes elsewhere, or where it is not known yet."""
+        return None
+
+    def join(self, log_dir: Path | None) -> None:
+        """Take the folder that global rank 0 writes to, in a process that does not write."""
+
+    @property
+    def experiment(self) -> Any:
+        """The object of the library that writes, for what this class does not offer; None without one."""
         return None
 
     @abstractmethod
@@ -35,6 +66,9 @@ class Logger(ABC):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write the settings of a run."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Callback) -> None:
+        """Take note of a checkpoint that a ModelCheckpoint has saved."""
 
     def save(self) -> None:
         """Bring what was written to the disk."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from dstrat.errors import MissingRequirementError
-from dstrat.plugins.known import pip_command
-from dstrat.training.loggers.logger import Logger
-from dstrat.training.loggers.version_folder import VersionFolder
+from dstrat.training.loggers.folder_logger import FolderLogger
+from dstrat.training.loggers.parameters import flatten
+from dstrat.training.loggers.requirement import require
+from dstrat.training.loggers.writer import Silence, writer_only
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(FolderLogger):
     """Writes event files that ``tensorboard --logdir`` shows; needs the extra ``dstrat[tensorboard]``.
 
     Args:
@@ -34,36 +33,37 @@ class TensorBoardLogger(Logger):
     def __init__(
         self, save_dir: str | Path | None = None, name: str = "dstrat_logs", version: int | str | None = None
     ) -> None:
-        if find_spec("tensorboard") is None:
-            raise MissingRequirementError(
-                f"TensorBoardLogger needs tensorboard, which is not installed: {pip_command('dstrat[tensorboard]')}"
-            )
-        self.root_dir = None if save_dir is None else Path(save_dir)
-        self._folder = VersionFolder(name, version)
+        require("tensorboard", "TensorBoardLogger")
+        super().__init__(save_dir, name, version)
         self._writer: SummaryWriter | None = None
 
     @property
-    def log_dir(self) -> Path:
-        return self._folder.claim(self.root_dir)
+    def experiment(self) -> SummaryWriter | Silence:
+        """The ``SummaryWriter``, for images, histograms, graphs and what else it takes."""
+        return self._open() if self.writes else Silence()
 
+    @writer_only
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         writer = self._open()
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
+    @writer_only
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        simple = {name: _simple(value) for name, value in params.items()}
+        simple = {name: _simple(value) for name, value in flatten(params).items()}
         writer = self._open()
         for summary in hparams(simple, {}):
             writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # torch declares it as None
 
+    @writer_only
     def save(self) -> None:
         if self._writer is not None:
             self._writer.flush()
 
     @override
+    @writer_only
     def finalize(self, status: str) -> None:
         if self._writer is not None:
             self._writer.close()
@@ -73,7 +73,7 @@ class TensorBoardLogger(Logger):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self.log_dir))
+            self._writer = SummaryWriter(str(self.claimed_dir))
         return self._writer
 
 

@@ -17,6 +17,10 @@ class VersionFolder:
         name: The folder that holds all versions.
         version: A number, or a folder's own name; None takes the next number that is free.
 
+    Attributes:
+        name: The folder that holds all versions.
+        claimed: The folder, None before the first claim.
+
     Raises:
         RequestError: The version is neither.
     """
@@ -24,9 +28,17 @@ class VersionFolder:
     def __init__(self, name: str, version: int | str | None) -> None:
         if version is not None and (not isinstance(version, int | str) or isinstance(version, bool)):
             raise RequestError(f"version={version!r} must be a number, a folder's name, or None for the next number")
-        self._name = name
+        self.name = name
+        self.claimed: Path | None = None
         self._version = version
-        self._claimed: Path | None = None
+
+    @property
+    def version(self) -> int | str | None:
+        """The number or name; None before one was claimed."""
+        if self._version is not None or self.claimed is None:
+            return self._version
+        match = _VERSION.fullmatch(self.claimed.name)
+        return int(match[1]) if match else self.claimed.name
 
     def claim(self, root: Path | None) -> Path:
         """Return the folder; the first call creates it, because a number is taken only by a folder that exists.
@@ -34,11 +46,15 @@ class VersionFolder:
         Args:
             root: Holds everything; None is the working directory.
         """
-        if self._claimed is None:
-            parent = Path(root or Path.cwd()) / self._name
+        if self.claimed is None:
+            parent = Path(root or Path.cwd()) / self.name
             parent.mkdir(parents=True, exist_ok=True)
-            self._claimed = _next_version(parent) if self._version is None else _given_version(parent, self._version)
-        return self._claimed
+            self.claimed = _next_version(parent) if self._version is None else _given_version(parent, self._version)
+        return self.claimed
+
+    def join(self, folder: Path | None) -> None:
+        """Take the folder that another process of the same run has claimed."""
+        self.claimed = folder
 
 
 def _given_version(parent: Path, version: int | str) -> Path:

@@ -1,0 +1,144 @@
+"""Logged values for MLflow."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from time import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrat.training.loggers.logger import Logger
+from dstrat.training.loggers.parameters import flatten
+from dstrat.training.loggers.requirement import require
+from dstrat.training.loggers.uploads import Uploads
+from dstrat.training.loggers.writer import Silence, writer_only
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mlflow.tracking import MlflowClient  # type: ignore[import-not-found,unused-ignore]  # an extra
+
+    from dstrat.training.callbacks.callback import Callback
+
+_STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+_MOST_PARAMETERS = 100  # that MLflow takes in one request
+
+
+class MLFlowLogger(Logger):
+    """Writes to a run of MLflow; needs the extra ``dstrat[mlflow]``.
+
+    The run is made by the first write; a later fit or test goes on in it.
+
+    Args:
+        experiment_name: The experiment that the run belongs to; made where there is none.
+        run_name: Shown for the run; by default MLflow makes one up.
+        tracking_uri: The server or database; by default ``MLFLOW_TRACKING_URI``, and without that the file
+            ``mlflow.db`` in ``save_dir``.
+        save_dir: Holds the database and, without a server, what is uploaded; by default the trainer's
+            ``default_root_dir``.
+        tags: For the run.
+        log_model: Whether checkpoints are uploaded: True sends the best one at the end, ``"all"`` each when it is
+            saved.
+        run_id: A run to go on in.
+
+    Raises:
+        MissingRequirementError: mlflow is not installed.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "dstrat_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        save_dir: str | Path | None = None,
+        tags: Mapping[str, str] | None = None,
+        log_model: bool | Literal["all"] = False,
+        run_id: str | None = None,
+    ) -> None:
+        require("mlflow", "MLFlowLogger")
+        self.root_dir = None if save_dir is None else Path(save_dir)
+        self._experiment_name, self._run_name, self._tags = experiment_name, run_name, dict(tags or {})
+        self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._run_id = run_id
+        self._client: MlflowClient | None = None
+        self._uploads = Uploads(log_model, self._upload)
+
+    @property
+    def name(self) -> str:
+        """The experiment."""
+        return self._experiment_name
+
+    @property
+    def version(self) -> str | None:
+        """The run's id; None before the run was made."""
+        return self._run_id
+
+    @property
+    def experiment(self) -> MlflowClient | Silence:
+        """The client of MLflow; :attr:`version` is the run that it writes to."""
+        return self._open() if self.writes else Silence()
+
+    @writer_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric  # type: ignore[import-not-found,unused-ignore]  # an extra
+
+        now = int(time() * 1000)
+        values = [Metric(name, value, now, step) for name, value in metrics.items()]
+        self._open().log_batch(self._run_id, metrics=values)
+
+    @writer_only
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        settings = [Param(name, str(value)) for name, value in flatten(params).items()]
+        for start in range(0, len(settings), _MOST_PARAMETERS):
+            self._open().log_batch(self._run_id, params=settings[start : start + _MOST_PARAMETERS])
+
+    @writer_only
+    def after_save_checkpoint(self, checkpoint_callback: Callback) -> None:
+        self._uploads.take(checkpoint_callback)
+
+    @writer_only
+    def finalize(self, status: str) -> None:
+        if status == "success":
+            self._uploads.finish()
+        if self._client is not None:
+            self._client.set_terminated(self._run_id, _STATUS[status])
+            self._client = None
+
+    def _open(self) -> MlflowClient:
+        if self._client is None:
+            from mlflow.tracking import MlflowClient
+
+            self._client = MlflowClient(tracking_uri=self._uri or self._database())
+            if self._run_id is None:
+                run = self._client.create_run(self._experiment_id(), tags=self._tags, run_name=self._run_name)
+                self._run_id = run.info.run_id
+            else:
+                self._client.update_run(self._run_id, status="RUNNING")
+        return self._client
+
+    def _experiment_id(self) -> str:
+        assert self._client is not None  # noqa: S101 - _open made it
+        found = self._client.get_experiment_by_name(self._experiment_name)
+        if found is not None:
+            return str(found.experiment_id)
+        artifacts = None if self._uri else (self._folder() / "mlartifacts").as_uri()
+        return str(self._client.create_experiment(self._experiment_name, artifact_location=artifacts))
+
+    def _database(self) -> str:
+        return f"sqlite:///{self._folder() / 'mlflow.db'}"
+
+    def _folder(self) -> Path:
+        folder = (self.root_dir or Path.cwd()).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _upload(self, path: Path, names: list[str]) -> None:
+        client = self._open()
+        if path.is_dir():
+            client.log_artifacts(self._run_id, str(path), artifact_path=f"checkpoints/{path.name}")
+        else:
+            client.log_artifact(self._run_id, str(path), artifact_path="checkpoints")
+        if "best" in names:
+            client.set_tag(self._run_id, "best_checkpoint", path.name)

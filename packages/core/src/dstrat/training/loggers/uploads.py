@@ -1,0 +1,40 @@
+"""Which checkpoints a logger uploads, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Uploads:
+    """Uploads the best checkpoint at the end, or each as soon as it is saved.
+
+    Args:
+        wanted: False for none, True for the best one, ``"all"`` for each.
+        upload: Sends a file or folder, with names for it.
+    """
+
+    def __init__(self, wanted: bool | Literal["all"], upload: Callable[[Path, list[str]], None]) -> None:
+        self._wanted, self._upload = wanted, upload
+        self._callback: Any = None
+        self._sent: set[str] = set()
+
+    def take(self, checkpoint_callback: Any) -> None:
+        """Take note of a callback that has saved a checkpoint."""
+        self._callback = checkpoint_callback
+        if self._wanted == "all":
+            for path in dict.fromkeys((checkpoint_callback.last_model_path, checkpoint_callback.best_model_path)):
+                self._send(path, ["latest"])
+
+    def finish(self) -> None:
+        """Upload the best one."""
+        if self._wanted and self._callback is not None:
+            self._send(self._callback.best_model_path, ["latest", "best"])
+
+    def _send(self, path: str, names: list[str]) -> None:
+        if path and path not in self._sent:
+            self._upload(Path(path), names)
+            self._sent.add(path)

@@ -1,0 +1,48 @@
+"""Keeping the processes that do not write from writing."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from typing_extensions import Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dstrat.training.loggers.logger import Logger
+
+P = ParamSpec("P")
+L = TypeVar("L", bound="Logger")
+
+
+def writer_only(method: Callable[Concatenate[L, P], None]) -> Callable[Concatenate[L, P], None]:
+    """Make a logger's method do nothing in the processes that do not write."""
+
+    @wraps(method)
+    def in_the_writer(self: L, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.writes:
+            method(self, *args, **kwargs)
+
+    return in_the_writer
+
+
+class Silence:
+    """What loggers return as ``experiment`` where they do not write: takes every call and does nothing."""
+
+    def __getattr__(self, name: str) -> Self:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Self:
+        return self
+
+    def __getitem__(self, key: Any) -> Self:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        pass

@@ -1,0 +1,91 @@
+"""Bringing what is logged to callbacks, the progress bar and the loggers, when it is due."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from dstrat.training.loggers.several import agree_on_folders, call_loggers
+from dstrat.training.metrics.latest import Metrics, as_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from dstrat.training.metrics.logged import LoggedValues
+    from dstrat.training.state import RunState
+
+SECONDS_BETWEEN_SAVES = 10.0
+
+
+class Publisher:
+    """Publishes the values of steps and epochs.
+
+    Args:
+        trainer: Has the loggers, and is where others find :class:`Metrics` and the stage that logs now.
+    """
+
+    def __init__(self, trainer: RunState) -> None:
+        self._trainer = trainer
+        self._last_save = monotonic()
+
+    def start(self) -> None:
+        """Forget what an earlier run or a sanity check has logged."""
+        self._trainer.metrics = Metrics()
+
+    def agree_on_folders(self) -> None:
+        """Let rank 0 choose where the loggers write, and tell the others; collective."""
+        self._trainer.log_dir = agree_on_folders(self._trainer.loggers, self._trainer.strategy)
+
+    def follow(self, logged: LoggedValues) -> None:
+        """Let the module log to a stage; values of another one stay known."""
+        self._trainer.logged = logged
+        self._trainer.metrics.follow(logged)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write the settings of the run."""
+        if params:
+            call_loggers(self._trainer.loggers, "log_hyperparams", params)
+
+    def publish_step(self, logged: LoggedValues) -> None:
+        """Write the values of steps to the loggers; collective."""
+        self._write(self._trainer.metrics.of_step(logged, self._trainer.strategy))
+
+    def publish_epoch(self, logged: LoggedValues, hooks: Iterable[Callable[[], Any]]) -> None:
+        """Reduce the values over the epoch, call the hooks at its end, and write all to the loggers; collective.
+
+        The hooks see the values, and may log more.
+        """
+        trainer, metrics = self._trainer, self._trainer.metrics
+        metrics.start_epoch()
+        values = metrics.of_epoch(logged, trainer.strategy)
+        for hook in hooks:
+            hook()
+        values |= metrics.of_epoch(logged, trainer.strategy)
+        logged.end_epoch()
+        if not trainer.sanity_checking:
+            self._write(values)
+            self._save_when_due()
+
+    def results(self, num_loaders: int) -> list[dict[str, float]]:
+        """Return the values that an evaluation logged, as numbers, a dict for each loader."""
+        values = as_numbers(self._trainer.metrics.latest_epoch)
+        if num_loaders == 1:
+            return [values]
+        suffixes = [f"/dataloader_idx_{index}" for index in range(num_loaders)]
+        shared = {name: value for name, value in values.items() if "/dataloader_idx_" not in name}
+        return [shared | {n: v for n, v in values.items() if n.endswith(suffix)} for suffix in suffixes]
+
+    def finalize(self, status: str) -> None:
+        """Close the loggers; the status is success, failed or interrupted."""
+        call_loggers(self._trainer.loggers, "finalize", status)
+
+    def _write(self, values: dict[str, float]) -> None:
+        if values:
+            row = {"epoch": self._trainer.current_epoch, **values}
+            call_loggers(self._trainer.loggers, "log_metrics", row, self._trainer.global_step)
+
+    def _save_when_due(self) -> None:
+        """Bring the rows to the disk at the end of an epoch, but not at that of every short one."""
+        if monotonic() - self._last_save > SECONDS_BETWEEN_SAVES:
+            call_loggers(self._trainer.loggers, "save")
+            self._last_save = monotonic()
