@@ -33,9 +33,14 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
     from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from dstrat.training.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from dstrat.training.callbacks.timer import Timer as Timer
+    from dstrat.training.callbacks.torch_prediction_writer import TorchPredictionWriter as TorchPredictionWriter
+    from dstrat.training.callbacks.torch_prediction_writer import read_predictions as read_predictions
     from dstrat.training.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from dstrat.training.callbacks.weight_averaging import WeightAveraging as WeightAveraging
+    from dstrat.training.data.combined_loader import CombinedLoader as CombinedLoader
+    from dstrat.training.data.sharded_dataset import ShardedIterableDataset as ShardedIterableDataset
     from dstrat.training.loggers.csv_logger import CSVLogger as CSVLogger
     from dstrat.training.loggers.logger import Logger as Logger
     from dstrat.training.loggers.mlflow_logger import MLFlowLogger as MLFlowLogger
@@ -52,6 +57,7 @@ _HOMES = {
     "Callback": "dstrat.training.callbacks.callback",
     "CheckpointIO": "dstrat.interfaces.checkpoint_io",
     "ClusterEnvironment": "dstrat.interfaces.cluster",
+    "CombinedLoader": "dstrat.training.data.combined_loader",
     "Component": "dstrat.plugins.component",
     "DataModule": "dstrat.training.module.data_module",
     "DstratError": "dstrat.errors",
@@ -67,6 +73,8 @@ _HOMES = {
     "OnExceptionCheckpoint": "dstrat.training.callbacks.on_exception_checkpoint",
     "ParallelStrategy": "dstrat.parallel.strategy",
     "Precision": "dstrat.interfaces.precision",
+    "PredictionWriter": "dstrat.training.callbacks.prediction_writer",
+    "ShardedIterableDataset": "dstrat.training.data.sharded_dataset",
     "SingleDeviceStrategy": "dstrat.builtin.strategies.single_device",
     "Strategy": "dstrat.interfaces.strategy",
     "StrategyRegistry": "dstrat.plugins.registry",
@@ -74,11 +82,13 @@ _HOMES = {
     "Timer": "dstrat.training.callbacks.timer",
     "Tombstone": "dstrat.plugins.component",
     "TorchCheckpointIO": "dstrat.builtin.checkpoint.torch_file",
+    "TorchPredictionWriter": "dstrat.training.callbacks.torch_prediction_writer",
     "TrainModule": "dstrat.training.module.train_module",
     "Trainer": "dstrat.training.trainer",
     "WandbLogger": "dstrat.training.loggers.wandb_logger",
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "hookimpl": "dstrat.plugins.hookspec",
+    "read_predictions": "dstrat.training.callbacks.torch_prediction_writer",
 }
 
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604 - the keys of a table of strings

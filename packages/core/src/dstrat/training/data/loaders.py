@@ -81,7 +81,7 @@ def prepare_evaluation_loader(
     else:
         loader = _map_loaders(loader, _for_all_workers)
     if records_indices:
-        loader = _map_loaders(loader, record_batches)
+        loader = record_batches(loader)
     return strategy.process_dataloader(loader), divides
 
 

@@ -54,7 +54,7 @@ def record_batches(loader: Any) -> Any:
 def take_indices(loader: Any) -> list[Any] | None:
     """Return the indices in the dataset of the samples of a loader's batch; None where they are unknown.
 
-    Asked once after each batch, and of a loader that :func:`record_batches` returned.
+    Asked once for each batch, and of a loader that :func:`record_batches` returned.
     """
     for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
         if isinstance(sampler, RecordedBatches):
