@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dstrat.training.data.batches import Batches, batch_mover
+from dstrat.training.data.batches import batch_mover, device_batches, device_to_copy_ahead_to
 from dstrat.training.data.loaders import as_list, length_of, limit_of, prepare_evaluation_loader
 from dstrat.training.loops.steps import bind_step, count_arguments
+from dstrat.training.loops.uncounted_steps import uncounted, with_company
 from dstrat.training.metrics.logged import LoggedValues
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from dstrat.training.module.train_module import TrainModule
@@ -61,6 +64,7 @@ class EvaluationLoop:
             for loader in as_list(loaders)
         ]
         self.loaders = [loader for loader, _ in prepared]
+        self._given = as_list(loaders)
         self._divided = [divided for _, divided in prepared]
 
     @property
@@ -75,7 +79,7 @@ class EvaluationLoop:
             at_most: Number of batches to take of each loader, below the Trainer's limit.
         """
         trainer, dispatch, purpose = self._trainer, self._trainer.dispatch, self._purpose
-        trainer.logged = self.logged
+        trainer.logged, trainer.evaluation_loop, trainer.is_evaluating = self.logged, self, True
         trainer.evaluation_batches = counts = [_smaller(count, at_most) for count in self.num_batches]
         self.logged.start_epoch()
         self._outputs = []
@@ -91,6 +95,7 @@ class EvaluationLoop:
         for part, was_training in modes:
             part.training = was_training
         getattr(self._module, f"on_{purpose}_model_train")()
+        trainer.is_evaluating = False
 
     def predictions(self) -> list[list[Any]]:
         """Return what the steps returned, for each loader in the order of its batches; collective.
@@ -100,11 +105,18 @@ class EvaluationLoop:
         strategy = self._trainer.strategy
         if not any(self._divided):
             return self._outputs
-        everyone = [strategy.broadcast(self._outputs, src=rank) for rank in range(strategy.world_size)]
+        everyone = [strategy.broadcast(self._outputs, src=rank) for rank in self._readers()]
         return [
             _interleaved([outputs[index] for outputs in everyone]) if divided else self._outputs[index]
             for index, divided in enumerate(self._divided)
         ]
+
+    def _readers(self) -> list[int]:
+        """Return for each share of the data, in order, the first rank that reads it; several ranks may share one."""
+        strategy = self._trainer.strategy
+        share = strategy.distributed_sampler_kwargs["rank"]
+        shares = [strategy.broadcast(share, src=rank) for rank in range(strategy.world_size)]
+        return [shares.index(number) for number in range(strategy.distributed_sampler_kwargs["num_replicas"])]
 
     def _no_gradients(self) -> AbstractContextManager[Any]:
         if self._trainer.inference_mode and self._trainer.strategy.allows_inference_mode:
@@ -114,23 +126,47 @@ class EvaluationLoop:
     def _run_loader(self, dataloader_idx: int, loader: Any, count: int | None) -> None:
         outputs_of_loader: list[Any] = []
         self._outputs.append(outputs_of_loader)
-        several = len(self.loaders) > 1
-        taken = self._num_arguments if several else min(2, self._num_arguments)
-        logged, keeps = self.logged, self.keeps_outputs
+        index_of_loader = (dataloader_idx,) if len(self.loaders) > 1 else ()
+        takes_index = self._num_arguments > 1
+        index_for_step = index_of_loader if self._num_arguments > 2 else ()
+        logged, step, keeps = self.logged, self._step, self.keeps_outputs
         batch_start = self._trainer.dispatch.of(f"on_{self._purpose}_batch_start")
         batch_end = self._trainer.dispatch.of(f"on_{self._purpose}_batch_end")
-        logged.in_step, logged.dataloader_idx = True, dataloader_idx if several else None
-        for batch_idx, (host_batch, _) in enumerate(Batches(loader, count)):
-            batch = self._mover(host_batch, dataloader_idx)
+        logged.in_step, logged.dataloader_idx = True, dataloader_idx if index_of_loader else None
+        for batch_idx, batch in enumerate(self._batches(dataloader_idx, loader, count)):
             logged.batch = batch
             for hook in batch_start:
-                hook(batch, batch_idx, dataloader_idx)
-            outputs = self._step(*(batch, batch_idx, dataloader_idx)[:taken])
+                hook(batch, batch_idx, *index_of_loader)
+            outputs = step(batch, batch_idx, *index_for_step) if takes_index else step(batch)
             for hook in batch_end:
-                hook(outputs, batch, batch_idx, dataloader_idx)
+                hook(outputs, batch, batch_idx, *index_of_loader)
             if keeps:
                 outputs_of_loader.append(outputs)
         logged.in_step, logged.dataloader_idx, logged.batch = False, None, None
+
+    def _batches(self, dataloader_idx: int, loader: Any, count: int | None) -> Iterable[Any]:
+        """Return the batches of a loader, on the device; on the CPU nothing of ours runs between them."""
+        trainer = self._trainer
+        host_batches = trainer.profiled_batches(itertools.islice(loader, count))
+        ahead = device_to_copy_ahead_to(trainer, self._module)
+        if trainer.strategy.evaluates_together and trainer.world_size > 1:
+            return self._batches_together(dataloader_idx, host_batches)
+        if ahead is None:
+            return map(self._mover, host_batches, itertools.repeat(dataloader_idx))
+        pairs = ((batch, False) for batch in host_batches)
+        copied = device_batches(pairs, self._mover, dataloader_idx=dataloader_idx, copies_ahead_to=ahead)
+        return (batch for batch, _ in copied)
+
+    def _batches_together(self, dataloader_idx: int, host_batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of this process, and run the steps that only keep other processes company."""
+        trainer, given = self._trainer, self._given[dataloader_idx]
+        for index, (host_batch, counts) in enumerate(with_company(host_batches, given, trainer.strategy)):
+            batch = self._mover(host_batch, dataloader_idx)
+            if counts:
+                yield batch
+            else:
+                with uncounted(trainer, self._module, batch):
+                    self._step(*(batch, index, dataloader_idx)[: self._num_arguments])
 
 
 def _interleaved(parts: list[list[Any]]) -> list[Any]:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.training.data.batches import Batches, batch_mover
+from dstrat.training.data.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
+from dstrat.training.data.epochs import set_epoch
 from dstrat.training.data.loaders import length_of, limit_of, prepare_training_loader
+from dstrat.training.data.unshuffled import unshuffled
 from dstrat.training.loops.automatic import AutomaticOptimization
 from dstrat.training.loops.interruption import Interruption, stop_by
 from dstrat.training.loops.manual import ManualOptimization
@@ -112,8 +114,11 @@ class FitLoop:
         """Take the training loader from where the user gave it, unless that is done."""
         trainer = self._trainer
         if self.loader is None:
+            given = sources.loader("train")
             self.loader = prepare_training_loader(
-                sources.loader("train"), trainer.strategy, distribute=trainer.use_distributed_sampler
+                unshuffled(given) if trainer.overfit_batches else given,
+                trainer.strategy,
+                distribute=trainer.use_distributed_sampler,
             )
             self.num_batches = limit_of(trainer.limit_train_batches, length_of(self.loader), "limit_train_batches")
 
@@ -143,7 +148,7 @@ class FitLoop:
     def _run_epoch(self) -> None:
         trainer, dispatch = self._trainer, self._trainer.dispatch
         self._reload_when_due()
-        _set_epoch(self.loader, self.epoch)
+        set_epoch(self.loader, self.epoch)
         self.logged.start_epoch()
         dispatch.call("on_train_epoch_start")
         self.logged.in_step = True
@@ -176,9 +181,9 @@ class FitLoop:
         self._look_up()
         batch_start = trainer.dispatch.of("on_train_batch_start")
         move = trainer.profiled("transfer_batch", batch_mover(trainer, self._module))
-        batches = trainer.profiled_batches(Batches(self.loader, self.num_batches))
-        for batch_idx, (host_batch, is_last) in enumerate(batches):
-            batch = move(host_batch, 0)
+        batches = trainer.profiled_batches(Batches(self.loader, self.num_batches, "training"))
+        ahead = device_to_copy_ahead_to(trainer, self._module)
+        for batch_idx, (batch, is_last) in enumerate(device_batches(batches, move, copies_ahead_to=ahead)):
             self.batch_idx, self.is_last_batch, logged.batch = batch_idx, is_last, batch
             if batch_start and -1 in [hook(batch, batch_idx) for hook in batch_start]:
                 break
@@ -291,14 +296,6 @@ class FitLoop:
 def _detached(outputs: Any) -> Any:
     """Return outputs that keep no graph alive."""
     return outputs.detach() if isinstance(outputs, Tensor) else apply_to_tensors(outputs, Tensor.detach)
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the sampler which epoch comes, where it wants to know."""
-    batches = getattr(loader, "batch_sampler", None)
-    for target in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
-        if target is not None and hasattr(target, "set_epoch"):
-            target.set_epoch(epoch)
 
 
 def _agreed_length(trainer: Trainer, num_batches: int | None) -> int | None:
