@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback as Callback
     from dstrat.training.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from dstrat.training.callbacks.gradient_accumulation_scheduler import (
+    from dstrat.training.callbacks.model_summary import ModelSummary as ModelSummary
+    from dstrat.training.callbacks.progress_bar import ProgressBar as ProgressBar
+    from dstrat.training.profilers.profiler import Profiler as Profiler
+    from dstrat.training.profilers.simple import SimpleProfiler as SimpleProfiler
+    from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )
     from dstrat.training.callbacks.lambda_callback import LambdaCallback as LambdaCallback
@@ -70,11 +75,15 @@ _HOMES = {
     "Logger": "dstrat.training.loggers.logger",
     "MLFlowLogger": "dstrat.training.loggers.mlflow_logger",
     "ModelCheckpoint": "dstrat.training.callbacks.model_checkpoint",
+    "ModelSummary": "dstrat.training.callbacks.model_summary",
     "OnExceptionCheckpoint": "dstrat.training.callbacks.on_exception_checkpoint",
     "ParallelStrategy": "dstrat.parallel.strategy",
     "Precision": "dstrat.interfaces.precision",
     "PredictionWriter": "dstrat.training.callbacks.prediction_writer",
+    "Profiler": "dstrat.training.profilers.profiler",
+    "ProgressBar": "dstrat.training.callbacks.progress_bar",
     "ShardedIterableDataset": "dstrat.training.data.sharded_dataset",
+    "SimpleProfiler": "dstrat.training.profilers.simple",
     "SingleDeviceStrategy": "dstrat.builtin.strategies.single_device",
     "Strategy": "dstrat.interfaces.strategy",
     "StrategyRegistry": "dstrat.plugins.registry",
@@ -83,6 +92,7 @@ _HOMES = {
     "Tombstone": "dstrat.plugins.component",
     "TorchCheckpointIO": "dstrat.builtin.checkpoint.torch_file",
     "TorchPredictionWriter": "dstrat.training.callbacks.torch_prediction_writer",
+    "TorchProfiler": "dstrat.training.profilers.torch_profiler",
     "TrainModule": "dstrat.training.module.train_module",
     "Trainer": "dstrat.training.trainer",
     "WandbLogger": "dstrat.training.loggers.wandb_logger",

@@ -1,94 +1,56 @@
-"""A small table of a module's layers, shown before training."""
+"""A table of a module's layers, shown before training."""
 
 from __future__ import annotations
 
+import os
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
+from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
+from dstrat.training.callbacks.model_summary_layers import summarize
+from dstrat.training.callbacks.model_summary_shapes import try_example
+from dstrat.training.callbacks.model_summary_table import as_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import nn
-
+    from dstrat.training.callbacks.model_summary_layers import Summary
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 
 class ModelSummary(Callback):
-    """Writes the top-level layers with their numbers of parameters to stderr when a fit starts, once for the job."""
+    """Writes a module's layers with their parameters and sizes to stderr when a fit starts, once for the job.
+
+    With a batch as the module's ``example_input_array`` (a tensor, a tuple of positional or a dict of keyword arguments
+    of ``forward``) each layer's input and output shapes are listed too: ``forward`` runs once on it, in evaluation mode
+    and without gradients, and leaves modes and random numbers as they were.
+
+    Args:
+        max_depth: Levels of layers to list: 1 those of the module itself, 0 only the totals, -1 all.
+
+    Raises:
+        RequestError: The depth is below -1.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        if max_depth < -1:
+            raise RequestError(f"ModelSummary(max_depth={max_depth!r}) must be 0 or more, or -1 for all levels")
+        self._max_depth = max_depth
 
     @override
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero:
-            print(summarize(module), file=sys.stderr, flush=True)
+            shapes, remark = try_example(trainer, module)
+            show(summarize(module, max_depth=self._max_depth, shapes=shapes, remark=remark))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerSize:
-    """What a layer holds; sharded parameters count whole, uninitialized ones not at all.
+def show(summary: Summary) -> None:
+    """Write a summary to stderr: with colours on a terminal, as plain text elsewhere."""
+    if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        from dstrat.training.callbacks.model_summary_rich import show_on_terminal
 
-    Attributes:
-        name: Its name in the module.
-        kind: The name of its class.
-        parameters: Number of values in its parameters.
-        trainable: Number of those that are trained.
-    """
-
-    name: str
-    kind: str
-    parameters: int
-    trainable: int
-
-    @classmethod
-    def of(cls, name: str, kind: str, parameters: Iterable[nn.Parameter]) -> LayerSize:
-        """Count the parameters of a layer."""
-        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in _initialized(parameters)]
-        return cls(
-            name=name,
-            kind=kind,
-            parameters=sum(size for size, _ in sizes),
-            trainable=sum(size for size, trains in sizes if trains),
-        )
-
-
-def summarize(module: nn.Module) -> str:
-    """Return a table of the module's top-level layers, and its totals."""
-    layers = [LayerSize.of(name, type(child).__name__, child.parameters()) for name, child in module.named_children()]
-    own = LayerSize.of("(own)", "Parameter", module.parameters(recurse=False))
-    if own.parameters:
-        layers.append(own)
-    total = LayerSize.of("total", type(module).__name__, module.parameters())
-    size = sum(parameter.numel() * parameter.element_size() for parameter in _initialized(module.parameters()))
-    lines = _table([*layers, total])
-    lines.append(f"{_bytes(size)} of parameters")
-    return "\n".join(lines)
-
-
-def _initialized(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return [parameter for parameter in parameters if not isinstance(parameter, UninitializedParameter)]
-
-
-def _table(layers: list[LayerSize]) -> list[str]:
-    rows = [("layer", "type", "parameters", "trainable")]
-    rows += [(layer.name, layer.kind, f"{layer.parameters:,}", f"{layer.trainable:,}") for layer in layers]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [
-        f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}  {trainable:>{widths[3]}}"
-        for name, kind, count, trainable in rows
-    ]
-    rule = "-" * len(lines[0])
-    return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
+        show_on_terminal(summary)
+    else:
+        print(as_text(summary), file=sys.stderr, flush=True)
