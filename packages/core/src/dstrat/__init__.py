@@ -27,17 +27,14 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback as Callback
     from dstrat.training.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from dstrat.training.callbacks.gradient_accumulation_scheduler import (
-    from dstrat.training.callbacks.model_summary import ModelSummary as ModelSummary
-    from dstrat.training.callbacks.progress_bar import ProgressBar as ProgressBar
-    from dstrat.training.profilers.profiler import Profiler as Profiler
-    from dstrat.training.profilers.simple import SimpleProfiler as SimpleProfiler
-    from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )
     from dstrat.training.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from dstrat.training.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
     from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from dstrat.training.callbacks.model_summary import ModelSummary as ModelSummary
     from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from dstrat.training.callbacks.progress_bar import ProgressBar as ProgressBar
     from dstrat.training.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from dstrat.training.callbacks.timer import Timer as Timer
     from dstrat.training.callbacks.torch_prediction_writer import TorchPredictionWriter as TorchPredictionWriter
@@ -53,6 +50,9 @@ if TYPE_CHECKING:
     from dstrat.training.loggers.wandb_logger import WandbLogger as WandbLogger
     from dstrat.training.module.data_module import DataModule as DataModule
     from dstrat.training.module.train_module import TrainModule as TrainModule
+    from dstrat.training.profilers.profiler import Profiler as Profiler
+    from dstrat.training.profilers.simple import SimpleProfiler as SimpleProfiler
+    from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
     from dstrat.training.trainer import Trainer as Trainer
 
 _HOMES = {
