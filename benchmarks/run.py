@@ -31,7 +31,7 @@ from settings import Settings
 if TYPE_CHECKING:
     from figure import Figure
 
-MODULES = ("imports", "listing", "losses", "wall_time", "memory", "steps", "failing")
+MODULES = ("imports", "listing", "losses", "wall_time", "memory", "steps", "loop", "failing")
 RESULTS = Path(__file__).parent / "results"
 
 
