@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from dstrat.training.callbacks.model_summary import ModelSummary as ModelSummary
     from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
-    from dstrat.training.callbacks.progress_bar import ProgressBar as ProgressBar
     from dstrat.training.callbacks.prediction_writer import PredictionWriter as PredictionWriter
+    from dstrat.training.callbacks.progress_bar import ProgressBar as ProgressBar
     from dstrat.training.callbacks.timer import Timer as Timer
     from dstrat.training.callbacks.torch_prediction_writer import TorchPredictionWriter as TorchPredictionWriter
     from dstrat.training.callbacks.torch_prediction_writer import read_predictions as read_predictions
