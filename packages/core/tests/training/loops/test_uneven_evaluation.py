@@ -1,0 +1,73 @@
+"""Evaluation by strategies whose steps communicate, when processes have different numbers of batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchmetrics
+
+
+@pytest.fixture
+def communicating(averaging):
+    """A strategy whose evaluation steps wait for the other processes, as those of a sharded module do."""
+
+    class Communicating(averaging):
+        evaluates_together = True
+
+        def validation_step(self, *args, **kwargs):
+            self.reduce(torch.ones(()))
+            return super().validation_step(*args, **kwargs)
+
+        def predict_step(self, *args, **kwargs):
+            self.reduce(torch.ones(()))
+            return super().predict_step(*args, **kwargs)
+
+    return Communicating
+
+
+@pytest.fixture
+def metered_class(line_class):
+    """A module that counts the samples that it sees in validation, by a metric object and by a logged value."""
+
+    class Metered(line_class):
+        def __init__(self):
+            super().__init__()
+            self.seen = torchmetrics.SumMetric()
+
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.seen(len(batch[0]))
+            self.log("seen", self.seen)
+            self.log("samples", float(len(batch[0])), reduce_fx="sum")
+
+    return Metered
+
+
+@pytest.mark.parametrize("count", [8, 20, 24])  # one batch for two ranks, three batches, as many for each
+def test_each_sample_counts_once(quiet_trainer, make_line, metered_class, loader, communicating, count):
+    module = make_line(metered_class)
+    [alone] = quiet_trainer().validate(module, loader(count=count))
+    trainer = quiet_trainer(strategy=communicating(), devices=2)
+    [together] = trainer.validate(make_line(metered_class), loader(count=count))
+    assert together["seen"] == together["samples"] == count
+    assert together == pytest.approx(alone)
+
+
+def test_predictions_come_once_and_in_order(quiet_trainer, line, loader, communicating):
+    alone = quiet_trainer().predict(line, loader(count=20))
+    together = quiet_trainer(strategy=communicating(), devices=2).predict(line, loader(count=20))
+    torch.testing.assert_close(torch.cat(together), torch.cat(alone))
+
+
+def test_iterables_of_unknown_length_end_together(quiet_trainer, line_class, communicating):
+    class Uneven(line_class):
+        def val_dataloader(self):
+            generator = torch.Generator().manual_seed(self.global_rank)
+            return (
+                [torch.randn(4, 8, generator=generator), torch.ones(4, 1)] for _ in range(1 + 3 * self.global_rank)
+            )
+
+        def validation_step(self, batch, batch_idx):
+            self.log("batches", 1.0, reduce_fx="sum")
+
+    assert quiet_trainer(strategy=communicating(), devices=2).validate(Uneven()) == [{"batches": 5.0}]
