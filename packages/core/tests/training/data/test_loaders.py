@@ -1,0 +1,339 @@
+"""From the user's loaders to those that a process reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from dstrat import CombinedLoader
+from dstrat.errors import MisuseError, RankFailedError, RequestError
+from dstrat.training.data.agreed_end import AgreedEnd
+from dstrat.training.data.epochs import set_epoch
+from dstrat.training.data.loaders import (
+    as_list,
+    check_loaders,
+    length_is_certain,
+    length_of,
+    limit_of,
+    prepare_evaluation_loader,
+    prepare_training_loader,
+)
+
+
+class Stream(IterableDataset):
+    def __init__(self, count=4):
+        self.count = count
+
+    def __iter__(self):
+        return iter(range(self.count))
+
+
+class Announced(Stream):
+    def __len__(self):
+        return 100
+
+
+class Own:
+    """An iterable that is no DataLoader."""
+
+    def __iter__(self):
+        return iter([1, 2])
+
+
+class Reversed(SequentialSampler):
+    epochs = ()
+
+    def __iter__(self):
+        return reversed(range(len(self)))
+
+    def set_epoch(self, epoch):
+        self.epochs = (*self.epochs, epoch)
+
+
+def numbers(count, **options):
+    return DataLoader(list(range(count)), **options)
+
+
+def training(loader, process, world_size=2, **options):
+    """What all processes train from."""
+    options = {"distribute": True, **options}
+    return [prepare_training_loader(loader, process(rank, world_size), **options) for rank in range(world_size)]
+
+
+def evaluation(loader, process, world_size=2):
+    """What all processes evaluate, batch by batch in the order of the job."""
+    parts = [
+        list(prepare_evaluation_loader(loader, process(rank, world_size), distribute=True)[0])
+        for rank in range(world_size)
+    ]
+    return [part[index] for index in range(max(map(len, parts))) for part in parts if index < len(part)]
+
+
+def lists(batches):
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
+
+
+# Training
+
+
+def test_one_process_reads_what_the_user_gave():
+    from dstrat import SingleDeviceStrategy
+
+    loader = numbers(4)
+    assert prepare_training_loader(loader, SingleDeviceStrategy("cpu"), distribute=True) is loader
+    assert prepare_evaluation_loader(loader, SingleDeviceStrategy("cpu"), distribute=True) == (loader, False)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_processes_read_equal_parts_of_the_samples(process, shuffle):
+    parts = [
+        torch.cat(list(part)).tolist() for part in training(numbers(10, batch_size=2, shuffle=shuffle), process, 4)
+    ]
+    assert {len(part) for part in parts} == {3}
+    assert set().union(*parts) == set(range(10))
+
+
+def test_a_shuffled_order_changes_with_the_epoch_and_with_each_reading_in_it(process):
+    [loader, other] = training(numbers(64, batch_size=64, shuffle=True), process)
+    orders = []
+    for epoch in (0, 1, 0):
+        for part in (loader, other):
+            set_epoch(part, epoch)
+        orders += [next(iter(loader)).tolist(), next(iter(loader)).tolist()]
+        assert set(orders[-2]).isdisjoint(next(iter(other)).tolist())
+    assert orders[0] == orders[4]
+    assert orders[1] == orders[5]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_a_generator_of_the_users_own_gives_the_order_as_on_one_device(process):
+    def loader():
+        return numbers(8, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    [[alone]] = [list(loader())]
+    first, second = (next(iter(part)).tolist() for part in training(loader(), process))
+    assert first == alone.tolist()[::2]
+    assert len(second) == 4
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(8), replacement=True, num_samples=6),
+        WeightedRandomSampler([1.0] * 8, 6),
+        SubsetRandomSampler([1, 3, 5]),
+        Reversed(range(8)),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_sampler_of_the_users_own_keeps_its_order(process, sampler):
+    loader = numbers(8, sampler=sampler)
+    torch.manual_seed(0)
+    alone = torch.cat(list(loader)).tolist()
+    found = []
+    for part in training(loader, process):
+        torch.manual_seed(0)
+        found.append(torch.cat(list(part)).tolist())
+    padded = alone if len(alone) % 2 == 0 else [*alone, alone[0]]
+    assert found == [padded[::2], padded[1::2]]
+
+
+def test_set_epoch_reaches_the_samplers_of_all_loaders(process):
+    samplers = [Reversed(range(4)) for _ in range(3)]
+    loaders = [
+        numbers(4, sampler=samplers[0]),
+        {"a": numbers(4, batch_sampler=BatchSampler(samplers[1], 2, drop_last=False)), "b": Own()},
+        CombinedLoader([numbers(4, sampler=samplers[2])]).iterables,
+    ]
+    for world_size in (1, 2):
+        prepared = training(loaders, process, world_size)[0]
+        set_epoch(prepared, 7)
+        next(iter(prepared))
+    assert all(set(sampler.epochs) == {7} for sampler in samplers)
+
+
+def test_several_loaders_are_read_together_until_the_longest_ends(process):
+    given = {"a": numbers(8, batch_size=2), "b": [numbers(4, batch_size=2)]}
+    first, second = training(given, process)
+    assert len(first) == len(second) == 2
+    assert [{"a": b["a"].tolist(), "b": b["b"][0].tolist()} for b in first] == [
+        {"a": [0, 2], "b": [0, 2]},
+        {"a": [4, 6], "b": [0, 2]},
+    ]
+    assert [b["a"].tolist() for b in second] == [[1, 3], [5, 7]]
+
+
+def test_a_combined_loader_keeps_its_mode(process):
+    combined = CombinedLoader([numbers(8), numbers(4)], "sequential")
+    assert [len(part) for part in training(combined, process)] == [6, 6]
+
+
+def test_what_cannot_be_divided_is_told_once_for_the_job(process, caplog):
+    training([DataLoader(Stream()), Own()], process)
+    assert [record.message for record in caplog.records] == [
+        "the training loader has an iterable dataset, which dstrat divides only inside a dstrat.ShardedIterableDataset: "
+        "unless it divides itself by rank, each of the 2 processes reads all of it",
+        "the training loader is a Own, not a DataLoader, and dstrat cannot divide it: "
+        "unless it divides itself by rank, each of the 2 processes reads all of it",
+    ]
+
+
+def test_only_a_counted_length_is_certain(process):
+    assert length_is_certain(CombinedLoader([numbers(4), numbers(3)]))
+    for loader in (DataLoader(Stream()), DataLoader(Announced()), Own(), CombinedLoader([numbers(4), Own()])):
+        assert not length_is_certain(loader)
+        [prepared, _] = training(loader, process, distribute=False)
+        assert isinstance(prepared, AgreedEnd)
+        assert not length_is_certain(prepared)
+        assert length_of(prepared) == length_of(loader)
+    assert isinstance(training(numbers(4), process, distribute=False)[0], DataLoader)
+
+
+def test_a_batch_sampler_of_the_users_own_is_an_error_that_says_what_to_do(process):
+    class Buckets(BatchSampler):
+        pass
+
+    loader = numbers(4, batch_sampler=Buckets(SequentialSampler(range(4)), 2, drop_last=False))
+    with pytest.raises(RequestError, match=r"batch sampler of its own \(Buckets\).*use_distributed_sampler=False"):
+        training(loader, process)
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_size": None}, {"batch_size": 3, "drop_last": True}])
+def test_batches_of_all_processes_are_those_of_one(process, world_size, options):
+    loader = numbers(10, **options)
+    assert lists(evaluation(loader, process, world_size)) == lists(loader)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_combined_batches_of_all_processes_are_those_of_one(process, mode, world_size):
+    combined = CombinedLoader([numbers(9, batch_size=2), numbers(3, batch_size=1)], mode)
+    assert [lists(b) for b in evaluation(combined, process, world_size)] == [lists(b) for b in combined]
+
+
+def test_a_combined_loader_is_divided_as_a_whole_or_not_at_all(process, caplog):
+    combined = CombinedLoader([numbers(4), Own()])
+    loader, divided = prepare_evaluation_loader(combined, process(0, 2), distribute=True)
+    assert (len(list(loader)), divided) == (2, False)
+    assert "is a Own, not a DataLoader" in caplog.text
+
+
+def test_loaders_are_evaluated_one_after_the_other_unless_they_are_combined():
+    a, b, c = numbers(1), numbers(2), numbers(3)
+    assert as_list(None) == []
+    assert as_list(a) == [a]
+    assert as_list([a, (b, c)]) == as_list({"x": a, "y": {"z": b, "w": c}}) == [a, b, c]
+    assert as_list(CombinedLoader([a, b], "sequential")) == [a, b]
+    combined = CombinedLoader([a, b], "max_size")
+    assert as_list(combined) == [combined]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (numbers(0), r"the training loader has no batch: its length is 0 \(a DataLoader\)"),
+        ([numbers(2), {"a": numbers(0)}], r"the training loader\[1\]\['a'\] has no batch"),
+        (
+            numbers(3, batch_size=4, drop_last=True),
+            "its 3 samples are fewer than batch_size=4, and drop_last=True leaves them out",
+        ),
+        (
+            numbers(4, batch_size=4, drop_last=True),
+            "the part of the training data of rank 0 has no batch: its 2 samples are fewer than batch_size=4",
+        ),
+    ],
+)
+def test_training_without_a_batch_is_an_error_that_says_why(process, loader, message):
+    with pytest.raises(MisuseError, match=message):
+        training(loader, process)
+
+
+def test_evaluating_an_empty_loader_is_an_error(process):
+    with pytest.raises(MisuseError, match="a loader for evaluation has no batch: its length is 0"):
+        evaluation(numbers(0), process)
+    assert len(evaluation(numbers(1), process, 3)) == 1  # most processes have none, and that is fine
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "loader is a int, over which one cannot iterate: pass a DataLoader"),
+        ({"a": [None]}, r"loader\['a'\]\[0\] is a NoneType, over which"),
+        ([(torch.ones(2), torch.ones(2))], r"loader\[0\]\[0\] is a Tensor and no loader: .*batch_size=None"),
+        (["text"], r"loader\[0\] is a str and no loader"),
+        (torch.utils.data.TensorDataset(torch.ones(2)), r"is a dataset \(TensorDataset\): pass DataLoader\(dataset, "),
+        (CombinedLoader([4]), r"loader\[0\] is a int, over which"),
+    ],
+)
+def test_what_is_no_loader_is_an_error_that_says_where_it_is(given, message):
+    with pytest.raises(MisuseError, match=message):
+        check_loaders(given, "the train loader")
+
+
+@pytest.mark.parametrize("given", [numbers(1), [numbers(1)], Own(), {"a": Own()}, DataLoader([1]), Stream()])
+def test_loaders_and_structures_of_them_pass(given):
+    check_loaders(given, "the train loader")
+
+
+def test_a_fraction_of_an_unknown_length_is_an_error():
+    with pytest.raises(RequestError, match=r"limit_val_batches=0.5 is a fraction, and the loader has no length"):
+        limit_of(0.5, length_of(Own()), "limit_val_batches")
+
+
+def test_loaders_that_differ_between_processes_are_an_error_that_shows_them(
+    quiet_trainer, make_line, averaging, loader
+):
+    module = make_line()
+    module.train_dataloader = lambda: {"a": loader(), "b": loader()} if module.global_rank else [loader()]
+    with pytest.raises(
+        RankFailedError, match=r"\[DataLoader\] on rank 0, \{'a': DataLoader, 'b': DataLoader\} on rank 1"
+    ):
+        quiet_trainer(strategy=averaging(), devices=2).fit(module)
+
+
+# Whole runs
+
+
+def test_a_module_trains_on_several_loaders_with_the_same_result_on_one_and_two_processes(
+    quiet_trainer, make_line, averaging, loader
+):
+    class Several(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch["a"]) + self.loss(batch["b"][0])
+
+    def trained(batch_size, **options):
+        module = make_line(Several)
+        loaders = {"a": loader(batch_size), "b": [loader(batch_size // 2, count=24)]}
+        quiet_trainer(**options).fit(module, loaders)
+        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+    torch.testing.assert_close(trained(8), trained(4, strategy=averaging(), devices=2))
+
+
+def test_a_limit_counts_batches_of_each_loader(quiet_trainer, make_line, loader):
+    seen = Counter()
+
+    class Several(type(make_line())):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            seen[dataloader_idx] += 1
+
+    quiet_trainer(limit_val_batches=2).validate(make_line(Several), {"a": loader(), "b": [loader(count=8)]})
+    assert seen == {0: 2, 1: 1}
