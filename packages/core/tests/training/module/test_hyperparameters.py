@@ -123,9 +123,7 @@ def test_some_arguments_are_kept_by_name_and_others_left_out():
     assert ButOne(1, 2).hparams == {"a": 1}
 
 
-@pytest.mark.parametrize(
-    "config", [{"width": 4, "lr": 0.1}, Namespace(width=4, lr=0.1)], ids=["a dict", "a namespace"]
-)
+@pytest.mark.parametrize("config", [{"width": 4, "lr": 0.1}, Namespace(width=4, lr=0.1)], ids=["a dict", "a namespace"])
 def test_the_fields_of_an_argument_that_holds_all_settings_are_kept(config):
     assert Configured(config).hparams == {"width": 4, "lr": 0.1}
 

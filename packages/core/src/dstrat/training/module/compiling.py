@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _WRAPPED = "_orig_mod"  # the attribute of torch.compile's wrapper that holds the plain module
 
@@ -35,7 +36,8 @@ class CompilingMethods(nn.Module):
                 "after they are made, at the end of __init__ or of configure_model"
             )
         for target in targets:
-            nn.Module.compile(target, *args, **kwargs)
+            # As nn.Module.compile does, which however leaves torch's own layers alone without a word.
+            target._compiled_call_impl = torch.compile(_calling(target), *args, **kwargs)  # noqa: SLF001
         self._compile_options = (args, kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -79,6 +81,15 @@ def _renamed(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     return {names.get(plain_name(name), name): value for name, value in state.items()}
 
 
+def _calling(module: nn.Module) -> Callable[..., Any]:
+    """Return a function that calls a module; it is compiled because it is defined outside of torch."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # noqa: SLF001 - calling it would run what is being compiled
+
+    return call
+
+
 def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
@@ -86,14 +97,11 @@ def _has_forward(module: nn.Module) -> bool:
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers that steps may call: the children, and those in lists and dicts of modules.
 
-    Left out are those without parameters, as metrics and losses are, and those that are compiled already.
+    Left out are those without parameters, as metrics and losses are, and those that ``torch.compile`` has wrapped.
     """
     for child in module.children():
         if not _has_forward(child):
             yield from _layers(child)
-        elif next(child.parameters(), None) is not None and not _is_compiled(child):
+        elif next(child.parameters(), None) is not None and not hasattr(child, _WRAPPED):
             yield child
 
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, _WRAPPED) or getattr(module, "_compiled_call_impl", None) is not None

@@ -142,13 +142,13 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _readable(module: Any) -> Iterator[None]:
-    """Let torch.jit read every attribute: ``trainer`` raises outside a run, which torch.jit does not expect."""
+    """Let torch.jit read every attribute, as it does not expect that one like ``trainer`` raises."""
     trainer = module._trainer  # noqa: SLF001 - this is a part of its class
-    module._trainer = trainer or object()  # noqa: SLF001
+    module._trainer = object()  # noqa: SLF001 - nothing has an attribute that it lacks
     try:
         yield
     finally:
-        module._trainer = trainer  # noqa: SLF001
+        module._trainer = trainer  # noqa: SLF001 - as above
 
 
 @contextmanager
