@@ -1,0 +1,119 @@
+"""The checkpoint io that writes and reads the portable format."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from dstrat.builtin.checkpoint.portable.folder import remove_folder
+from dstrat.builtin.checkpoint.portable.loading import load, load_into, load_own
+from dstrat.builtin.checkpoint.portable.newest import forget, point_to, resolved
+from dstrat.builtin.checkpoint.portable.opened import OpenedFolder
+from dstrat.builtin.checkpoint.portable.ranks import GroupRanks, Ranks
+from dstrat.builtin.checkpoint.portable.saving import Prepared, prepare, write
+from dstrat.interfaces.checkpoint_io import CheckpointIO
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class PortableCheckpointIO(CheckpointIO):
+    """A directory that any strategy on any number of ranks can load.
+
+    Saving is collective: every rank calls it with nested values.  A plain tensor is the same on every rank and is
+    written by one of them; a ``DTensor`` is written by the ranks that hold its shards; other values are rank 0's; what
+    is under the key ``"per_rank"`` each rank keeps for itself.  Loading is not collective.  The format is described in
+    ``docs/checkpoint-format.md``.
+
+    Args:
+        verify: Whether checksums are compared while loading.
+        timeout: How long a rank waits for the others while they save.
+        strategy: Alias of the strategy, for the manifest.
+    """
+
+    def __init__(self, verify: bool = True, timeout: timedelta = timedelta(minutes=30), strategy: str = "") -> None:
+        self.verify, self.timeout, self.strategy = verify, timeout, strategy
+        self._ranks: Ranks | None = None
+
+    @override
+    def save_checkpoint(self, checkpoint: Mapping[str, Any], path: str | Path) -> None:
+        """Write the checkpoint; collective.
+
+        Raises:
+            CheckpointError: It failed on some rank; then there is nothing under the path.
+        """
+        self.write(self.prepare(checkpoint), path)
+
+    def prepare(self, checkpoint: Mapping[str, Any]) -> Prepared:
+        """Decide who writes what, and encode the values; collective.  The tensors must not change until written.
+
+        Raises:
+            CheckpointError: Something in it cannot be saved.
+        """
+        return prepare(checkpoint, self._current_ranks(), strategy=self.strategy)
+
+    def write(self, prepared: Prepared, path: str | Path) -> None:
+        """Write what was prepared; collective, also in a thread.
+
+        Raises:
+            CheckpointError: It failed on some rank; then there is nothing under the path.
+        """
+        ranks = self._current_ranks()
+        write(prepared, Path(path), ranks)
+        with ranks.together("point to the newest checkpoint"):
+            if ranks.rank == 0:
+                point_to(Path(path))
+
+    @override
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint with whole tensors; ``"per_rank"`` is there where as many ranks saved it."""
+        rank, world_size = self._place()
+        with OpenedFolder(resolved(Path(path)), verifies=self.verify) as folder:
+            return load(folder, rank=rank, world_size=world_size)
+
+    def load_into(self, path: str | Path, template: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill the template's tensors, whatever their placements, and return the checkpoint with them in it.
+
+        Raises:
+            CheckpointError: It is damaged, lacks a tensor of the template, or has it in another shape or dtype.
+        """
+        rank, world_size = self._place()
+        with OpenedFolder(resolved(Path(path)), verifies=self.verify) as folder:
+            return load_into(folder, template, rank=rank, world_size=world_size)
+
+    def load_rank(self, path: str | Path, rank: int) -> Any:
+        """Return what one of the ranks that saved had under ``"per_rank"``."""
+        with OpenedFolder(resolved(Path(path)), verifies=self.verify) as folder:
+            return load_own(folder, rank)
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint, if it is there."""
+        if Path(path).is_dir():
+            remove_folder(Path(path))
+            forget(Path(path))
+
+    @override
+    def teardown(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
+    def _current_ranks(self) -> Ranks:
+        """Return the ranks of the job that there is now."""
+        if isinstance(self._ranks, GroupRanks) and not self._ranks.is_current:
+            self._ranks = None
+        if self._ranks is None:
+            self._ranks = GroupRanks(self.timeout) if self._place()[1] > 1 else Ranks()
+        return self._ranks
+
+    @staticmethod
+    def _place() -> tuple[int, int]:
+        """Return rank and world size."""
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return 0, 1

@@ -1,0 +1,147 @@
+"""Loading: a checkpoint as nested values with whole tensors, or into tensors that are there already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dstrat.builtin.checkpoint.portable.decoding import decode
+from dstrat.builtin.checkpoint.portable.dtypes import dtype_name
+from dstrat.builtin.checkpoint.portable.encoding import encode
+from dstrat.builtin.checkpoint.portable.filling import empty_tensor, fill
+from dstrat.builtin.checkpoint.portable.index import TensorEntry, index_from_json
+from dstrat.builtin.checkpoint.portable.layout import INDEX, PER_RANK, STATE, rank_file
+from dstrat.builtin.checkpoint.portable.marks import insert, joined, split, without_tensors
+from dstrat.builtin.checkpoint.portable.opened import OpenedFolder, damaged
+from dstrat.builtin.checkpoint.portable.parts import local_parts
+from dstrat.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+_OWN = joined(PER_RANK, "")
+
+
+def read_index(folder: OpenedFolder) -> dict[str, TensorEntry]:
+    """Return the tensors of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: The index is damaged.
+    """
+    try:
+        return index_from_json(folder.document(INDEX), folder.sizes)
+    except ValueError as error:
+        raise damaged(folder.path, f"{INDEX}: {error}") from error
+
+
+def load(folder: OpenedFolder, *, rank: int, world_size: int) -> dict[str, Any]:
+    """Return the whole checkpoint, its tensors on the CPU, and this rank's own values if the world is as large.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    index = read_index(folder)
+    tensors = _read_whole(folder, index, [name for name in index if not name.startswith(_OWN)])
+    checkpoint = _decoded(folder, folder.document(STATE), tensors)
+    return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
+
+
+def load_into(folder: OpenedFolder, template: Mapping[str, Any], *, rank: int, world_size: int) -> dict[str, Any]:
+    """Fill the tensors of a template, each process what it holds, and return the checkpoint with them in it.
+
+    Args:
+        folder: The checkpoint.
+        template: Nested dicts and lists with tensors at the places where the checkpoint has them; of any placements.
+            Tensors of the checkpoint that it does not have are not read, and not in the result.
+        rank: Of this process.
+        world_size: Of this job.
+
+    Raises:
+        CheckpointError: It is damaged, lacks a tensor of the template, or has it in another shape or dtype.
+    """
+    index = read_index(folder)
+    targets = encode(template).tensors
+    check_fits(folder, index, targets)
+    fill(folder, [(_stored(index, name), local_parts(tensor, name)) for name, tensor in targets.items()])
+    checkpoint = _decoded(folder, without_tensors(folder.document(STATE), keep=targets), targets)
+    return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
+
+
+def check_fits(folder: OpenedFolder, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> None:
+    """Raise :class:`CheckpointError` where tensors are missing from the checkpoint, or are of another kind in it."""
+    missing = [name for name in targets if name not in index]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise CheckpointError(f"checkpoint {str(folder.path)!r} has no tensor {', '.join(missing[:5])}{more}")
+    for name, tensor in targets.items():
+        entry = index[name]
+        if (entry.shape, entry.dtype) != (tuple(tensor.shape), dtype_name(tensor.dtype)):
+            raise CheckpointError(
+                f"tensor {name!r} is {entry.dtype} of shape {entry.shape} in checkpoint {str(folder.path)!r}, and "
+                f"{dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)} here"
+            )
+
+
+def load_own(folder: OpenedFolder, rank: int) -> Any:
+    """Return what one rank of the job that saved had under ``"per_rank"``.
+
+    Raises:
+        CheckpointError: It is damaged, or was saved by fewer ranks.
+    """
+    if not 0 <= rank < folder.manifest.world_size:
+        raise CheckpointError(
+            f"checkpoint {str(folder.path)!r} was saved by {folder.manifest.world_size} ranks: it has no rank {rank}"
+        )
+    return _own(folder, read_index(folder), rank)
+
+
+def _with_own(
+    checkpoint: dict[str, Any], folder: OpenedFolder, index: Mapping[str, TensorEntry], *, rank: int, world_size: int
+) -> dict[str, Any]:
+    if world_size == folder.manifest.world_size:
+        checkpoint[PER_RANK] = _own(folder, index, rank)
+    return checkpoint
+
+
+def _own(folder: OpenedFolder, index: Mapping[str, TensorEntry], rank: int) -> Any:
+    prefix = joined(joined(PER_RANK, rank), "")
+    tensors = _read_whole(folder, index, [name for name in index if name.startswith(prefix)])
+    return _decoded(folder, folder.document(rank_file(rank, "json")), tensors, below=joined(PER_RANK, rank))
+
+
+def _read_whole(folder: OpenedFolder, index: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return tensors by name; those that share their memory are one."""
+    stored: dict[str, Tensor] = {}
+    try:
+        for name in names:
+            first = index[name].same_as or name
+            if first not in stored:
+                stored[first] = empty_tensor(index[first])
+    except (RuntimeError, ValueError) as error:
+        raise damaged(folder.path, f"{INDEX}: tensor {first[:200]!r}: {str(error).splitlines()[0]}") from error
+    fill(folder, [(index[name], local_parts(tensor)) for name, tensor in stored.items()])
+    return {name: stored[index[name].same_as or name] for name in names}
+
+
+def _stored(index: Mapping[str, TensorEntry], name: str) -> TensorEntry:
+    return index[index[name].same_as or name]
+
+
+def _decoded(folder: OpenedFolder, value: Any, tensors: Mapping[str, Tensor], *, below: str = "") -> Any:
+    """Return decoded values; tensors that they do not refer to (of other ranks) are put where their names say."""
+    used = set()
+
+    def tensor(name: str) -> Tensor:
+        used.add(name)
+        return tensors[name]
+
+    try:
+        decoded = decode(value, tensor)
+        for name in tensors.keys() - used:
+            insert(decoded, split(name.removeprefix(joined(below, "")) if below else name), tensors[name])
+    except ValueError as error:
+        raise damaged(folder.path, str(error)) from error
+    if not isinstance(decoded, dict):
+        raise damaged(folder.path, f"its values are a {type(decoded).__name__} and no dict")
+    return decoded

@@ -1,0 +1,158 @@
+"""Which boxes of a tensor this process holds, whatever way the tensor is distributed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dstrat.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Run = tuple[int, int]
+"""The first index of some that follow each other, and how many they are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """A box of a tensor that is in this process's memory.
+
+    Attributes:
+        tensor: Its elements, a view of the memory; of the box's shape.
+        starts: Its first element in the whole tensor, one number per dimension.
+    """
+
+    tensor: Tensor
+    starts: tuple[int, ...]
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Return whether the tensor is a ``DTensor``."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def check_kind(tensor: Tensor, name: str) -> None:
+    """Raise :class:`CheckpointError` for a tensor that no checkpoint can hold: sparse, quantized, without memory ..."""
+    kind = type(tensor)
+    reason = None
+    if not is_distributed(tensor) and kind not in (Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)):
+        reason = f"is a {kind.__module__}.{kind.__qualname__}"
+    elif tensor.layout != torch.strided:
+        reason = f"has the layout {tensor.layout}"
+    elif tensor.is_meta:
+        reason = "is on the device meta, so it has no values"
+    elif tensor.is_quantized:
+        reason = "is quantized"
+    elif tensor.is_nested:
+        reason = "is nested"
+    if reason:
+        raise CheckpointError(f"tensor {name!r} {reason}: a checkpoint holds dense tensors and DTensors only")
+
+
+def local_parts(tensor: Tensor, name: str = "") -> list[Part]:
+    """Return the boxes of the tensor that this process holds; none of them is empty.
+
+    Raises:
+        CheckpointError: It is a DTensor with partial sums, or its local tensor is not what its placements say.
+    """
+    if not is_distributed(tensor):
+        return [Part(tensor=tensor.detach(), starts=(0,) * tensor.dim())] if tensor.numel() else []
+    distributed: Any = tensor
+    with torch.no_grad():
+        local: Tensor = distributed.to_local()
+    coordinate = distributed.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    runs = _runs(distributed, coordinate, name)
+    if tuple(local.shape) != tuple(sum(size for _, size in dimension) for dimension in runs):
+        raise CheckpointError(
+            f"tensor {name!r} has a local shape of {tuple(local.shape)}, which does not follow from the placements "
+            f"{distributed.placements} of a shape of {tuple(tensor.shape)}: only DTensors made by torch can be saved"
+        )
+    return _boxes(local.detach(), runs)
+
+
+def _boxes(local: Tensor, runs: Sequence[Sequence[Run]]) -> list[Part]:
+    """Return one view of the local tensor for each combination of the dimensions' runs."""
+    if local.numel() == 0:
+        return []
+    offsets = [[0, *itertools.accumulate(size for _, size in dimension)] for dimension in runs]
+    parts = []
+    for combination in itertools.product(*(range(len(dimension)) for dimension in runs)):
+        view = local
+        for dimension, position in enumerate(combination):
+            view = view.narrow(dimension, offsets[dimension][position], runs[dimension][position][1])
+        starts = tuple(runs[dimension][position][0] for dimension, position in enumerate(combination))
+        parts.append(Part(tensor=view, starts=starts))
+    return parts
+
+
+def _runs(tensor: Any, coordinate: Sequence[int], name: str) -> list[list[Run]]:
+    """Return, for each dimension, which indices this process holds."""
+    runs: list[list[Run]] = [[(0, size)] for size in tensor.shape]
+    for placement, position, count in zip(tensor.placements, coordinate, tensor.device_mesh.mesh.shape, strict=True):
+        if placement.is_replicate():
+            continue
+        dimension = getattr(placement, "dim", None)
+        if dimension is None or placement.is_partial():
+            raise CheckpointError(
+                f"tensor {name!r} has the placement {placement}, so no process holds its values: "
+                "redistribute it to Shard or Replicate before saving"
+            )
+        factor = int(getattr(placement, "split_factor", 1))
+        runs[dimension] = _shard(runs[dimension], position, count, factor)
+    return runs
+
+
+def _shard(runs: Sequence[Run], position: int, count: int, factor: int) -> list[Run]:
+    """Return one of ``count`` shards of the indices, cut as ``torch.chunk`` does.
+
+    With a factor they are first cut into so many chunks, each of which is sharded: tensor parallel inside of FSDP.
+    """
+    total = sum(size for _, size in runs)
+    chunk = max(1, -(-total // factor))
+    taken: list[Run] = []
+    for begin in range(0, total, chunk):
+        end = min(total, begin + chunk)
+        step = -(-(end - begin) // count)
+        taken += _slice(runs, min(end, begin + position * step), min(end, begin + (position + 1) * step))
+    return _merged(taken)
+
+
+def _slice(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
+    """Return the indices between two positions in the sequence of all indices."""
+    taken, passed = [], 0
+    for start, size in runs:
+        low, high = max(begin, passed), min(end, passed + size)
+        if low < high:
+            taken.append((start + low - passed, high - low))
+        passed += size
+    return taken
+
+
+def _merged(runs: Sequence[Run]) -> list[Run]:
+    merged: list[Run] = []
+    for start, size in runs:
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
+        else:
+            merged.append((start, size))
+    return merged
+
+
+def holders(tensor: Any) -> list[int]:
+    """Return the ranks that hold the same boxes of a DTensor as this process, this one among them."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    index = tuple(
+        slice(None) if placement.is_replicate() else position
+        for placement, position in zip(tensor.placements, coordinate, strict=True)
+    )
+    ranks: list[int] = tensor.device_mesh.mesh[index].flatten().tolist()
+    return ranks

@@ -1,0 +1,182 @@
+"""Which rank writes which part of which tensor, so that each is written once and all ranks write as much."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dstrat.builtin.checkpoint.portable.dtypes import DTYPES, dtype_name
+from dstrat.builtin.checkpoint.portable.index import TensorEntry
+from dstrat.builtin.checkpoint.portable.layout import MEBIBYTE
+from dstrat.builtin.checkpoint.portable.parts import Part, check_kind, holders, is_distributed, local_parts
+from dstrat.builtin.checkpoint.portable.payload import Payload
+from dstrat.builtin.checkpoint.portable.strict_json import dump_json, parse_json
+from dstrat.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from dstrat.builtin.checkpoint.portable.ranks import Ranks
+
+_SHARED_FROM = 64 * MEBIBYTE
+"""Bytes from which a tensor that every rank has is written by several of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What this rank writes.
+
+    Attributes:
+        payloads: The parts.
+        entries: The tensors that this rank knows, without pieces.
+    """
+
+    payloads: Sequence[Payload]
+    entries: Mapping[str, TensorEntry]
+
+
+def plan(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], ranks: Ranks) -> Plan:
+    """Decide with the other ranks who writes what; collective.
+
+    Args:
+        tensors: What belongs to the whole job: plain tensors are the same on every rank that has them.
+        own: What belongs to this rank only.
+        ranks: The job.
+
+    Raises:
+        CheckpointError: A tensor cannot be saved, or differs between ranks.
+    """
+    with ranks.together("save its tensors"):
+        entries = _entries({**tensors, **own})
+        payloads = [Payload(name, part) for name in own if _is_stored(entries[name]) for part in local_parts(own[name])]
+        payloads += _distributed(tensors, entries)
+        shared = {name: entries[name] for name, tensor in tensors.items() if not is_distributed(tensor)}
+    everyone = _hear(shared, sum(payload.num_bytes for payload in payloads), ranks)
+    payloads += [Payload(name, part) for name, part in _assigned(tensors, everyone, ranks)]
+    return Plan(payloads=payloads, entries=entries)
+
+
+def _entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """Return what the index says of each tensor; of those that share their memory only the first is stored."""
+    first: dict[Any, str] = {}
+    entries = {}
+    for name, tensor in tensors.items():
+        check_kind(tensor, name)
+        dtype = dtype_name(tensor.dtype)
+        if dtype not in DTYPES:
+            raise CheckpointError(f"tensor {name!r} has the dtype {dtype}, which the format does not know: convert it")
+        same_as = first.setdefault(_memory(tensor, name), name)
+        entries[name] = TensorEntry(
+            dtype=dtype, shape=tuple(tensor.shape), same_as=None if same_as == name else same_as
+        )
+    return entries
+
+
+def _memory(tensor: Any, name: str) -> Any:
+    """Return what two tensors have in common when one is the other."""
+    local = tensor.to_local() if is_distributed(tensor) else tensor
+    if local.numel() == 0:
+        return name
+    place = tensor.placements if is_distributed(tensor) else None
+    view = (local.stride(), local.is_conj(), local.is_neg())
+    return tensor.dtype, tensor.shape, local.device, local.data_ptr(), view, place
+
+
+def _is_stored(entry: TensorEntry) -> bool:
+    return entry.same_as is None
+
+
+def _distributed(tensors: Mapping[str, Tensor], entries: Mapping[str, TensorEntry]) -> Iterable[Payload]:
+    """Yield this rank's shards; of those that several ranks hold, each rank takes its turn."""
+    import torch.distributed as dist
+
+    for turn, (name, tensor) in enumerate(tensors.items()):
+        if not is_distributed(tensor) or not _is_stored(entries[name]):
+            continue
+        same = holders(tensor)
+        if same and same[turn % len(same)] == dist.get_rank():
+            for part in local_parts(tensor, name):
+                yield Payload(name, part)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Everyone:
+    """What the ranks have told each other.
+
+    Attributes:
+        entries: The plain tensors of all ranks.
+        holders: The ranks that have each of them.
+        loads: Bytes that each rank has to write anyway.
+    """
+
+    entries: Mapping[str, TensorEntry]
+    holders: Mapping[str, Sequence[int]]
+    loads: Sequence[int]
+
+
+def _hear(shared: Mapping[str, TensorEntry], load: int, ranks: Ranks) -> _Everyone:
+    facts = {name: [entry.dtype, entry.shape, entry.same_as] for name, entry in shared.items()}
+    digest = hashlib.blake2b(dump_json(facts), digest_size=16).hexdigest()
+    told = [parse_json(message) for message in ranks.exchange(dump_json([digest, load]))]
+    loads = [load for _, load in told]
+    if all(other == digest for other, _ in told):
+        return _Everyone(entries=shared, holders=dict.fromkeys(shared, range(ranks.size)), loads=loads)
+    lists = [parse_json(message) for message in ranks.exchange(dump_json(facts))]
+    union = {
+        name: TensorEntry(dtype=dtype, shape=tuple(shape), same_as=same_as)
+        for listed in lists
+        for name, (dtype, shape, same_as) in listed.items()
+    }
+    return _Everyone(entries=union, holders=_merged(lists), loads=loads)
+
+
+def _merged(lists: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return which ranks have which tensor, where they do not have the same ones (stages of a pipeline)."""
+    found: dict[str, list[int]] = {}
+    for rank, facts in enumerate(lists):
+        for name, fact in facts.items():
+            same = found.setdefault(name, [])
+            if same and lists[same[0]][name] != fact:
+                (one_dtype, one_shape, _), (dtype, shape, _) = lists[same[0]][name], fact
+                raise CheckpointError(
+                    f"tensor {name!r} is {one_dtype} of shape {tuple(one_shape)} on rank {same[0]}, and {dtype} of "
+                    f"shape {tuple(shape)} on rank {rank}: a plain tensor must be the same on every rank, what "
+                    "differs belongs under 'per_rank' or into a DTensor"
+                )
+            same.append(rank)
+    return found
+
+
+def _assigned(tensors: Mapping[str, Tensor], everyone: _Everyone, ranks: Ranks) -> Iterable[tuple[str, Part]]:
+    """Yield this rank's share of the plain tensors: the largest goes first to whoever has least to write."""
+    boxes = [
+        (num_bytes, name, first, count)
+        for name, entry in everyone.entries.items()
+        if _is_stored(entry) and entry.num_bytes
+        for first, count, num_bytes in _rows(entry, len(everyone.holders[name]))
+    ]
+    loads = list(everyone.loads)
+    for num_bytes, name, first, count in sorted(boxes, key=lambda box: (-box[0], box[1], box[2])):
+        writer = min(everyone.holders[name], key=loads.__getitem__)
+        loads[writer] += num_bytes
+        if writer == ranks.rank:
+            yield name, _box(tensors[name].detach(), first, count)
+
+
+def _box(tensor: Tensor, first: int, count: int) -> Part:
+    if tensor.dim() == 0:
+        return Part(tensor=tensor, starts=())
+    return Part(tensor=tensor.narrow(0, first, count), starts=(first,) + (0,) * (tensor.dim() - 1))
+
+
+def _rows(entry: TensorEntry, num_holders: int) -> Iterable[tuple[int, int, int]]:
+    """Yield first row, number of rows and bytes of the boxes that a tensor is written in."""
+    rows = entry.shape[0] if entry.shape else 1
+    boxes = max(1, min(num_holders, rows, entry.num_bytes // _SHARED_FROM))
+    step = -(-rows // boxes)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        yield first, count, entry.num_bytes // rows * count

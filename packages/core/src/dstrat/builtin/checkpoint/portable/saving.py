@@ -1,0 +1,173 @@
+"""Saving: first everything that needs the training to stand still, then everything that writes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.builtin.checkpoint.portable.checksum import block_checksums
+from dstrat.builtin.checkpoint.portable.encoding import Encoded, encode
+from dstrat.builtin.checkpoint.portable.folder import UnfinishedFolder, write_flushed
+from dstrat.builtin.checkpoint.portable.index import Piece, TensorEntry, index_from_json, index_to_json
+from dstrat.builtin.checkpoint.portable.layout import INDEX, LARGEST_JSON, MANIFEST, PER_RANK, STATE, rank_file
+from dstrat.builtin.checkpoint.portable.manifest import FileRecord, Manifest
+from dstrat.builtin.checkpoint.portable.marks import joined
+from dstrat.builtin.checkpoint.portable.planning import plan
+from dstrat.builtin.checkpoint.portable.shard_file import ShardFile, arrange, write_shard_file
+from dstrat.builtin.checkpoint.portable.strict_json import dump_json, parse_json
+from dstrat.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from dstrat.builtin.checkpoint.portable.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What this rank is going to write.
+
+    Attributes:
+        state: The job's plain values; only rank 0 writes them.
+        own: This rank's plain values.
+        shard: Its parts of tensors.
+        entries: The tensors that it knows, without pieces.
+        strategy: Alias of the strategy.
+    """
+
+    state: bytes
+    own: bytes
+    shard: ShardFile
+    entries: Mapping[str, TensorEntry]
+    strategy: str
+
+
+def prepare(checkpoint: Mapping[str, Any], ranks: Ranks, *, strategy: str = "") -> Prepared:
+    """Encode the plain values, and decide with the other ranks who writes which tensors; collective.
+
+    Args:
+        checkpoint: Nested values; what is under ``"per_rank"`` is this rank's own.
+        ranks: The job.
+        strategy: Alias of the strategy, for the manifest.
+
+    Raises:
+        CheckpointError: Something in it cannot be saved, on whichever rank.
+    """
+    with ranks.together("save its checkpoint"):
+        job = encode({key: value for key, value in checkpoint.items() if key != PER_RANK})
+        own = encode(checkpoint.get(PER_RANK, {}), path=joined(PER_RANK, ranks.rank))
+        state, own_state = _document(job, "plain values"), _document(own, "plain values of this rank")
+    decided = plan(job.tensors, own.tensors, ranks)
+    return Prepared(
+        state=state, own=own_state, shard=arrange(decided.payloads), entries=decided.entries, strategy=strategy
+    )
+
+
+def _document(encoded: Encoded, what: str) -> bytes:
+    return _limited(dump_json(encoded.value), what)
+
+
+def _limited(data: bytes, what: str) -> bytes:
+    if len(data) > LARGEST_JSON:
+        raise CheckpointError(
+            f"its {what} take {len(data)} bytes as JSON, and {LARGEST_JSON} is the limit: use tensors"
+        )
+    return data
+
+
+def write(prepared: Prepared, target: Path, ranks: Ranks) -> None:
+    """Write what every rank has prepared, and let it appear under the target's path; collective.
+
+    Raises:
+        CheckpointError: It failed on some rank; then it is not there on any, and nothing is left of it.
+    """
+    folder: UnfinishedFolder | None = None
+    try:
+        with ranks.together(f"create checkpoint {str(target)!r}"):
+            folder = UnfinishedFolder(target) if ranks.rank == 0 else None
+        name = ranks.exchange(b"" if folder is None else folder.path.name.encode())[0].decode()
+        with ranks.together(f"write checkpoint {str(target)!r}"):
+            report = _write_own(prepared, target.parent / name, ranks.rank)
+        reports = ranks.gather(report)
+        with ranks.together(f"complete checkpoint {str(target)!r}"):
+            if folder is not None:
+                _complete(prepared, folder.path, [parse_json(report) for report in reports])
+                folder.commit()
+    finally:
+        if folder is not None:
+            folder.close()
+
+
+def _write_own(prepared: Prepared, folder: Path, rank: int) -> bytes:
+    """Write this rank's files, and return what rank 0 has to know about them."""
+    if not folder.is_dir():
+        raise CheckpointError(f"rank 0 created {str(folder)!r}, which is not here: all ranks must see the same files")
+    files = {rank_file(rank, "json"): _write_document(folder / rank_file(rank, "json"), prepared.own)}
+    if prepared.shard.payloads:
+        name = rank_file(rank, "safetensors")
+        files[name] = write_shard_file(prepared.shard, folder / name)
+    pieces: dict[str, list[Any]] = {}
+    for payload, begin in zip(prepared.shard.payloads, prepared.shard.begins, strict=True):
+        pieces.setdefault(payload.name, []).append([begin, payload.starts, payload.shape])
+    return dump_json(
+        {
+            "files": {name: [record.size, record.checksums] for name, record in files.items()},
+            "entries": {
+                name: [entry.dtype, entry.shape, entry.same_as]
+                for name, entry in prepared.entries.items()
+                if rank == 0 or name in pieces or entry.same_as or not entry.num_bytes
+            },
+            "pieces": pieces,
+        }
+    )
+
+
+def _write_document(path: Path, data: bytes) -> FileRecord:
+    write_flushed(path, data)
+    return FileRecord(size=len(data), checksums=block_checksums([memoryview(data)]))
+
+
+def _complete(prepared: Prepared, folder: Path, reports: list[dict[str, Any]]) -> None:
+    """Write what rank 0 writes for all: plain values, index and, last, the manifest."""
+    files = {
+        name: FileRecord(size=size, checksums=checksums)
+        for report in reports
+        for name, (size, checksums) in report["files"].items()
+    }
+    index = _index(reports)
+    files[STATE] = _write_document(folder / STATE, prepared.state)
+    index_from_json(index, {name: record.size for name, record in files.items()})  # or it could not be read back
+    files[INDEX] = _write_document(folder / INDEX, _limited(dump_json(index), "tensors' names"))
+    manifest = Manifest(
+        files=files,
+        strategy=prepared.strategy,
+        world_size=len(reports),
+        created_ns=time.time_ns(),
+        dstrat=importlib.metadata.version("dstrat"),
+        torch=torch.__version__,
+    )
+    write_flushed(folder / MANIFEST, _limited(manifest.to_bytes(), "checksums"))
+
+
+def _index(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    pieces: dict[str, list[Piece]] = {}
+    entries: dict[str, TensorEntry] = {}
+    for rank, report in enumerate(reports):
+        for name, (dtype, shape, same_as) in report["entries"].items():
+            entries.setdefault(name, TensorEntry(dtype=dtype, shape=tuple(shape), same_as=same_as))
+        for name, stored in report["pieces"].items():
+            pieces.setdefault(name, []).extend(
+                Piece(file=rank_file(rank, "safetensors"), begin=begin, starts=tuple(starts), shape=tuple(shape))
+                for begin, starts, shape in stored
+            )
+    return index_to_json(
+        {
+            name: replace(entry, pieces=tuple(sorted(pieces.get(name, ()), key=lambda piece: piece.starts)))
+            for name, entry in entries.items()
+        }
+    )

@@ -1,0 +1,121 @@
+"""Writing one rank's parts of tensors as a safetensors file, in parallel, with checksums on the way."""
+
+from __future__ import annotations
+
+import bisect
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dstrat.builtin.checkpoint.portable.checksum import block_checksums
+from dstrat.builtin.checkpoint.portable.dtypes import DTYPES, dtype_name
+from dstrat.builtin.checkpoint.portable.layout import BUCKET, THREADS
+from dstrat.builtin.checkpoint.portable.manifest import FileRecord
+from dstrat.builtin.checkpoint.portable.strict_json import dump_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dstrat.builtin.checkpoint.portable.payload import Payload
+
+_MOST_VIEWS = 64  # the system takes no more than 1024 in one call, and copying small ones is cheaper
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardFile:
+    """Where everything goes in a file.
+
+    Attributes:
+        header: The file's first bytes.
+        payloads: What follows, without gaps.
+        begins: Position of the first byte of each.
+    """
+
+    header: bytes
+    payloads: Sequence[Payload]
+    begins: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.begins[-1] + self.payloads[-1].num_bytes if self.payloads else len(self.header)
+
+    def views(self, begin: int, end: int) -> list[memoryview]:
+        """Return the bytes of the file between two positions."""
+        found = [memoryview(self.header)[begin:end]] if begin < len(self.header) else []
+        position = max(0, bisect.bisect_right(self.begins, begin) - 1)
+        for payload, first in zip(self.payloads[position:], self.begins[position:], strict=True):
+            if first >= end:
+                break
+            low, high = max(begin - first, 0), min(end - first, payload.num_bytes)
+            if low < high:
+                found.append(payload.view(low, high))
+        return found
+
+
+def arrange(payloads: Sequence[Payload]) -> ShardFile:
+    """Return where each part goes; parts with larger elements come first, so that all are aligned."""
+    ordered = sorted(
+        payloads, key=lambda payload: (-DTYPES[dtype_name(payload.dtype)].size, payload.name, payload.starts)
+    )
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ends, reached = [], 0
+    for payload in ordered:
+        entries[_key(payload, entries)] = _header_entry(payload, reached)
+        reached += payload.num_bytes
+        ends.append(reached)
+    text = dump_json(entries)
+    text += b" " * (-len(text) % 64)
+    header = len(text).to_bytes(8, "little") + text
+    begins = [len(header) + end - payload.num_bytes for payload, end in zip(ordered, ends, strict=True)]
+    return ShardFile(header=header, payloads=ordered, begins=begins)
+
+
+def _key(payload: Payload, taken: dict[str, Any]) -> str:
+    """Return the name in the header: the tensor's, and where in the tensor a part begins that is not its first."""
+    if not any(payload.starts) and payload.name not in taken:
+        return payload.name
+    return f"{payload.name}[{','.join(map(str, payload.starts))}]"
+
+
+def _header_entry(payload: Payload, begin: int) -> dict[str, Any]:
+    facts = DTYPES[dtype_name(payload.dtype)]
+    shape = [*payload.shape, facts.columns] if facts.columns > 1 else list(payload.shape)
+    return {"dtype": facts.code, "shape": shape, "data_offsets": [begin, begin + payload.num_bytes]}
+
+
+def write_shard_file(file: ShardFile, path: Path) -> FileRecord:
+    """Write the file, flush it to the disk, and return what the manifest says of it.
+
+    Raises:
+        OSError: The disk is full, or the like.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        begins = range(0, file.size, BUCKET)
+        with ThreadPoolExecutor(THREADS) as pool:  # zlib and the system work without the interpreter's lock
+            written = pool.map(lambda begin: _write_bucket(file, descriptor, begin), begins)
+            checksums = "".join(written)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return FileRecord(size=file.size, checksums=checksums)
+
+
+def _write_bucket(file: ShardFile, descriptor: int, begin: int) -> str:
+    views = file.views(begin, min(begin + BUCKET, file.size))
+    if len(views) > _MOST_VIEWS:
+        views = [memoryview(b"".join(views))]
+    checksums = block_checksums(views)
+    for view in views:
+        _write_all(descriptor, view, begin)
+        begin += len(view)
+    return checksums
+
+
+def _write_all(descriptor: int, view: memoryview, position: int) -> None:
+    done = 0
+    while done < len(view):  # a disk that is nearly full takes a part, and says why with the next call
+        done += os.pwrite(descriptor, view[done:], position + done)
