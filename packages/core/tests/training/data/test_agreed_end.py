@@ -92,5 +92,5 @@ def test_training_on_streams_of_different_lengths_ends_with_the_shortest(quiet_t
 def test_a_stream_that_is_empty_in_one_process_is_an_error(quiet_trainer, make_line, averaging):
     module = make_line()
     module.train_dataloader = lambda: DataLoader(Uneven(module, [0, 5]), batch_size=1)
-    with pytest.raises(RankFailedError, match="the training loader .* gave no batch"):
+    with pytest.raises(RankFailedError, match=r"the training loader .* gave no batch"):
         quiet_trainer(strategy=averaging(), devices=2, use_distributed_sampler=False).fit(module)

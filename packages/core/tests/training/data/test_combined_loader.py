@@ -99,7 +99,7 @@ def test_without_the_length_of_each_there_is_none(mode):
         len(CombinedLoader([numbers(1), Endless()], mode))
 
 
-@pytest.mark.parametrize("make", [lambda: numbers(), lambda: iter([1])], ids=["empty", "an iterator"])
+@pytest.mark.parametrize("make", [numbers, lambda: iter([1])], ids=["empty", "an iterator"])
 def test_a_loader_that_cannot_be_read_again_is_an_error(make):
     with pytest.raises(MisuseError, match="in a CombinedLoader has no batch when it is read again"):
         list(CombinedLoader([numbers(1, 2, 3), make()], "max_size_cycle"))

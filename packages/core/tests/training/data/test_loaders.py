@@ -181,12 +181,12 @@ def test_a_combined_loader_keeps_its_mode(process):
 
 def test_what_cannot_be_divided_is_told_once_for_the_job(process, caplog):
     training([DataLoader(Stream()), Own()], process)
-    assert [record.message for record in caplog.records] == [
-        "the training loader has an iterable dataset, which dstrat divides only inside a dstrat.ShardedIterableDataset: "
-        "unless it divides itself by rank, each of the 2 processes reads all of it",
-        "the training loader is a Own, not a DataLoader, and dstrat cannot divide it: "
-        "unless it divides itself by rank, each of the 2 processes reads all of it",
+    reasons = [
+        "has an iterable dataset, which dstrat divides only inside a dstrat.ShardedIterableDataset",
+        "is a Own, not a DataLoader, and dstrat cannot divide it",
     ]
+    end = "unless it divides itself by rank, each of the 2 processes reads all of it"
+    assert [record.message for record in caplog.records] == [f"the training loader {why}: {end}" for why in reasons]
 
 
 def test_only_a_counted_length_is_certain(process):
