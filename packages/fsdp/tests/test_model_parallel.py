@@ -1,10 +1,8 @@
 """Tensor parallelism together with sharding, on a mesh of two by two."""
 
 import pytest
-import torch
-from fsdp_loop import BATCH, Net, batches, one_pass, parts, single_device_losses, start, train
+from fsdp_loop import Net, Run, parts, single_device_losses, train
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dstrat_fsdp import ModelParallelStrategy
@@ -40,8 +38,6 @@ def started(cluster, configure=split, meta=False, **options):
         module = Net()
     configure(module, strategy.device_mesh)
     strategy.connect(module)
-    from fsdp_loop import Run
-
     strategy.setup(Run(module))
     return strategy
 

@@ -1,0 +1,59 @@
+"""Evaluation: sharded like training, and nothing stays gathered."""
+
+import pytest
+import torch
+from fsdp_loop import Net, batches, parts, share, start, train
+from torch.distributed.tensor import DTensor
+
+from dstrat_fsdp import FSDPStrategy
+
+STEPS = ("validation_step", "test_step", "predict_step")
+
+
+class Watching(Net):
+    """Notes how many parameters are gathered while its last layer runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathered = []
+        self.last.register_forward_pre_hook(self.note)
+
+    def note(self, layer, args):
+        self.gathered.append(sum(p.numel() for p in self.parameters() if not isinstance(p, DTensor)))
+
+    def test_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+
+def evaluated(cluster, is_fitting, options):
+    strategy = FSDPStrategy(**options)
+    module = Watching()
+    start(strategy, module, parts(cluster), is_fitting=is_fitting)
+    losses = []
+    for step in STEPS:
+        with torch.no_grad():
+            mine = [getattr(strategy, step)(share(strategy, batch), 0) for batch in batches(3)]
+        losses.append([float(strategy.reduce(loss)) for loss in mine])
+        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    outside = sum(p.numel() for layer in (module.first, module.last) for p in layer.parameters())
+    if is_fitting:
+        losses.append(train(strategy, steps=3))
+    strategy.teardown()
+    return losses, max(module.gathered[:9]), outside
+
+
+@pytest.mark.parametrize("is_fitting", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}])
+def test_values_are_those_of_one_device_and_the_module_is_never_gathered_whole(ranks, is_fitting, options):
+    alone = Net()
+    with torch.no_grad():
+        expected = [float(alone.validation_step(batch, 0)) for batch in batches(3)]
+    for losses, gathered, outside in ranks(evaluated, is_fitting=is_fitting, options=options):
+        for found in losses[:3]:
+            assert found == pytest.approx(expected, rel=1e-6)
+        assert gathered == outside
+        if is_fitting:
+            assert losses[3][0] == pytest.approx(expected[0], rel=1e-6)

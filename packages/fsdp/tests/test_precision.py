@@ -1,0 +1,108 @@
+"""The dtypes in which parameters are kept, gathered and reduced."""
+
+import dataclasses
+
+import pytest
+import torch
+from fsdp_loop import Net, batches, one_pass, parts, start, train
+from torch.distributed.fsdp import MixedPrecision as EarlierPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from dstrat.builtin.precision.mixed import MixedPrecision
+from dstrat.builtin.precision.true import TruePrecision
+from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.errors import ConflictError, RequestError
+from dstrat_fsdp import FSDPStrategy
+from dstrat_fsdp.options import precision_policy
+
+STEPS = 6
+
+
+def precise(flag):
+    """The precision, with a loss scale at which nothing overflows."""
+    if flag == "16-mixed":
+        return MixedPrecision(flag, scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+    return TruePrecision(flag) if flag.endswith("true") else MixedPrecision(flag)
+
+
+def given(cluster, flag):
+    return dataclasses.replace(parts(cluster), precision_plugin=precise(flag))
+
+
+def trained(cluster, precision):
+    strategy = FSDPStrategy()
+    start(strategy, Net(), given(cluster, precision))
+    seen = []
+    strategy.module.blocks[0].up.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight.dtype))
+    losses = train(strategy, steps=STEPS, clip=0.5)
+    [optimizer] = strategy.optimizers
+    kept = {str(parameter.dtype) for group in optimizer.param_groups for parameter in group["params"]}
+    strategy.teardown()
+    return losses, {str(dtype) for dtype in seen}, kept
+
+
+@pytest.mark.parametrize(
+    ("precision", "kept", "tolerance"),
+    [("bf16-true", "bfloat16", 0.1), ("bf16-mixed", "float32", 0.05), ("16-mixed", "float32", 0.02)],
+)
+def test_losses_are_near_those_of_one_device_and_parameters_are_gathered_in_the_dtype_of_computation(
+    ranks, precision, kept, tolerance
+):
+    alone = SingleDeviceStrategy()
+    start(alone, Net(), given(None, precision))
+    expected = train(alone, steps=STEPS, clip=0.5)
+    computed = "torch.float16" if precision == "16-mixed" else "torch.bfloat16"
+    for losses, gathered, kept_in in ranks(trained, precision=precision):
+        assert losses == pytest.approx(expected, rel=tolerance)
+        assert losses[-1] < losses[0]
+        assert gathered == {computed}
+        assert kept_in == {f"torch.{kept}"}
+
+
+class Overflowing(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + 1e9 * self.last.bias[0] if batch_idx == 1 else loss  # rank 0 has this value's gradient
+
+
+def weights_after_an_overflow(cluster):
+    strategy = FSDPStrategy()
+    start(strategy, Overflowing(), given(cluster, "16-mixed"))
+    found = []
+    [optimizer] = strategy.optimizers
+    for index, batch in enumerate(batches(3)):
+        optimizer.zero_grad()
+        strategy.optimizer_step(optimizer, lambda i=index, b=batch: one_pass(strategy, b, i, 1), strategy.model)
+        found.append(float(strategy.module.first.bias.detach().full_tensor().double().sum()))
+    strategy.teardown()
+    return found
+
+
+def test_a_step_that_overflows_in_the_shard_of_one_rank_is_skipped_on_all(ranks):
+    first, second = ranks(weights_after_an_overflow)
+    assert first == second
+    assert first[0] == first[1] != first[2]
+
+
+def test_the_policy_follows_from_the_precision():
+    assert precision_policy(None, TruePrecision()) == MixedPrecisionPolicy()
+    assert precision_policy(None, TruePrecision("bf16-true")) == MixedPrecisionPolicy()
+    mixed = precision_policy(None, MixedPrecision("bf16-mixed"))
+    assert (mixed.param_dtype, mixed.reduce_dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_a_policy_of_ones_own_is_taken_in_either_spelling():
+    own = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    assert precision_policy(own, TruePrecision()) is own
+    earlier = EarlierPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=True)
+    assert precision_policy(earlier, MixedPrecision("bf16-mixed")) == own
+
+
+def test_a_policy_that_contradicts_the_precision_is_refused():
+    own = MixedPrecisionPolicy(param_dtype=torch.float16)
+    with pytest.raises(ConflictError, match="'bf16-mixed' computes in torch"):
+        precision_policy(own, MixedPrecision("bf16-mixed"))
+    with pytest.raises(ConflictError, match="precision='16-mixed' as well"):
+        precision_policy(own, TruePrecision())
+    with pytest.raises(RequestError, match="is not a MixedPrecisionPolicy"):
+        precision_policy("bf16", TruePrecision())

@@ -1,0 +1,183 @@
+"""The state of a sharded module and its optimizer: whole on rank 0 or in shards, and what a run leaves behind."""
+
+import copy
+import io
+
+import pytest
+import torch
+from fsdp_loop import Net, parts, start, train
+from torch.distributed.tensor import DTensor
+
+from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.errors import CheckpointError, MisuseError
+from dstrat_fsdp import FSDPStrategy
+
+MORE = {"steps": 5}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """State of one device after some steps, and its losses in the next ones."""
+    strategy = SingleDeviceStrategy()
+    start(strategy, Net(), parts())
+    train(strategy, **MORE)
+    state = {name: value.clone() for name, value in strategy.module_state_dict().items()}
+    [optimizer] = strategy.optimizers
+    copied = copy.deepcopy(optimizer.state_dict())
+    return state, copied, train(strategy, **MORE)
+
+
+def saved(cluster, options):
+    strategy = FSDPStrategy(**options)
+    start(strategy, Net(), parts(cluster))
+    train(strategy, **MORE)
+    state, optimizer = strategy.module_state_dict(), strategy.optimizer_state(strategy.optimizers[0])
+    strategy.teardown()
+    written = io.BytesIO()  # tensors themselves would be shared with a process that ends
+    torch.save((state, optimizer), written)
+    return written.getvalue()
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_close(found[key], value)
+        elif isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"device_mesh": (2, 2)}, {"cpu_offload": True}])
+def test_the_whole_state_is_that_of_one_device_and_on_rank_0_only(ranks, trained, options):
+    state, optimizer, _ = trained
+    (whole, whole_optimizer), *others = [torch.load(io.BytesIO(w)) for w in ranks(saved, 4, options=options)]
+    assert_close(whole, state)
+    assert_close(whole_optimizer["state"], optimizer["state"])
+    assert whole_optimizer["param_groups"][0]["params"] == optimizer["param_groups"][0]["params"]
+    assert others == [({}, {})] * 3
+
+
+def resumed(cluster, state, optimizer, options):
+    strategy = FSDPStrategy(**options)
+    start(strategy, Net(), parts(cluster))
+    on_rank_0 = strategy.is_global_zero
+    strategy.load_module_state_dict(state if on_rank_0 else {})
+    strategy.load_optimizer_state(strategy.optimizers[0], optimizer if on_rank_0 else {})
+    losses = train(strategy, **MORE)
+    strategy.teardown()
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"device_mesh": (2, 2)}, {"cpu_offload": True}])
+def test_a_whole_state_of_rank_0_is_dealt_out(ranks, trained, options):
+    state, optimizer, expected = trained
+    for losses in ranks(resumed, 4, state=state, optimizer=optimizer, options=options):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def misfit(cluster, state, strict=True):
+    strategy = FSDPStrategy()
+    start(strategy, Net(), parts(cluster))
+    try:
+        strategy.load_module_state_dict(state, strict=strict)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+def test_a_state_that_does_not_fit_is_refused_on_every_rank(ranks, trained):
+    state = dict(trained[0])
+    del state["last.bias"]
+    state["extra"] = torch.zeros(1)
+    [message, same] = ranks(misfit, state=state)
+    assert message == same == "the state does not fit the module: missing ['last.bias'], unexpected ['extra']"
+    assert ranks(misfit, 1, state=state, strict=False) == [None]
+    [message] = ranks(misfit, 1, state={**trained[0], "last.bias": torch.zeros(7)})
+    assert message == "'last.bias' has the shape (7,), and the module's has (3,)"
+
+
+def through_shards(cluster):
+    first = FSDPStrategy()
+    start(first, Net(), parts(cluster))
+    train(first, **MORE)
+    module = {name: value.to_local().clone() for name, value in tensors(first.sharded_module_state())}
+    state = first.sharded_optimizer_state(first.optimizers[0])
+    names = sorted(state["state"])
+    local = {n: {k: getattr(v, "_local_tensor", v).clone() for k, v in e.items()} for n, e in state["state"].items()}
+    expected = train(first, **MORE)
+    first.teardown()
+
+    second = FSDPStrategy()
+    start(second, Net(), parts(cluster))
+    with torch.no_grad():
+        for name, value in tensors(second.sharded_module_state()):
+            value.to_local().copy_(module[name])
+    template = second.sharded_optimizer_state(second.optimizers[0])
+    for name, entry in template["state"].items():
+        for key, value in entry.items():
+            getattr(value, "_local_tensor", value).copy_(local[name][key])
+    second.load_sharded_optimizer_state(second.optimizers[0], template)
+    losses = train(second, **MORE)
+    second.teardown()
+    return names, losses, expected
+
+
+def tensors(state):
+    return [(name, value) for name, value in state.items() if isinstance(value, DTensor)]
+
+
+def test_shards_come_and_go_under_the_modules_own_names(ranks):
+    for names, losses, expected in ranks(through_shards):
+        assert names == sorted(name for name, _ in Net().named_parameters())
+        assert losses == expected
+
+
+def two_runs(cluster, state_dict_type):
+    module = Net()
+    losses = []
+    kinds = set()
+    for _ in range(2):
+        strategy = FSDPStrategy(state_dict_type=state_dict_type)
+        start(strategy, module, parts(cluster))
+        losses += train(strategy, **MORE)
+        strategy.teardown()
+        kinds |= {type(parameter.data).__name__ for parameter in module.parameters()}
+        assert strategy.model is strategy.module is module
+        assert type(module.blocks[0]).__name__ == "Block"
+    return losses, kinds, [tuple(parameter.shape) for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize(("state_dict_type", "kind"), [("sharded", "DTensor"), ("full", "Tensor")])
+def test_another_run_goes_on_with_what_the_first_has_left(ranks, state_dict_type, kind):
+    alone = Net()
+    expected = []
+    for _ in range(2):
+        strategy = SingleDeviceStrategy()
+        start(strategy, alone, parts())
+        expected += train(strategy, **MORE)
+    for losses, kinds, shapes in ranks(two_runs, state_dict_type=state_dict_type):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert kinds == {kind}
+        assert shapes == [tuple(parameter.shape) for parameter in Net().parameters()]
+
+
+def another_mesh(cluster):
+    module = Net()
+    strategy = FSDPStrategy()
+    start(strategy, module, parts(cluster))
+    strategy.teardown()
+    strategy = FSDPStrategy(sharding_strategy="NO_SHARD")
+    try:
+        start(strategy, module, parts(cluster))
+    except MisuseError as error:
+        return str(error)
+    return None
+
+
+def test_shards_of_another_mesh_are_refused(ranks):
+    for message in ranks(another_mesh):
+        assert message.startswith(
+            "an earlier run has left Net sharded over a mesh of (2,), which this run, over (2, 1)"
+        )

@@ -1,0 +1,103 @@
+"""Which parts of a module become blocks."""
+
+import functools
+
+import pytest
+from fsdp_loop import Block, Net
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from dstrat.errors import RequestError
+from dstrat_fsdp.wrap_policy import blocks_of
+
+
+def names(module, policy=None):
+    of = {id(part): name for name, part in module.named_modules()}
+    return [of[id(block)] for block in blocks_of(module, policy)]
+
+
+class Bottleneck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.norm = nn.BatchNorm2d(4)
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 1)
+        self.stages = nn.ModuleDict({str(i): nn.Sequential(Bottleneck(), Bottleneck()) for i in range(2)})
+        self.head = nn.Linear(4, 2)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 8)
+        self.places = nn.Embedding(9, 8)
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.words.weight
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+
+
+def test_repeated_layers_in_a_list_are_blocks():
+    assert sorted(names(Net())) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_repeated_stages_are_blocks_and_what_they_contain_is_not():
+    assert sorted(names(Convolutional())) == ["stages.0", "stages.1"]
+
+
+def test_the_layers_of_torchs_transformer_are_blocks():
+    found = sorted(names(nn.Transformer(8, 2, 2, 2, 16, batch_first=True)))
+    assert found == ["decoder.layers.0", "decoder.layers.1", "encoder.layers.0", "encoder.layers.1"]
+
+
+def test_a_plain_sequence_has_its_larger_layers_as_blocks():
+    module = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 1, bias=False))
+    module.append(nn.PReLU())
+    assert sorted(names(module)) == ["0", "2", "4"]
+
+
+def test_embeddings_are_no_blocks_where_there_are_others():
+    assert sorted(names(Tied())) == ["blocks.0", "blocks.1"]
+
+
+def test_a_module_without_repetition_has_no_blocks():
+    assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {Block},
+        [Block],
+        lambda module: isinstance(module, Block),
+        ModuleWrapPolicy({Block}),
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        functools.partial(size_based_auto_wrap_policy, min_num_params=400),
+        400,
+    ],
+)
+def test_a_policy_may_be_given_in_several_ways(policy):
+    assert sorted(names(Net(), policy)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_inner_blocks_come_before_those_that_contain_them():
+    found = names(Net(), {Block, nn.Linear})
+    assert found.index("blocks.1.up") < found.index("blocks.1")
+    assert "first" in found
+
+
+@pytest.mark.parametrize(
+    ("policy", "part"), [({nn.LSTM}, "LSTM"), (10**6, "1000000"), (lambda module: False, "lambda")]
+)
+def test_a_policy_that_matches_nothing_is_refused_with_what_there_is(policy, part):
+    with pytest.raises(RequestError, match=rf"{part}.* matches no layer of Net.*Block, LayerNorm, Linear"):
+        blocks_of(Net(), policy)
+
+
+def test_a_block_may_not_share_a_parameter_with_a_layer_outside_of_it():
+    with pytest.raises(RequestError, match="block of a Embedding whose parameter 'weight' also belongs to"):
+        blocks_of(Tied(), {nn.Embedding})
