@@ -13,7 +13,6 @@ from dstrat.training.checkpoint import restore_checkpoint
 from dstrat.training.dispatch import Dispatch, overrides
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.interruption import Interrupted, Terminated
-from dstrat.training.metrics.latest import Metrics
 from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule
 from dstrat.training.numerics import numerics
@@ -52,10 +51,10 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
                 restore_checkpoint(trainer, ckpt_path)
             result = work(trainer, module, sources)
         except BaseException as exception:
-            _on_exception(trainer, sources, exception)
+            _on_exception(trainer, exception)
             raise
         outcome = Outcome.of(trainer, result)
-        _finish(trainer, sources)
+        _finish(trainer)
     return outcome
 
 
@@ -75,7 +74,7 @@ def _begin(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
     trainer.dispatch = Dispatch(trainer, module, trainer.callbacks)
     trainer.should_stop = trainer.sanity_checking = trainer.is_evaluating = False
-    trainer.metrics = Metrics()
+    trainer.publisher.start()
     trainer.is_running = True
 
 
@@ -88,12 +87,12 @@ def _end(trainer: Trainer) -> None:
 
 
 def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
-    strategy, dispatch = trainer.strategy, trainer.dispatch
+    strategy = trainer.strategy
     strategy.setup_environment()
     if strategy.local_rank == 0:
         sources.prepare_data()
     strategy.barrier("prepare_data")
-    trainer.agree_on_log_dir()
+    trainer.publisher.agree_on_folders()
     if trainer.profiler is not None:
         trainer.profiler.start(trainer.stage, trainer.log_dir or trainer.default_root_dir, trainer.global_rank)
     _call_in_turn(trainer, "setup", trainer.stage)
@@ -103,6 +102,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     if trainer.sync_batchnorm and trainer.is_fitting:
         strategy.synchronize_batchnorm()
     strategy.setup(trainer)
+    log_hyperparameters(trainer)
 
 
 def _fit(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
@@ -143,7 +143,7 @@ def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
     trainer.dispatch.call_callbacks("on_sanity_check_end")
     trainer.sanity_checking = False
     random_state.restore()
-    trainer.metrics = Metrics()  # values of a few batches are no results
+    trainer.publisher.start()  # values of a few batches are no results
 
 
 def _evaluate(trainer: Trainer, module: TrainModule, sources: Sources) -> list[dict[str, float]]:
@@ -152,7 +152,7 @@ def _evaluate(trainer: Trainer, module: TrainModule, sources: Sources) -> list[d
     else:
         loop = EvaluationLoop(trainer, module, sources.loader("test"), "test")
     loop.run()
-    return trainer.evaluation_results(len(loop.num_batches))
+    return trainer.publisher.results(len(loop.num_batches))
 
 
 def _predict(trainer: Trainer, module: TrainModule, sources: Sources) -> list[Any]:
@@ -165,7 +165,7 @@ def _predict(trainer: Trainer, module: TrainModule, sources: Sources) -> list[An
     return predictions[0] if len(predictions) == 1 else predictions
 
 
-def _on_exception(trainer: Trainer, sources: Sources, exception: BaseException) -> None:
+def _on_exception(trainer: Trainer, exception: BaseException) -> None:
     """Tell everyone, and free what would keep other processes waiting; the exception itself goes on."""
     trainer.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
     status = "interrupted" if trainer.interrupted else "failed"
@@ -178,7 +178,7 @@ def _on_exception(trainer: Trainer, sources: Sources, exception: BaseException) 
         tell.reverse()  # every process is here, so that callbacks may still communicate
     steps: list[Callable[[], None]] = [
         *tell,
-        *_last_steps(trainer, sources, status),
+        *_last_steps(trainer, status),
     ]
     for error in _do_all(steps):
         _log.error("cleaning up after %s failed too", type(exception).__name__, exc_info=error)
@@ -193,14 +193,14 @@ def _call_in_turn(trainer: Trainer, name: Literal["setup", "teardown"], stage: S
     getattr(trainer.module, name)(stage)
 
 
-def _finish(trainer: Trainer, sources: Sources) -> None:
-    for error in _do_all(_last_steps(trainer, sources, "success")):
+def _finish(trainer: Trainer) -> None:
+    for error in _do_all(_last_steps(trainer, "success")):
         raise error
 
 
-def _last_steps(trainer: Trainer, sources: Sources, status: str) -> list[Callable[[], None]]:
+def _last_steps(trainer: Trainer, status: str) -> list[Callable[[], None]]:
     return [
-        *(partial(logger.finalize, status) for logger in trainer.writing_loggers),
+        partial(trainer.publisher.finalize, status),
         partial(_call_in_turn, trainer, "teardown", trainer.stage),
         trainer.strategy.teardown,
         *([trainer.profiler.finish] if trainer.profiler else []),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dstrat.training.loops.fit_loop import FitLoop
     from dstrat.training.metrics.latest import Metrics
     from dstrat.training.metrics.logged import LoggedValues
+    from dstrat.training.metrics.publisher import Publisher
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
 
@@ -43,6 +44,8 @@ class RunState:
         module: The user's module; the last run's after its end.
         datamodule: The run's, None without one.
         log_dir: Where the loggers write, None where none of them writes to a folder.
+        metrics: The values that were logged.
+        publisher: Brings them to callbacks and loggers.
         fit_loop: Trains.
         evaluation_loop: Validates, tests or predicts, also within a fit; None before.
     """
@@ -62,6 +65,7 @@ class RunState:
     evaluation_batches: list[int | None]
     logged: LoggedValues
     metrics: Metrics
+    publisher: Publisher
     sources: Sources | None
     max_epochs: int
     max_steps: int
@@ -196,6 +200,14 @@ class RunState:
         return self.evaluation_loop.loaders if self.evaluation_loop is not None and self.stage in stages else []
 
     @property
+    def predict_batch_indices(self) -> list[Any] | None:
+        """Indices in the dataset of the samples of the batch that is predicted; None where they are unknown.
+
+        Known to callbacks of which ``reads_batch_indices`` is True.
+        """
+        return None if self.evaluation_loop is None else self.evaluation_loop.batch_indices
+
+    @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
         """The learning-rate schedulers of the run, each with when it is stepped."""
         return self.strategy.lr_schedulers
@@ -216,14 +228,19 @@ class RunState:
         return self.loggers[0] if self.loggers else None
 
     @property
-    def callback_metrics(self) -> dict[str, Tensor | float]:
+    def callback_metrics(self) -> dict[str, Tensor]:
         """Latest value of everything that was logged, by name."""
-        return self.metrics.all(self.logged)
+        return dict(self.metrics.callback_values)
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """Those of them that loggers write."""
+        return self.metrics.written_values
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """What the progress bar shows, by name; reads the values from the device."""
-        return self.metrics.shown(self.logged)
+        return self.metrics.shown_values
 
     @property
     def checkpoint_callback(self) -> Callback | None:

@@ -15,7 +15,8 @@ from dstrat.training.creation import creating_modules
 from dstrat.training.data.sources import Source, Sources
 from dstrat.training.loggers.defaults import complete_loggers
 from dstrat.training.loops.fit_loop import FitLoop
-from dstrat.training.metrics.latest import Metrics, as_numbers
+from dstrat.training.metrics.latest import Metrics
+from dstrat.training.metrics.publisher import Publisher
 from dstrat.training.profilers.names import make_profiler
 from dstrat.training.random_state import RandomState
 from dstrat.training.run import execute, execute_elsewhere
@@ -162,21 +163,19 @@ class Trainer(RunState):
         around = choose_surroundings(given, barebones=barebones, fast_dev_run=fast_dev_run)
         self.fast_dev_run = int(fast_dev_run)
         self.barebones = barebones
+
         self.max_epochs = max_epochs if max_epochs is not None else (DEFAULT_MAX_EPOCHS if max_steps < 0 else -1)
         self.max_steps = max_steps
         self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
-        self.limit_train_batches = limit_train_batches
-        self.limit_val_batches = limit_val_batches
-        self.limit_test_batches = limit_test_batches
-        self.limit_predict_batches = limit_predict_batches
+        self.limit_train_batches, self.limit_val_batches = limit_train_batches, limit_val_batches
+        self.limit_test_batches, self.limit_predict_batches = limit_test_batches, limit_predict_batches
         self.overfit_batches = overfit_batches
         self.check_val_every_n_epoch = check_val_every_n_epoch
         self.val_check_interval = val_check_interval
         self.num_sanity_val_steps = around.num_sanity_val_steps
         self.log_every_n_steps = around.log_every_n_steps
         self.accumulate_grad_batches = accumulate_grad_batches
-        self.gradient_clip_val = gradient_clip_val
-        self.gradient_clip_algorithm = gradient_clip_algorithm
+        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
         self.deterministic, self.benchmark = deterministic, benchmark
         self.sync_batchnorm, self.detect_anomaly = sync_batchnorm, detect_anomaly
         self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
@@ -213,6 +212,7 @@ class Trainer(RunState):
         self.fit_loop = FitLoop(self)
         self.evaluation_loop: EvaluationLoop | None = None
         self.metrics = Metrics()
+        self.publisher = Publisher(self)
         self.sources: Sources | None = None
         self.module: TrainModule | None = None
         self.datamodule: DataModule | None = None
@@ -284,7 +284,8 @@ class Trainer(RunState):
             ckpt_path: A checkpoint whose weights are loaded first.
             datamodule: Gives the loaders.
         """
-        return self._evaluate("validate", model, datamodule, dataloaders, ckpt_path)
+        results: list[dict[str, float]] = self._evaluate("validate", model, datamodule, dataloaders, ckpt_path)
+        return results
 
     def test(
         self,
@@ -294,7 +295,8 @@ class Trainer(RunState):
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test data; return the logged values, a dict for each loader."""
-        return self._evaluate("test", model, datamodule, dataloaders, ckpt_path)
+        results: list[dict[str, float]] = self._evaluate("test", model, datamodule, dataloaders, ckpt_path)
+        return results
 
     def predict(
         self,
@@ -356,46 +358,10 @@ class Trainer(RunState):
         """Return the batches; the wait for each is measured where a profiler was asked for."""
         return batches if self.profiler is None else iter(self.profiled("next_batch", iter(batches).__next__), None)
 
-    def agree_on_log_dir(self) -> None:
-        """Let rank 0 choose the folder of this run, and tell the others."""
-        chosen = next((logger.log_dir for logger in self.writing_loggers if logger.log_dir), None)
-        self.log_dir = self.strategy.broadcast(chosen)
-
     @property
     def writing_loggers(self) -> list[Logger]:
         """The loggers, in the process that writes; none in the others."""
         return self.loggers if self.is_global_zero else []
-
-    def publish_step(self, logged: LoggedValues) -> None:
-        """Write the step's values to the loggers; collective where one of them is synchronised."""
-        self._write(self.metrics.of_step(logged, self.strategy))
-
-    def publish_epoch(self, logged: LoggedValues, hooks: Iterable[Callable[[], Any]]) -> None:
-        """Reduce the values over the epoch, call the hooks at its end, and write all to the loggers; collective.
-
-        The hooks see the values, and may log more.
-        """
-        self.metrics.start_epoch()
-        values = self.metrics.of_epoch(logged, self.strategy)
-        for hook in hooks:
-            hook()
-        values |= self.metrics.of_epoch(logged, self.strategy)
-        if not self.sanity_checking:
-            self._write(values)
-
-    def _write(self, values: dict[str, float]) -> None:
-        if values:
-            for logger in self.writing_loggers:
-                logger.log_metrics({"epoch": self.current_epoch, **values}, self.global_step)
-
-    def evaluation_results(self, num_loaders: int) -> list[dict[str, float]]:
-        """Return the values that an evaluation logged, as numbers, a dict for each loader."""
-        values = as_numbers(self.metrics.latest_epoch)
-        if num_loaders == 1:
-            return [values]
-        suffixes = [f"/dataloader_idx_{index}" for index in range(num_loaders)]
-        shared = {name: value for name, value in values.items() if "/dataloader_idx_" not in name}
-        return [shared | {n: v for n, v in values.items() if n.endswith(suffix)} for suffix in suffixes]
 
     # Launching
 

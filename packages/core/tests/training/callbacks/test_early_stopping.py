@@ -89,6 +89,19 @@ def test_where_it_is_checked_can_be_chosen(fit, at_epoch_end, steps):
     assert trainer.global_step == steps
 
 
+def test_without_validation_nothing_is_checked_where_only_validations_are(fit, scripted, caplog):
+    callback = EarlyStopping("train_score", patience=1, check_on_train_epoch_end=False)
+    trainer = fit(callback, module=scripted(train_scores=[5, 5, 5]), validates=False)
+    assert trainer.current_epoch == 3
+    assert caplog.messages == ["EarlyStopping(monitor='train_score') had no value to check in this training"]
+
+
+def test_an_epoch_that_is_broken_off_before_its_validation_misses_nothing(fit, caplog):
+    trainer = fit(EarlyStopping("score"), [5], limit_train_batches=6, max_steps=8, max_epochs=9)
+    assert trainer.global_step == 8
+    assert not caplog.messages
+
+
 def test_epochs_without_validation_do_not_count(fit):
     callback = EarlyStopping("score", patience=2)
     trainer = fit(callback, [5, 5, 5], check_val_every_n_epoch=2, max_epochs=9)
@@ -105,7 +118,7 @@ def test_a_value_that_nobody_logs_is_an_error_that_lists_the_known_ones(fit):
     message = r"EarlyStopping\(monitor='scores'\) waits for a value which was not logged: log it, or choose from "
     with pytest.raises(MisuseError, match=message + "loss, score$"):
         fit(EarlyStopping("scores"), [1, 1, 1])
-    with pytest.raises(MisuseError, match=message + "score$"):
+    with pytest.raises(MisuseError, match=message + "loss, score$"):
         fit(EarlyStopping("scores", check_on_train_epoch_end=False), [1, 1, 1])
 
 

@@ -28,6 +28,7 @@ class Callback:
 
     runs_last: bool = False
     saves_checkpoints: bool = False
+    reads_batch_indices: bool = False
 
     @property
     def state_key(self) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from dstrat.training.data.batches import batch_mover, device_batches, device_to_copy_ahead_to
 from dstrat.training.data.loaders import as_list, length_of, limit_of, prepare_evaluation_loader
+from dstrat.training.data.recorded_batches import take_indices
 from dstrat.training.loops.steps import bind_step, count_arguments
 from dstrat.training.loops.uncounted_steps import uncounted, with_company
 from dstrat.training.metrics.logged import LoggedValues
@@ -41,6 +42,8 @@ class EvaluationLoop:
     Attributes:
         loaders: What this process evaluates, a loader each.
         logged: The values that the module logs.
+        batch_indices: Indices in the dataset of the samples of a batch that is predicted, where a callback reads them
+            and the loader knows them; None otherwise.
         keeps_outputs: Whether what the steps return is kept for :meth:`predictions`.
     """
 
@@ -54,13 +57,22 @@ class EvaluationLoop:
         self.logged = LoggedValues(training=False)
         self.keeps_outputs = purpose == "predict"
         self._outputs: list[list[Any]] = []
+        self._records_indices = purpose == "predict" and any(
+            callback.reads_batch_indices for callback in trainer.callbacks
+        )
+        self.batch_indices: list[Any] | None = None
         self.load(loaders)
 
     def load(self, loaders: Any) -> None:
         """Take other loaders than before."""
         trainer = self._trainer
         prepared = [
-            prepare_evaluation_loader(loader, trainer.strategy, distribute=trainer.use_distributed_sampler)
+            prepare_evaluation_loader(
+                loader,
+                trainer.strategy,
+                distribute=trainer.use_distributed_sampler,
+                records_indices=self._records_indices,
+            )
             for loader in as_list(loaders)
         ]
         self.loaders = [loader for loader, _ in prepared]
@@ -79,9 +91,11 @@ class EvaluationLoop:
             at_most: Number of batches to take of each loader, below the Trainer's limit.
         """
         trainer, dispatch, purpose = self._trainer, self._trainer.dispatch, self._purpose
-        trainer.logged, trainer.evaluation_loop, trainer.is_evaluating = self.logged, self, True
+        trainer.publisher.follow(self.logged)
+        trainer.evaluation_loop, trainer.is_evaluating = self, True
         trainer.evaluation_batches = counts = [_smaller(count, at_most) for count in self.num_batches]
-        self.logged.start_epoch()
+        if purpose != "predict":
+            self.logged.start_epoch()
         self._outputs = []
         modes = [(part, part.training) for part in self._module.modules()]
         getattr(self._module, f"on_{purpose}_model_eval")()
@@ -90,7 +104,7 @@ class EvaluationLoop:
         with self._no_gradients():
             for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True)):
                 self._run_loader(dataloader_idx, loader, count)
-        trainer.publish_epoch(self.logged, dispatch.of(f"on_{purpose}_epoch_end"))
+        trainer.publisher.publish_epoch(self.logged, dispatch.of(f"on_{purpose}_epoch_end"))
         dispatch.call(f"on_{purpose}_end")
         for part, was_training in modes:
             part.training = was_training
@@ -135,6 +149,8 @@ class EvaluationLoop:
         logged.in_step, logged.dataloader_idx = True, dataloader_idx if index_of_loader else None
         for batch_idx, batch in enumerate(self._batches(dataloader_idx, loader, count)):
             logged.batch = batch
+            if self._records_indices:
+                self.batch_indices = take_indices(loader)
             for hook in batch_start:
                 hook(batch, batch_idx, *index_of_loader)
             outputs = step(batch, batch_idx, *index_for_step) if takes_index else step(batch)

@@ -135,7 +135,8 @@ class FitLoop:
         self._loaded_in_epoch = self.epoch
         self._schedule = ValidationSchedule(trainer, self.num_batches)
         self._votes = Votes(trainer.strategy, self.batches_seen)
-        trainer.logged = self.logged
+        trainer.publisher.follow(self.logged)
+        self.logged.start_epoch()  # what on_train_start logs belongs to the first epoch
         trainer.dispatch.call("on_train_start")
         _tell_of_evaluation_mode(self._module)
         with Interruption() as self._interruption:
@@ -156,7 +157,7 @@ class FitLoop:
         self.logged.in_step, self.logged.batch = False, None
         if completed:
             self.epochs_done = self.epoch + 1
-        trainer.publish_epoch(self.logged, dispatch.early("on_train_epoch_end"))
+        trainer.publisher.publish_epoch(self.logged, dispatch.early("on_train_epoch_end"))
         if completed:
             self._schedulers.after_epoch(self.epochs_done)
         for hook in dispatch.late("on_train_epoch_end"):
@@ -207,7 +208,7 @@ class FitLoop:
         self._accumulate = trainer.accumulate_grad_batches
         self._in_group = 0
         self._batch_end = trainer.dispatch.of("on_train_batch_end")
-        self._publishes = bool(trainer.loggers and trainer.log_every_n_steps)
+        self._publishes = bool(trainer.log_every_n_steps and (trainer.loggers or trainer.world_size > 1))
         self._steps_schedulers = self._schedulers.step_with_batches
         self._profiler_step = trainer.profiler.step if trainer.profiler else None
 
@@ -248,7 +249,7 @@ class FitLoop:
     def _publish_when_due(self, steps_before: int) -> None:
         every = self._trainer.log_every_n_steps
         if self.global_step // every != steps_before // every:
-            self._trainer.publish_step(self.logged)
+            self._trainer.publisher.publish_step(self.logged)
 
     # Validation and stopping
 
@@ -264,7 +265,7 @@ class FitLoop:
             self._module.on_validation_model_zero_grad()
         self._validation.run()
         self._schedule.note_run()
-        self._trainer.logged = self.logged
+        self._trainer.publisher.follow(self.logged)
         self._must_vote = True  # something may have seen enough, perhaps not in every process
 
     def _decide(self) -> bool:

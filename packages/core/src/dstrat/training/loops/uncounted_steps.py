@@ -56,7 +56,7 @@ def uncounted(trainer: Trainer, module: TrainModule, batch: Any) -> Iterator[Non
     logged, trainer.logged = trainer.logged, LoggedValues(training=False)
     trainer.logged.start_epoch()
     trainer.logged.in_step, trainer.logged.batch = True, batch
-    metrics = [part for part in module.modules() if is_metric(part)]
+    metrics: list[Any] = [part for part in module.modules() if is_metric(part)]
     states = [(copy.deepcopy(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001 - torchmetrics offers no other way to set it back
     try:
         yield

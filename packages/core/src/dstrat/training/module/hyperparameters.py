@@ -184,9 +184,7 @@ def log_hyperparameters(trainer: Trainer) -> None:
         for owner in owners:
             checkpoint_entries(owner, MODULE_KEYS)
     settings = _shown([owner for owner in owners if owner._hyperparameters.is_logged])  # noqa: SLF001 - as above
-    if settings:
-        for logger in trainer.writing_loggers:
-            logger.log_hyperparams(settings)
+    trainer.publisher.log_hyperparams(settings)
 
 
 def _shown(owners: Iterable[HyperparameterMethods]) -> dict[str, Any]:
