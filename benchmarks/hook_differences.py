@@ -29,23 +29,156 @@ def name_of(call: str) -> str:
     return call.partition("(")[0]
 
 
+def moved(calls: Calls, block: range, to: int) -> Calls:
+    """Return the calls with a block of them in front of what is at another index."""
+    rest = [*calls[: block.start], *calls[block.stop :]]
+    index = to if to <= block.start else to - len(block)
+    return [*rest[:index], *calls[block.start : block.stop], *rest[index:]]
+
+
+def after(calls: Calls, name: str, start: int = 0) -> int | None:
+    """Return the index after the next call of that name; None where there is none."""
+    return next((i + 1 for i in range(start, len(calls)) if name_of(calls[i]) == name), None)
+
+
+def check_names_first(calls: Calls) -> Calls:
+    """Add what happens when the Trainer is made."""
+    return ["callback.state_dict()", *calls]
+
+
 def clear_before_the_step(calls: Calls) -> Calls:
     """Move the clearing of gradients from after ``training_step`` to before it."""
+    clearing = ("callback.on_before_zero_grad", "module.on_before_zero_grad", "module.optimizer_zero_grad")
     result: Calls = []
+    step = 0
     for call in calls:
-        step = next((i for i in range(len(result) - 1, -1, -1) if "module.training_step" in result[i]), None)
-        clears = name_of(call) in ("callback.on_before_zero_grad", "module.on_before_zero_grad")
-        if step is not None and (clears or name_of(call) == "module.optimizer_zero_grad"):
+        if name_of(call) == "module.training_step":
+            step = len(result)
+        if name_of(call) in clearing:
             result.insert(step, call)
+            step += 1
         else:
             result.append(call)
     return result
 
 
+def clear_before_a_step_that_raises(calls: Calls) -> Calls:
+    """Add the clearing that Lightning does not come to."""
+    raising = after(calls, "callback.on_exception")
+    if raising is None:
+        return calls
+    stepping = calls[raising - 3]
+    clearing = stepping.replace("module.optimizer_step", "module.optimizer_zero_grad")
+    before = ["callback.on_before_zero_grad()", "module.on_before_zero_grad()", clearing]
+    return [*calls[: raising - 2], *before, *calls[raising - 2 :]]
+
+
+def name_the_algorithm(calls: Calls) -> Calls:
+    """Let clipping have an algorithm by default."""
+    clipping = "module.configure_gradient_clipping"
+    return [f"{clipping}(norm)" if call == f"{clipping}()" else call for call in calls]
+
+
+def step_epochs_late(calls: Calls) -> Calls:
+    """Move the schedulers that are stepped per epoch behind the end of the epoch."""
+    index = 0
+    while index + 1 < len(calls):
+        end = after(calls, "module.on_train_epoch_end", index)
+        if end and name_of(calls[index]) == name_of(calls[index + 1]) == "module.lr_scheduler_step":
+            calls = moved(calls, range(index + 1, index + 2), end)
+        index += 1
+    return calls
+
+
+def save_after_the_module(calls: Calls) -> Calls:
+    """Move the saving of checkpoints behind what the module does at the end of a validation."""
+    index = 0
+    while (start := after(calls, "callback.on_validation_end", index)) is not None:
+        end = after(calls, "module.on_validation_end", start)
+        index = end or start
+        if end and end - start > 1:
+            calls = moved(calls, range(start, end - 1), end)
+    return calls
+
+
+def restore_when_set_up(calls: Calls) -> Calls:
+    """Move the reading of a checkpoint behind the making of optimizers, and callbacks before the module."""
+    start, end = after(calls, "module.configure_model"), after(calls, "module.configure_optimizers")
+    if start is None or end is None or "module.on_load_checkpoint()" not in calls[start:end]:
+        return calls
+    restoring = [
+        *("callback.on_load_checkpoint()", "module.on_load_checkpoint()"),
+        *("callback.load_state_dict()", "data.load_state_dict()"),
+    ]
+    return [*calls[:start], "module.configure_optimizers()", *restoring, *calls[end:]]
+
+
+def restore_the_module_alone(calls: Calls) -> Calls:
+    """Leave out the state of callbacks and data where a checkpoint is evaluated."""
+    if "module.training_step(0)" in calls or "module.on_load_checkpoint()" not in calls:
+        return calls
+    left_out = ("callback.load_state_dict()", "data.load_state_dict()", "callback.on_load_checkpoint()")
+    kept = [call for call in calls if call not in left_out]
+    index = kept.index("module.on_load_checkpoint()")
+    return [*kept[:index], "callback.on_load_checkpoint()", *kept[index:]]
+
+
+def tear_down_always(calls: Calls) -> Calls:
+    """Add the teardown after an exception."""
+    if name_of(calls[-1]) != "data.on_exception":
+        return calls
+    return [*calls, *(f"{owner}.teardown(fit)" for owner in ("data", "callback", "module"))]
+
+
+def train_after_prediction(calls: Calls) -> Calls:
+    """Add the hook that Lightning has after validation and test only."""
+    end = after(calls, "module.on_predict_end")
+    return calls if end is None else [*calls[:end], "module.on_predict_model_train()", *calls[end:]]
+
+
 DIFFERENCES = (
+    Difference(
+        reason="a Trainer checks when it is made that callbacks with a state have names of their own",
+        rewrite=check_names_first,
+    ),
     Difference(
         reason="gradients are cleared before training_step rather than after it, because old gradients and new "
         "activations need not be in memory together",
         rewrite=clear_before_the_step,
+    ),
+    Difference(
+        reason="so they are cleared before a training_step that raises, too",
+        rewrite=clear_before_a_step_that_raises,
+    ),
+    Difference(
+        reason="gradient_clip_algorithm is 'norm' by default, rather than None for the same",
+        rewrite=name_the_algorithm,
+    ),
+    Difference(
+        reason="schedulers that count epochs are stepped after on_train_epoch_end rather than before the last "
+        "on_train_batch_end, so that all hooks of an epoch see the learning rate that it had",
+        rewrite=step_epochs_late,
+    ),
+    Difference(
+        reason="a checkpoint of a validation is saved after the module's on_validation_end rather than before it, so "
+        "that it knows what the module logged there",
+        rewrite=save_after_the_module,
+    ),
+    Difference(
+        reason="a checkpoint is restored when the strategy has set up module and optimizers, which it may shard, "
+        "rather than before; callbacks see it first",
+        rewrite=restore_when_set_up,
+    ),
+    Difference(
+        reason="evaluating a checkpoint restores the module alone: the state of callbacks and data belongs to training",
+        rewrite=restore_the_module_alone,
+    ),
+    Difference(
+        reason="teardown follows an exception, too, so that what setup opened is closed",
+        rewrite=tear_down_always,
+    ),
+    Difference(
+        reason="on_predict_model_train follows prediction as the others follow validation and test",
+        rewrite=train_after_prediction,
     ),
 )

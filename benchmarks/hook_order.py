@@ -12,7 +12,9 @@ status is 1 then.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import io
 import logging
 import os
 import sys
@@ -57,7 +59,8 @@ def traces(name: str) -> tuple[list[str], list[str]]:
     for framework in recorded_frameworks():
         with tempfile.TemporaryDirectory() as folder:
             try:
-                SCENARIOS[name](framework, Path(folder))
+                with contextlib.redirect_stdout(io.StringIO()):
+                    SCENARIOS[name](framework, Path(folder))
             except Exception as error:  # noqa: BLE001 - the other scenarios are compared all the same
                 framework.calls.append(f"{type(error).__name__}: {error}")
         found.append(list(framework.calls))

@@ -107,8 +107,9 @@ def _trainer(framework: Framework, folder: Path, **arguments: Any) -> Any:
             return {"count": 1}
 
     callbacks = [framework.recorded("callback", WithState)()]
+    monitor = arguments.pop("monitor", None)
     if arguments.pop("saves", False):
-        callbacks.append(framework.checkpoint(dirpath=str(folder / "checkpoints"), save_last=True))
+        callbacks.append(framework.checkpoint(dirpath=str(folder / "checkpoints"), save_last=True, monitor=monitor))
     return framework.trainer(
         accelerator="cpu",
         devices=1,
@@ -166,7 +167,7 @@ def _test_a_checkpoint(framework: Framework, folder: Path) -> None:
 SCENARIOS: dict[str, Callable[[Framework, Path], None]] = {
     "fit, automatic": _fit,
     "fit, accumulating": partial(_fit, accumulate_grad_batches=2, gradient_clip_val=0.5),
-    "fit, validation twice in an epoch": partial(_fit, val_check_interval=2, max_epochs=1),
+    "fit, validation twice in an epoch": partial(_fit, val_check_interval=2, max_epochs=1, monitor="val_loss"),
     "fit, two validation loaders": partial(_fit, val_loaders=2, max_epochs=1),
     "fit, manual": partial(_fit, module=_manual),
     "fit, raising": _break,
