@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import sys
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,8 @@ def _parts(payload: object) -> Iterator[tuple[str, object]]:
         yield from ((f"[{key!r}]", value) for key, value in payload.items())
     elif isinstance(payload, list | tuple | set | frozenset):
         yield from ((f"[{position}]", value) for position, value in enumerate(payload))
+    elif dataclasses.is_dataclass(payload):  # which may have slots
+        yield from ((f".{field.name}", getattr(payload, field.name)) for field in dataclasses.fields(payload))
     elif hasattr(payload, "__self__") and hasattr(payload, "__func__"):
         yield ".__self__", payload.__self__
     else:

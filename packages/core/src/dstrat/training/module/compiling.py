@@ -104,4 +104,3 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from _layers(child)
         elif next(child.parameters(), None) is not None and not hasattr(child, _WRAPPED):
             yield child
-

@@ -1,0 +1,289 @@
+"""What comes back to the process that asked for a run, when the run was in others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dstrat import Callback, ModelCheckpoint, TrainModule
+from dstrat.errors import MisuseError, RankFailedError
+
+METHODS = ["fork", "spawn", "forkserver"]
+
+
+class Counting(Callback):
+    """Has a state, with a tensor in it."""
+
+    def __init__(self):
+        self.batches = torch.zeros(())
+        self.processes = set()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.batches += 1
+
+    def state_dict(self):
+        return {"batches": self.batches, "process": os.getpid()}
+
+    def load_state_dict(self, state_dict):
+        self.batches = state_dict["batches"]
+        self.processes.add(state_dict["process"])
+
+
+@pytest.fixture
+def elsewhere(quiet_trainer, averaging):
+    """Makes a Trainer whose run is in two other processes."""
+
+    def make(start_method="fork", **kwargs):
+        return quiet_trainer(strategy=averaging(start_method=start_method), devices=2, **kwargs)
+
+    return make
+
+
+def weights(module):
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_result_of_one_device_comes_back_from_other_processes(
+    quiet_trainer, elsewhere, make_line, loader, method, tmp_path
+):
+    here, there = make_line(), make_line()
+    one = quiet_trainer(callbacks=[Counting()])
+    one.fit(here, loader(batch_size=16), loader(batch_size=16))
+
+    counting = Counting()
+    checkpoint = ModelCheckpoint(tmp_path / "kept", monitor="val_loss")
+    two = elsewhere(method, callbacks=[counting, checkpoint], enable_checkpointing=True)
+    two.fit(there, loader(), loader())
+
+    assert torch.allclose(weights(here), weights(there), atol=1e-6)
+    assert (two.global_step, two.current_epoch) == (one.global_step, one.current_epoch) == (6, 2)
+    assert two.callback_metrics.keys() == one.callback_metrics.keys()
+    assert float(two.callback_metrics["val_loss"]) == pytest.approx(float(one.callback_metrics["val_loss"]), rel=1e-5)
+    assert counting.batches == 6
+    assert counting.processes
+    assert os.getpid() not in counting.processes
+    assert Path(checkpoint.best_model_path).exists()
+
+    for run in ("validate", "test"):
+        ours, theirs = getattr(two, run)(there, loader()), getattr(one, run)(here, loader(batch_size=16))
+        assert [list(values) for values in ours] == [list(values) for values in theirs]
+        assert [*ours[0].values()] == pytest.approx([*theirs[0].values()], rel=1e-5)
+    predictions = two.predict(there, loader())
+    assert torch.equal(torch.cat(predictions), torch.cat(one.predict(here, loader())))
+    assert all(prediction.device.type == "cpu" for prediction in predictions)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_second_fit_goes_on_from_the_first(quiet_trainer, elsewhere, make_line, loader, method):
+    here, there = make_line(), make_line()
+    for _ in range(2):
+        quiet_trainer(max_epochs=1).fit(here, loader(batch_size=16))
+        elsewhere(method, max_epochs=1).fit(there, loader())
+    assert torch.allclose(weights(here), weights(there), atol=1e-6)
+
+
+def test_random_numbers_after_a_run_are_those_that_follow_it(elsewhere, line_class, loader):
+    class Drawing(line_class):
+        def training_step(self, batch, batch_idx):
+            self.log("drawn", torch.rand(()), sync_dist=False)
+            return super().training_step(batch, batch_idx)
+
+    drawn = []
+    torch.manual_seed(3)
+    for _ in range(2):
+        trainer = elsewhere(max_steps=1)
+        trainer.fit(Drawing(), loader())
+        drawn.append(float(trainer.callback_metrics["drawn"]))
+    assert drawn[0] != drawn[1]
+
+
+def test_hyperparameters_that_the_run_has_changed_come_back(elsewhere, line_class, loader):
+    class Tuned(line_class):
+        def __init__(self, width, net):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def on_train_start(self):
+            self.hparams.width = [5, {"a": 1.0}]
+            self.hparams.found = "here"
+            self.hparams.net = nn.Linear(2, 2)
+
+    module = Tuned(3, nn.Linear(1, 1))
+    elsewhere(max_steps=1).fit(module, loader())
+    assert (module.hparams.width, module.hparams.found) == ([5, {"a": 1.0}], "here")
+    assert module.hparams.net.in_features == 1  # what is not plain stays
+
+
+def test_callbacks_that_the_module_configures_come_back(elsewhere, line_class, loader):
+    class Counted(line_class):
+        def configure_callbacks(self):
+            return Counting()
+
+    trainer = elsewhere(max_epochs=1)
+    trainer.fit(Counted(), loader())
+    assert [callback.batches for callback in trainer.callbacks if isinstance(callback, Counting)] == [3]
+
+
+def test_layers_that_configure_model_makes_come_back(elsewhere, line_class, loader):
+    class Late(line_class):
+        def __init__(self):
+            super().__init__()
+            del self.layer
+
+        def configure_model(self):
+            if not hasattr(self, "layer"):
+                self.layer = nn.Linear(8, 1)
+                nn.init.constant_(self.layer.weight, 2.0)
+
+    module = Late()
+    trainer = elsewhere(max_steps=1)
+    trainer.fit(module, loader())
+    assert module.layer.weight.std() > 0  # it was trained
+    assert trainer.test(module, loader())[0]["test_loss"] > 0
+
+
+def test_layers_that_are_made_in_another_hook_are_an_error_after_everything_else_is_back(elsewhere, line_class, loader):
+    class Later(line_class):
+        def setup(self, stage):
+            self.head = nn.Linear(1, 1)
+
+    module = Later()
+    before = weights(module)
+    trainer = elsewhere(max_steps=1)
+    with pytest.raises(
+        MisuseError, match=r"made head\.weight, head\.bias in Later.*make layers in __init__ or in conf"
+    ):
+        trainer.fit(module, loader())
+    assert trainer.global_step == 1
+    assert not torch.equal(before, weights(module))
+
+
+def test_a_module_whose_precision_was_converted_comes_back_in_it(elsewhere, line_class, loader):
+    class Double(line_class):
+        def on_fit_start(self):
+            self.double()
+
+        def loss(self, batch):
+            return super().loss([part.double() for part in batch])
+
+    module = Double()
+    elsewhere(max_steps=1).fit(module, loader())
+    assert module.dtype == torch.float64
+
+
+class Failing(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.fails_in_batch = 1
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == self.fails_in_batch:
+            raise ZeroDivisionError("the second batch")
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_exception_comes_back_with_the_traceback_of_its_rank_and_the_trainer_can_run_again(
+    elsewhere, loader, method
+):
+    module, trainer = Failing(), elsewhere(method, max_steps=3)
+    with pytest.raises(RankFailedError) as error:
+        trainer.fit(module, loader())
+    assert error.value.rank == 1
+    assert "ZeroDivisionError: the second batch" in error.value.rank_traceback
+    assert "in training_step" in error.value.rank_traceback
+    module.fails_in_batch = None
+    trainer.fit(module, loader())
+    assert trainer.global_step == 3
+
+
+def test_a_state_that_cannot_be_sent_is_an_error_that_names_it(elsewhere, line, loader):
+    class Odd(Counting):
+        def state_dict(self):
+            return {"how": [lambda: None]}
+
+    name = Odd().state_key
+    with pytest.raises(RankFailedError) as error:
+        elsewhere(max_steps=1, callbacks=[Odd()]).fit(line, loader())
+    assert f"result.changes.callbacks[{name!r}]['how'][0] (function) cannot be pickled" in str(error.value)
+
+
+def test_predictions_of_several_megabytes_come_back(elsewhere, line_class, loader):
+    class Wide(line_class):
+        def predict_step(self, batch, batch_idx):
+            return batch[0].sum(1, keepdim=True).expand(-1, 2**16).contiguous()
+
+    predictions = torch.cat(elsewhere().predict(Wide(), loader()))
+    assert predictions.shape == (48, 2**16)
+    assert torch.equal(predictions[:, 0], predictions[:, -1])
+
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from dstrat import Trainer, TrainModule, ParallelStrategy
+
+class Plain(ParallelStrategy):
+    pass
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, batch):
+        return self.layer(batch)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        self.log("mean", self.layer(batch[0]).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+print("started", flush=True)
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+module = Net()
+trainer = Trainer(
+    accelerator="cpu", devices=2, strategy=Plain(), max_epochs=1, logger=False,
+    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+)
+trainer.fit(module, loader)
+results = trainer.test(module, loader)
+predictions = trainer.predict(module, DataLoader(torch.ones(8, 2), batch_size=2))
+print(
+    "rank", trainer.global_rank, "steps", trainer.global_step, "loss", sorted(trainer.callback_metrics),
+    "tested", len(results), "predicted", sum(map(len, predictions)), flush=True,
+)
+"""
+
+
+def test_with_popen_every_rank_runs_the_script_to_its_end_and_has_the_results(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("started") == 3  # the process that was started, which becomes the supervisor, and two ranks
+    ends = sorted(line for line in lines if line.startswith("rank"))
+    assert len(ends) == 2
+    for rank, end in enumerate(ends):
+        assert end.startswith(f"rank {rank} steps 2 loss ")
+        assert end.endswith("tested 1 predicted 8")
