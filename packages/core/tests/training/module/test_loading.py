@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 from dstrat import DataModule, TrainModule
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError
+from dstrat.training.module.hyperparameters import MODULE_KEYS, checkpoint_entries
 
 
 class Net(TrainModule):
@@ -38,16 +41,15 @@ class Config:
     betas: tuple[float, float] = (0.9, 0.99)
 
 
-@pytest.fixture
-def write(tmp_path):
+@pytest.fixture(params=[TorchCheckpointIO, PortableCheckpointIO], ids=["file", "folder"])
+def write(request, tmp_path):
     """Writes what a Trainer writes of a module, without training it."""
 
     def write(module, *, state=None, **entries):
-        from dstrat.training.module.hyperparameters import MODULE_KEYS, checkpoint_entries
-
         path = tmp_path / "it.ckpt"
         state = module.state_dict() if state is None else state
-        torch.save({"state_dict": state, **checkpoint_entries(module, MODULE_KEYS), **entries}, path)
+        checkpoint = {"state_dict": state, **checkpoint_entries(module, MODULE_KEYS), **entries}
+        request.param().save_checkpoint(checkpoint, path)
         return path
 
     return write

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat.training.module.constructor import Constructor
@@ -13,11 +15,11 @@ from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS
 from dstrat.training.module.plain_values import from_plain
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from torch import nn
     from typing_extensions import Self
+
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
 
 T = TypeVar("T")
 
@@ -81,12 +83,13 @@ class DataModuleLoading:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Return a Trainer's checkpoint, its tensors on the CPU.
+    """Return a Trainer's checkpoint, a file or a portable directory, its tensors on the CPU.
 
     Raises:
         CheckpointError: It cannot be read, or is none of a Trainer.
     """
-    checkpoint = TorchCheckpointIO().load_checkpoint(path)
+    io: CheckpointIO = PortableCheckpointIO() if Path(path).is_dir() else TorchCheckpointIO()
+    checkpoint = io.load_checkpoint(path)
     if not isinstance(checkpoint.get("state_dict"), Mapping):
         raise CheckpointError(
             f"{str(path)!r} has no 'state_dict', and so is no checkpoint of a Trainer: if it holds weights alone, make "
