@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dstrat.plugins.registry import AcceleratorRegistry as AcceleratorRegistry
     from dstrat.plugins.registry import StrategyRegistry as StrategyRegistry
     from dstrat.training.callbacks.callback import Callback as Callback
+    from dstrat.training.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from dstrat.training.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from dstrat.training.callbacks.gradient_accumulation_scheduler import (
         GradientAccumulationScheduler as GradientAccumulationScheduler,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from dstrat.training.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from dstrat.training.callbacks.progress_bar import ProgressBar as ProgressBar
+    from dstrat.training.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from dstrat.training.callbacks.timer import Timer as Timer
     from dstrat.training.callbacks.torch_prediction_writer import TorchPredictionWriter as TorchPredictionWriter
     from dstrat.training.callbacks.torch_prediction_writer import read_predictions as read_predictions
@@ -65,6 +67,7 @@ _HOMES = {
     "CombinedLoader": "dstrat.training.data.combined_loader",
     "Component": "dstrat.plugins.component",
     "DataModule": "dstrat.training.module.data_module",
+    "DeviceStatsMonitor": "dstrat.training.callbacks.device_stats_monitor",
     "DstratError": "dstrat.errors",
     "EMAWeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "EarlyStopping": "dstrat.training.callbacks.early_stopping",
@@ -88,6 +91,7 @@ _HOMES = {
     "Strategy": "dstrat.interfaces.strategy",
     "StrategyRegistry": "dstrat.plugins.registry",
     "TensorBoardLogger": "dstrat.training.loggers.tensorboard_logger",
+    "ThroughputMonitor": "dstrat.training.callbacks.throughput_monitor",
     "Timer": "dstrat.training.callbacks.timer",
     "Tombstone": "dstrat.plugins.component",
     "TorchCheckpointIO": "dstrat.builtin.checkpoint.torch_file",

@@ -204,7 +204,7 @@ def test_bar_checkpoint_and_csv_cost_a_few_calls_per_batch(line_class, tmp_path)
             accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, logger=enabled, log_every_n_steps=50,
             enable_progress_bar=enabled, enable_checkpointing=enabled, enable_model_summary=enabled,
         )  # fmt: skip
-        data = [(torch.zeros(1, 8), torch.zeros(1, 1))] * batches
+        data = torch.utils.data.DataLoader([(torch.zeros(1, 8), torch.zeros(1, 1))] * batches, batch_size=None)
         sys.setprofile(on_call)
         try:
             trainer.fit(module, data)
@@ -226,7 +226,8 @@ def test_rich_is_not_loaded_where_no_bar_moves(tmp_path):
         "    def __init__(self): super().__init__(); self.layer = torch.nn.Linear(2, 1)\n"
         "    def training_step(self, batch, index): return self.layer(batch).sum()\n"
         "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)\n"
-        "Trainer(accelerator='cpu', max_epochs=1).fit(Net(), [torch.zeros(1, 2)])\n"
+        "Trainer(accelerator='cpu', max_epochs=1).fit(\n"
+        "    Net(), torch.utils.data.DataLoader([torch.zeros(1, 2)], batch_size=None))\n"
         "print('rich' in sys.modules)"
     )
     done = subprocess.run(
@@ -485,7 +486,8 @@ class Net(TrainModule):
 
 original = sys.stdout
 try:
-    Trainer(accelerator="cpu", logger=False, enable_model_summary=False).fit(Net(), [torch.zeros(1, 2)] * 3000)
+    loader = torch.utils.data.DataLoader([torch.zeros(1, 2)] * 3000, batch_size=None)
+    Trainer(accelerator="cpu", logger=False, enable_model_summary=False).fit(Net(), loader)
 except KeyboardInterrupt:
     print("interrupted", sys.stdout is original)
 """
