@@ -62,7 +62,7 @@ def test_what_makes_no_schedule_is_refused(scheduling, message):
         GradientAccumulationScheduler(scheduling)
 
 
-def test_what_else_decides_about_accumulation_is_a_conflict(fit, make_line, line_class):
+def test_what_else_decides_about_accumulation_is_a_conflict(fit, make_line, line_class, quiet_trainer, loader):
     class Manual(line_class):
         automatic_optimization = False
 
@@ -70,8 +70,10 @@ def test_what_else_decides_about_accumulation_is_a_conflict(fit, make_line, line
         accumulates_gradients = True
 
     callback = GradientAccumulationScheduler({0: 2})
+    trainer = quiet_trainer(callbacks=callback, accumulate_grad_batches=4)
     with pytest.raises(ConflictError, match=r"does not go together with accumulate_grad_batches=4 of the Trainer"):
-        fit(callback, accumulate_grad_batches=4)
+        trainer.fit(make_line(), loader())
+    assert trainer.accumulate_grad_batches == 4
     with pytest.raises(ConflictError, match=r"does not go together with the manual optimization of Manual"):
         fit(callback, module=make_line(Manual))
     with pytest.raises(ConflictError, match=r"does not go together with Engine, which accumulates gradients by itself"):

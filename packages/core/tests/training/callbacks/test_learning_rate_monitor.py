@@ -25,6 +25,7 @@ def rates(fit, scripted, tmp_path):
         with (logger.log_dir / "metrics.csv").open(newline="") as file:
             rows = [{k: v for k, v in row.items() if v and k not in ("epoch", "loss")} for row in csv.DictReader(file)]
         written = [{name: float(value) for name, value in row.items()} for row in rows if len(row) > 1]
+        assert len({row["step"] for row in written}) == len(written)
         return {int(row.pop("step")): row for row in written}
 
     return rates_

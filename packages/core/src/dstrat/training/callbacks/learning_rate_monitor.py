@@ -85,7 +85,7 @@ class LearningRateMonitor(Callback):
             if (self.logging_interval or group.interval) == interval:
                 values |= self._values(group)
         if values:
-            for logger in trainer.writing_loggers:
+            for logger in trainer.loggers:
                 logger.log_metrics({"epoch": trainer.current_epoch, **values}, step)
 
     def _values(self, group: _Group) -> dict[str, float]:
