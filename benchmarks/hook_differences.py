@@ -90,6 +90,45 @@ def step_epochs_late(calls: Calls) -> Calls:
     return calls
 
 
+def step_nothing_without_a_step(calls: Calls) -> Calls:
+    """Leave out the schedulers that Lightning steps after a batch that was left out."""
+    before = ["", *map(name_of, calls)]
+    return [
+        call
+        for call, previous in zip(calls, before, strict=False)
+        if (name_of(call), previous) != ("module.lr_scheduler_step", "module.on_train_batch_start")
+    ]
+
+
+def skip_without_a_loss(calls: Calls) -> Calls:
+    """Leave out the optimizer's step of a ``training_step`` that returned None."""
+    index = 0
+    while (start := after(calls, "module.training_step", index)) is not None:
+        end = after(calls, "module.lr_scheduler_step", start)
+        if end and name_of(calls[start]) == "callback.on_before_optimizer_step":
+            calls = [*calls[:start], *calls[end:]]
+        index = start
+    return calls
+
+
+def save_after_the_schedulers(calls: Calls) -> Calls:
+    """Move a scheduler that watches a value in front of the checkpoints of the epoch."""
+    for index in range(1, len(calls)):
+        saved = name_of(calls[index - 1]) == "module.on_save_checkpoint"
+        if saved and name_of(calls[index]) == "module.lr_scheduler_step":
+            end = max(i for i in range(index) if name_of(calls[i]) == "module.on_train_epoch_end")
+            calls = moved(calls, range(index, index + 1), end + 1)
+    return calls
+
+
+def load_together(calls: Calls) -> Calls:
+    """Move the later making of the validation loader to that of the training loader."""
+    first = after(calls, "data.train_dataloader")
+    again = after(calls, "data.train_dataloader", first) if first else None
+    loader = after(calls, "data.val_dataloader", again) if again else None
+    return moved(calls, range(loader - 1, loader), again) if again and loader else calls
+
+
 def save_after_the_module(calls: Calls) -> Calls:
     """Move the saving of checkpoints behind what the module does at the end of a validation."""
     index = 0
@@ -158,6 +197,24 @@ DIFFERENCES = (
         reason="schedulers that count epochs are stepped after on_train_epoch_end rather than before the last "
         "on_train_batch_end, so that all hooks of an epoch see the learning rate that it had",
         rewrite=step_epochs_late,
+    ),
+    Difference(
+        reason="no scheduler is stepped for a batch that on_train_batch_start left out, as no optimizer is",
+        rewrite=step_nothing_without_a_step,
+    ),
+    Difference(
+        reason="a training_step that returns None skips the optimizer's step with its hooks, and the schedulers, as "
+        "there are no gradients",
+        rewrite=skip_without_a_loss,
+    ),
+    Difference(
+        reason="a scheduler that watches a value is stepped before the epoch's checkpoint is saved rather than after "
+        "it, so that training that goes on from there goes on as if it had never stopped",
+        rewrite=save_after_the_schedulers,
+    ),
+    Difference(
+        reason="loaders that are made again are made at the same time, before the epoch",
+        rewrite=load_together,
     ),
     Difference(
         reason="a checkpoint of a validation is saved after the module's on_validation_end rather than before it, so "

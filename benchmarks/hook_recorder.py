@@ -74,10 +74,18 @@ class Framework:
     checkpoint: type
     calls: list[str] = field(default_factory=list)
 
-    def recorded(self, kind: str, base: type) -> Any:
-        """Return a subclass whose hooks are recorded; kind is module, data or callback."""
-        hooks = {name: _recording(kind, name, base, self.calls) for name in HOOKS[kind]}
-        return type(base.__name__, (base,), hooks)
+    def recorded(self, kind: str, content: type, **attributes: Any) -> Any:
+        """Return an object of this framework that records its hooks.
+
+        Args:
+            kind: module, data or callback.
+            content: A class that implements some of the hooks.
+            **attributes: Of the object's class.
+        """
+        base = type(content.__name__, (content, getattr(self, kind)), attributes)
+        return type(
+            content.__name__, (base,), {name: _recording(kind, name, base, self.calls) for name in HOOKS[kind]}
+        )()
 
 
 def recorded_frameworks() -> Iterator[Framework]:

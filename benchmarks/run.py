@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from figure import Figure
 
 MODULES = ("imports", "listing", "losses", "wall_time", "memory", "steps", "loop", "failing")
+WHEN_ASKED = ("loop_instructions",)
+"""Takes ten minutes, and valgrind."""
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -55,7 +58,7 @@ def read_options() -> argparse.Namespace:
     """Return what the command line says."""
     parser = argparse.ArgumentParser(description="Measure dstrat against hand-written torch loops and Lightning.")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter repeats")
-    parser.add_argument("--only", action="append", choices=MODULES, help="measure this alone; may be repeated")
+    parser.add_argument("--only", action="append", choices=MODULES + WHEN_ASKED, help="this alone; may be repeated")
     parser.add_argument(
         "--peer",
         type=Path,
