@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.training.dispatch import overrides
-from dstrat.training.loops.steps import bind_backward, bind_step, bind_unscaling
+from dstrat.training.loops.steps import bind_backward, bind_optimizer_step, bind_step, bind_unscaling
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class AutomaticOptimization:
         self._backward = trainer.profiled("backward", bind_backward(strategy))
         self._unscale = bind_unscaling(strategy)
         self._optimizer_step = trainer.profiled("optimizer_step", self._find_step())
-        self._count_step = trainer.fit_loop.count_step
+        self._loop = trainer.fit_loop
         self._zero_grad = self._find_zero_grad()
         self._clips = trainer.gradient_clip_val is not None or overrides(
             module, "configure_gradient_clipping", TrainModule
@@ -56,6 +56,7 @@ class AutomaticOptimization:
         self._before_backward = dispatch.of("on_before_backward")
         self._after_backward = dispatch.of("on_after_backward")
         self._before_optimizer_step = dispatch.of("on_before_optimizer_step")
+        self._prepares = self._clips or bool(self._unscale or self._before_optimizer_step)
         self._arguments: tuple[Any, ...] = ()
         self._group_size = 1
         self._applies = True
@@ -65,7 +66,7 @@ class AutomaticOptimization:
     def _find_step(self) -> Callable[[Callable[[], Any]], Any]:
         module, trainer, optimizer = self._module, self._trainer, self._optimizer
         if not overrides(module, "optimizer_step", TrainModule):
-            return lambda closure: self._strategy.optimizer_step(optimizer, closure, module)
+            return bind_optimizer_step(self._strategy, module, optimizer)
         return lambda closure: module.optimizer_step(
             trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer, closure
         )
@@ -100,7 +101,7 @@ class AutomaticOptimization:
             outputs, self._outputs, self._arguments = self._outputs, None, ()
         if applies:
             self._clears = True
-            self._count_step()
+            self._loop.global_step += 1
         return outputs
 
     def _closure(self) -> Tensor:
@@ -120,7 +121,7 @@ class AutomaticOptimization:
         self._backward(loss)
         for hook in self._after_backward:
             hook()
-        if self._applies:
+        if self._applies and self._prepares:
             self._prepare_step()
         return loss
 

@@ -97,10 +97,6 @@ class FitLoop:
         """What manual optimization goes through, None while the module is optimized automatically."""
         return self._optimization if isinstance(self._optimization, ManualOptimization) else None
 
-    def count_step(self) -> None:
-        """Take note of an optimizer step."""
-        self.global_step += 1
-
     # The run
 
     def setup(self, module: TrainModule, sources: Sources) -> None:
@@ -195,7 +191,7 @@ class FitLoop:
                 is_due = self._must_vote or self.batches_seen >= votes.next_at
             if is_due:
                 self._stops = self._decide()
-            if self._stops or self._steps_done:
+            if self._stops or 0 <= trainer.max_steps <= self.global_step:
                 return is_last
         return True
 

@@ -76,7 +76,7 @@ class ManualOptimizer:
     def __init__(self, optimizer: Optimizer, trainer: Trainer, module: TrainModule) -> None:
         self.optimizer = optimizer
         self._strategy, self._module = trainer.strategy, module
-        self._count_step = trainer.fit_loop.count_step
+        self._loop = trainer.fit_loop
         self._before_step = trainer.dispatch.of("on_before_optimizer_step")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class ManualOptimizer:
             return loss
 
         output = self._strategy.optimizer_step(self.optimizer, prepared, self._module, **kwargs)
-        self._count_step()
+        self._loop.global_step += 1
         return output
 
     @contextmanager

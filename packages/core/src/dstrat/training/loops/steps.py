@@ -52,6 +52,16 @@ def bind_unscaling(strategy: Strategy) -> Callable[[Optimizer], None] | None:
     return strategy.unscale_gradients if is_changed else None
 
 
+def bind_optimizer_step(
+    strategy: Strategy, module: TrainModule, optimizer: Optimizer
+) -> Callable[[Callable[[], Any]], Any]:
+    """Return what runs a closure, which computes the gradients, and steps the optimizer."""
+    if overrides(strategy, "optimizer_step", Strategy):
+        return lambda closure: strategy.optimizer_step(optimizer, closure, module)
+    step = strategy.precision_plugin.optimizer_step
+    return lambda closure: step(optimizer, closure)
+
+
 def count_arguments(step: Any) -> int:
     """Return how many of (batch, index of the batch, index of the loader) a step takes."""
     parameters = inspect.signature(step).parameters.values()
