@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import mover_to
 from dstrat.interfaces.strategy import Strategy
 from dstrat.training.data.ahead import copied_ahead
 from dstrat.training.data.loaders import length_is_certain
@@ -111,8 +112,7 @@ def batch_mover(trainer: Trainer, module: TrainModule) -> Callable[[Any, int], A
     strategy = trainer.strategy
     before, transfer, after = owners = _hook_owners(trainer, module)
     if not any(owners):
-        to_device = strategy.batch_to_device
-        return lambda batch, dataloader_idx: to_device(batch)  # noqa: ARG005 - no hook asks for it
+        return _leanest_mover(strategy)
 
     def move(batch: Any, dataloader_idx: int) -> Any:
         if before is not None:
@@ -125,6 +125,15 @@ def batch_mover(trainer: Trainer, module: TrainModule) -> Callable[[Any, int], A
         return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)
 
     return move
+
+
+def _leanest_mover(strategy: Strategy) -> Callable[[Any, int], Any]:
+    """Return what does the same as the strategy's method; what that looks up per batch is looked up here, once."""
+    if overrides(strategy, "batch_to_device", Strategy):
+        to_device = strategy.batch_to_device
+        return lambda batch, dataloader_idx: to_device(batch)  # noqa: ARG005 - no hook asks for it
+    move, convert = mover_to(strategy.root_device), strategy.precision_plugin.convert_input
+    return lambda batch, dataloader_idx: convert(move(batch))  # noqa: ARG005 - likewise
 
 
 def _hook_owners(trainer: Trainer, module: TrainModule) -> list[DataHooks | None]:
