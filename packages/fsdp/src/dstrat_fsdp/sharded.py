@@ -18,6 +18,7 @@ from dstrat_fsdp.optimizer_check import check_optimizers
 from dstrat_fsdp.shards import ShardedModule
 from dstrat_fsdp.shards_at_rest import make_whole, put_to_rest, wake
 from dstrat_fsdp.whole_state import gathered, load_module, load_optimizer
+from dstrat_fsdp.wrap_policy import outermost_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -103,10 +104,13 @@ class ShardedStrategy(ParallelStrategy):
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
         module, sharding = self.module, self._sharding()
         resting = wake(module, self.device_mesh)
-        blocks = self._blocks()
+        blocks = list(self._blocks())
+        around_steps = getattr(module, "automatic_optimization", True)
+        if not around_steps:
+            blocks += [layer for layer in outermost_layers(module) if layer not in blocks]
         self._checkpointing.apply(module)
         self._take_first_values(module)
-        self._sharded = ShardedModule(module, sharding, blocks)
+        self._sharded = ShardedModule(module, sharding, blocks, around_steps=around_steps)
         shards_on = torch.device("cpu") if isinstance(sharding.offload_policy, CPUOffloadPolicy) else self.root_device
         materialize(self._sharded.root, shards_on, resting.shard if resting else _no_shard)
         self.model = self._sharded.root

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from dstrat_fsdp.guards import ChangesInForward, OwnOutputs, ParameterGuard
 from dstrat_fsdp.step_module import StepModule
 from dstrat_fsdp.unwrapping import unwrap
 
@@ -65,22 +66,45 @@ class ShardedModule:
         module: The user's module; parts of it may be sharded already.
         sharding: How the rest is sharded.
         blocks: The parts that become units, inner ones first.
+        around_steps: Whether what is in no block is gathered for a whole step; False where steps run backward passes
+            themselves, and the blocks contain everything.
 
     Attributes:
-        root: What steps run in; it gathers what is in no block.
+        root: What steps run in.
     """
 
-    def __init__(self, module: Module, sharding: Sharding, blocks: Sequence[Module]) -> None:
+    def __init__(self, module: Module, sharding: Sharding, blocks: Sequence[Module], *, around_steps: bool) -> None:
+        names = {id(part): name for name, part in module.named_modules()}
+        self._copied = [OwnOutputs(block, names[id(block)]) for block in blocks]
         own = [sharding.apply_to(block) for block in blocks]
+        self._module = module
         self.root: Any = StepModule(module)
-        sharding.apply_to_root(self.root)
+        if around_steps:
+            sharding.apply_to_root(self.root)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
         # Training keeps these gathered after their forward, for a backward pass that evaluation does not have.
         self._kept_in_training = own if sharding.reshard_after_forward is False else []
+        self._guard: ParameterGuard | None = None
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the module, a backward pass of which will follow."""
+        """Run a step of the module, a backward pass of which will follow.
+
+        Raises:
+            MisuseError: A parameter was replaced, or the first step changes one that is gathered.
+        """
+        if self._guard is None:
+            return self._train_first(step, *args, **kwargs)
+        self._guard.check_not_replaced()
         return self.root(step, *args, **kwargs)
+
+    def _train_first(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.free()
+        self._guard = ParameterGuard(self._module)
+        changes = ChangesInForward(self._guard, self._units)
+        try:
+            return self.root(step, *args, **kwargs)
+        finally:
+            changes.end()
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module without gradients; nothing is gathered after it."""
@@ -106,6 +130,8 @@ class ShardedModule:
         self.free()
         for unit in self._units:
             unwrap(unit)
+        for copied in self._copied:
+            copied.remove()
         self._units, self._kept_in_training = [], []
 
     def _free_after_forward(self, frees: bool) -> None:

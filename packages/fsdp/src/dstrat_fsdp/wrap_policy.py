@@ -47,6 +47,33 @@ def blocks_of(module: Module, policy: WrapPolicy | None) -> list[Module]:
     return blocks
 
 
+def outermost_layers(module: Module) -> list[Module]:
+    """Return the layers that a step calls by themselves, which have all parameters among them.
+
+    Raises:
+        RequestError: A parameter is in no such layer, or in several.
+    """
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise RequestError(
+            f"{type(module).__name__} optimizes manually, and its own parameter {own[0]!r} is in no layer before whose "
+            "forward it could be gathered: move it into one"
+        )
+    layers = [layer for child in module.children() for layer in _callable_layers(child)]
+    for layer in layers:
+        _check_own_parameters(layer, module)
+    return layers
+
+
+def _callable_layers(part: Module) -> Iterator[Module]:
+    if has_forward(part):
+        if _numel(part) and not isinstance(part, FSDPModule):
+            yield part
+    else:
+        for child in part.children():
+            yield from _callable_layers(child)
+
+
 def parts_of_classes(module: Module, classes: Iterable[type]) -> list[Module]:
     """Return the parts of a module that are of one of the classes, inner ones first."""
     wanted = tuple(classes)
@@ -113,8 +140,8 @@ def _check_own_parameters(block: Module, module: Module) -> None:
     shared = _shared_parameters(block, module)
     if shared:
         raise RequestError(
-            f"auto_wrap_policy makes a block of a {type(block).__name__} whose parameter {shared[0]!r} also belongs to "
-            "a layer outside of it: leave the layer out, or choose one that contains both"
+            f"a {type(block).__name__} that is to be sharded by itself has a parameter {shared[0]!r} that also belongs "
+            "to a layer outside of it: choose one that contains both, or leave it out of auto_wrap_policy"
         )
 
 

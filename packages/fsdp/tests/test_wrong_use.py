@@ -1,0 +1,375 @@
+"""What cannot work says so, and what torch would lose silently is either kept or told."""
+
+import logging
+
+import pytest
+import torch
+from fsdp_loop import Block, Net, batches, one_pass, parts, single_device_losses, start, train
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
+
+from dstrat.errors import ConflictError, DstratError, MisuseError, RequestError
+from dstrat.interfaces.optimization import Optimization
+from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
+from dstrat_fsdp.clipping import clip_by_value
+from dstrat_fsdp.meshes import parallel_sizes, sharding_mesh_shape
+
+
+class Sharing(Net):
+    def configure_optimizers(self):
+        return None
+
+
+class Early(Net):
+    def __init__(self):
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+class ReturnsViews(Net):
+    class ViewBlock(Block):
+        def forward(self, x):
+            return super().forward(x).view(-1, 10)
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.ViewBlock(10) for _ in range(3))
+
+    def layers(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            x += 1
+        return self.last(x)
+
+
+class ChangesItself(Net):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.first.weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+class ChangesABlock(Net):
+    class Changing(Block):
+        def forward(self, x):
+            with torch.no_grad():
+                self.up.weight.data.clamp_(-0.01, 0.01)
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Changing(10) for _ in range(3))
+
+
+def complaint(cluster, module="Net", **options):
+    """What setting up and training for two steps says."""
+    strategy = FSDPStrategy(**options)
+    try:
+        start(strategy, globals()[module](), parts(cluster))
+        train(strategy, steps=2)
+    except DstratError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        strategy.teardown()
+    return None
+
+
+def two_optimizers(cluster):
+    strategy = FSDPStrategy()
+    strategy.receive(parts(cluster))
+    module = Net()
+    strategy.connect(module)
+    strategy.setup_environment()
+
+    class Run:
+        is_fitting = True
+
+        def configure_optimizers(self):
+            shared = [module.last.weight]
+            return Optimization(
+                optimizers=(torch.optim.SGD([*module.first.parameters(), *shared]), torch.optim.SGD(shared))
+            )
+
+    try:
+        strategy.setup(Run())
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+def test_two_optimizers_may_not_share_a_parameter(ranks):
+    [message] = ranks(two_optimizers, 1)
+    assert message.startswith("optimizers 0 and 1 share the parameter 'last.weight', and both would apply its gradient")
+
+
+def test_an_optimizer_may_not_be_older_than_the_shards(ranks):
+    for message in ranks(complaint, module="Early"):
+        assert message.startswith("MisuseError: the SGD has none of the parameters of Early: it was built before")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("ChangesItself", "first.weight"), ("ChangesABlock", "blocks.0.up.weight")]
+)
+def test_a_parameter_that_is_changed_while_it_is_gathered_is_named(ranks, module, name):
+    for message in ranks(complaint, module=module):
+        assert message.startswith(f"MisuseError: parameter {name!r} was changed in a forward pass")
+
+
+def replaced(cluster):
+    strategy = FSDPStrategy()
+    module = Net()
+    start(strategy, module, parts(cluster))
+    train(strategy, steps=1)
+    with torch.no_grad():
+        module.first.weight.mul_(0.5)  # in place is fine
+    train(strategy, steps=1)
+    module.last.weight = nn.Parameter(torch.zeros(3, 10))
+    try:
+        train(strategy, steps=1)
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+def test_a_parameter_that_is_replaced_is_named(ranks):
+    for message in ranks(replaced):
+        assert message.startswith("parameter 'last.weight' was replaced after the module was sharded")
+
+
+def with_views(cluster):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("dstrat_fsdp").addHandler(handler)
+    logging.getLogger("dstrat_fsdp").setLevel(logging.INFO)
+    strategy = FSDPStrategy()
+    start(strategy, ReturnsViews(), parts(cluster))
+    losses = train(strategy)
+    strategy.teardown()
+    return losses, sorted(records)
+
+
+def test_blocks_may_return_views_which_are_copied(ranks):
+    expected = single_device_losses(ReturnsViews())
+    for losses, records in ranks(with_views):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert len(records) == 3
+        assert records[0].startswith("block 'blocks.0' returns a view, which is copied in each step")
+
+
+def alone(cluster):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("dstrat_fsdp").addHandler(handler)
+    logging.getLogger("dstrat_fsdp").setLevel(logging.INFO)
+    strategy = FSDPStrategy()
+    start(strategy, Net(), parts(cluster))
+    strategy.teardown()
+    return records
+
+
+def test_one_process_works_and_says_that_nothing_is_shared(ranks):
+    assert ranks(alone, 1) == [["there is one process, which keeps the whole of what would be sharded over several"]]
+
+
+def not_split(cluster):
+    strategy = ModelParallelStrategy(tensor_parallel_size=2)
+    try:
+        start(strategy, Net(), parts(cluster))
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+def test_tensor_parallelism_without_layers_that_are_split_is_refused(ranks):
+    for message in ranks(not_split):
+        assert message.startswith("no layer of Net is split over the 2 ranks of tensor_parallel_size: call parallelize")
+
+
+def summands(cluster):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    strategy = FSDPStrategy()
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    mesh = init_device_mesh("cpu", (cluster.world_size,))
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+    parameter.grad = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    try:
+        clip_by_value([parameter], 0.5)
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+def test_values_that_are_not_summed_yet_are_not_clipped(ranks):
+    for message in ranks(summands):
+        assert message.startswith("a gradient is not summed over the ranks yet, so that it cannot be clipped")
+
+
+def test_a_step_before_setup_says_what_is_missing():
+    with pytest.raises(MisuseError, match="FSDPStrategy has no device mesh yet"):
+        _ = FSDPStrategy().device_mesh
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sharding_strategy": "ZERO"}, "sharding_strategy 'ZERO' is not one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
+        ({"backward_prefetch": "never"}, "backward_prefetch 'never' is not one of 'BACKWARD_PRE', 'BACKWARD_POST'"),
+        ({"state_dict_type": "local"}, "state_dict_type 'local' is not one of 'sharded', 'full'"),
+        (
+            {"activation_checkpointing": Block, "activation_checkpointing_policy": {Block}},
+            "both say which layers are meant",
+        ),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "reshard_after_forward=False"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_at_once(options, message):
+    with pytest.raises(RequestError, match=message):
+        FSDPStrategy(**options)
+
+
+def test_torchs_own_enumerations_are_understood():
+    strategy = FSDPStrategy(
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, cpu_offload=CPUOffload(offload_params=True)
+    )
+    strategy.receive(parts())
+    from dstrat_fsdp.options import offload_policy
+
+    assert offload_policy(strategy._cpu_offload, torch.device("cpu")) == CPUOffloadPolicy(pin_memory=False)
+    assert strategy._reshard_after_forward is False
+
+
+@pytest.mark.parametrize(
+    ("sharding", "mesh", "shape"),
+    [
+        (None, None, (8,)),
+        ("HYBRID_SHARD", None, (2, 4)),
+        ("NO_SHARD", None, (8, 1)),
+        (None, (4, 2), (4, 2)),
+        ("HYBRID_SHARD", (4, 2), (4, 2)),
+        ("FULL_SHARD", (8,), (8,)),
+    ],
+)
+def test_the_mesh_follows_from_the_sharding_strategy_or_is_given(sharding, mesh, shape):
+    assert sharding_mesh_shape(sharding, mesh, world_size=8, per_machine=4) == shape
+
+
+@pytest.mark.parametrize(
+    ("sharding", "mesh", "kind", "message"),
+    [
+        (None, (3, 2), RequestError, r"device_mesh \(3, 2\) has 6 processes, and the job has 8"),
+        (None, (2, 2, 2), RequestError, r"has 3 dimensions: give \(shards,\) or \(replicas, shards\)"),
+        (None, (0, 8), RequestError, "is not a tuple of positive numbers"),
+        ("FULL_SHARD", (2, 4), ConflictError, "'FULL_SHARD' does not fit device_mesh"),
+        ("HYBRID_SHARD", (8,), ConflictError, "'HYBRID_SHARD' does not fit device_mesh"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(sharding, mesh, kind, message):
+    with pytest.raises(kind, match=message):
+        sharding_mesh_shape(sharding, mesh, world_size=8, per_machine=4)
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "sizes"),
+    [("auto", "auto", (2, 4)), (4, "auto", (4, 2)), ("auto", 2, (4, 2)), (8, 1, (8, 1)), (1, 8, (1, 8))],
+)
+def test_either_size_of_model_parallelism_follows_from_the_other(data, tensor, sizes):
+    assert parallel_sizes(data, tensor, world_size=8, per_machine=4) == sizes
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(3, "auto"), (2, 2), ("auto", 16), (0, 8), ("all", 1)])
+def test_sizes_that_do_not_fit_are_refused(data, tensor):
+    with pytest.raises(RequestError, match=r"do not fit 8 processes|is not 'auto' or a positive number"):
+        parallel_sizes(data, tensor, world_size=8, per_machine=4)
+
+
+def test_activation_checkpointing_that_matches_nothing_is_refused(ranks):
+    [message] = ranks(nothing_to_checkpoint, 1)
+    assert "matches no layer of Net" in message
+
+
+def nothing_to_checkpoint(cluster):
+    return complaint(cluster, activation_checkpointing=nn.LSTM)
+
+
+class Manual(Net):
+    """Two optimizers, stepped in turn inside of the step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        losses = []
+        for optimizer in self.strategy.optimizers:
+            optimizer.zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            self.strategy.backward(loss)
+            self.strategy.clip_gradients(optimizer, 0.1)
+            optimizer.step()
+            losses.append(loss.detach())
+        return sum(losses)
+
+
+def manual_losses(cluster):
+    from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+
+    strategy = FSDPStrategy() if cluster else SingleDeviceStrategy()
+    module = Manual()
+    module.strategy = strategy
+    strategy.receive(parts(cluster))
+    strategy.connect(module)
+    strategy.setup_environment()
+
+    class Run:
+        is_fitting = True
+
+        def configure_optimizers(self):
+            halves = ([*module.first.parameters(), *module.blocks[0].parameters()], [*module.last.parameters()])
+            return Optimization(optimizers=tuple(torch.optim.Adam(half, lr=0.01) for half in halves))
+
+    strategy.setup(Run())
+    losses = []
+    for index, batch in enumerate(batches(10)):
+        where = {"rank": 0, "num_replicas": 1} | strategy.distributed_sampler_kwargs
+        mine = tuple(tensor[where["rank"] :: where["num_replicas"]] for tensor in batch)
+        losses.append(float(strategy.reduce(strategy.training_step(mine, index))))
+    strategy.teardown()
+    return losses
+
+
+def test_steps_that_optimize_by_themselves_give_the_losses_of_one_device(ranks):
+    expected = manual_losses(None)
+    for losses in ranks(manual_losses):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def unused(cluster):
+    strategy = FSDPStrategy()
+    module = Net()
+    module.never = nn.Linear(2, 2)
+    start(strategy, module, parts(cluster))
+    losses = [float(strategy.reduce(one_pass(strategy, batch, 0, 1))) for batch in batches(2)]
+    strategy.teardown()
+    return losses, module.never.weight.grad is None
+
+
+def test_parameters_without_a_gradient_are_left_alone(ranks):
+    for losses, without in ranks(unused):
+        assert len(losses) == 2
+        assert without
