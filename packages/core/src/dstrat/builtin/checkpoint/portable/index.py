@@ -123,6 +123,8 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 
 def _piece(value: Any, shape: tuple[int, ...], files: Sequence[str]) -> Piece:
+    if type(value) is not list or len(value) not in (2, 4):
+        raise ValueError(f"{value!r:.80} is no piece of a tensor")
     number, begin = value[:2]
     starts, size = (_numbers(value[2]), _numbers(value[3])) if len(value) > 2 else ((0,) * len(shape), shape)
     _numbers([number, begin])

@@ -43,7 +43,7 @@ def load(folder: OpenedFolder, *, rank: int, world_size: int) -> dict[str, Any]:
     """
     index = read_index(folder)
     tensors = _read_whole(folder, index, [name for name in index if not name.startswith(_OWN)])
-    checkpoint = _decoded(folder, folder.document(STATE), tensors)
+    checkpoint = _decoded(folder, STATE, tensors)
     return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
 
 
@@ -64,7 +64,7 @@ def load_into(folder: OpenedFolder, template: Mapping[str, Any], *, rank: int, w
     targets = encode(template).tensors
     check_fits(folder, index, targets)
     fill(folder, [(_stored(index, name), local_parts(tensor, name)) for name, tensor in targets.items()])
-    checkpoint = _decoded(folder, without_tensors(folder.document(STATE), keep=targets), targets)
+    checkpoint = _decoded(folder, STATE, targets, skips=True)
     return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
 
 
@@ -107,7 +107,7 @@ def _with_own(
 def _own(folder: OpenedFolder, index: Mapping[str, TensorEntry], rank: int) -> Any:
     prefix = joined(joined(PER_RANK, rank), "")
     tensors = _read_whole(folder, index, [name for name in index if name.startswith(prefix)])
-    return _decoded(folder, folder.document(rank_file(rank, "json")), tensors, below=joined(PER_RANK, rank))
+    return _decoded(folder, rank_file(rank, "json"), tensors, below=prefix)
 
 
 def _read_whole(folder: OpenedFolder, index: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str, Tensor]:
@@ -128,20 +128,34 @@ def _stored(index: Mapping[str, TensorEntry], name: str) -> TensorEntry:
     return index[index[name].same_as or name]
 
 
-def _decoded(folder: OpenedFolder, value: Any, tensors: Mapping[str, Tensor], *, below: str = "") -> Any:
-    """Return decoded values; tensors that they do not refer to (of other ranks) are put where their names say."""
+def _decoded(
+    folder: OpenedFolder, name: str, tensors: Mapping[str, Tensor], *, below: str = "", skips: bool = False
+) -> Any:
+    """Return the values of a JSON file.
+
+    Args:
+        folder: The checkpoint.
+        name: Of the file.
+        tensors: What they refer to.  Those that they do not refer to (other ranks have them) are put where their
+            names say.
+        below: What the names of the tensors begin with.
+        skips: Whether the file may refer to more tensors, which are then left out.
+    """
+    value = folder.document(name)
     used = set()
 
     def tensor(name: str) -> Tensor:
+        if name not in tensors:
+            raise ValueError(f"there is no tensor {name[:200]!r}")
         used.add(name)
         return tensors[name]
 
     try:
-        decoded = decode(value, tensor)
-        for name in tensors.keys() - used:
-            insert(decoded, split(name.removeprefix(joined(below, "")) if below else name), tensors[name])
-    except ValueError as error:
-        raise damaged(folder.path, str(error)) from error
-    if not isinstance(decoded, dict):
-        raise damaged(folder.path, f"its values are a {type(decoded).__name__} and no dict")
+        decoded = decode(without_tensors(value, keep=tensors) if skips else value, tensor)
+        if not isinstance(decoded, dict):
+            raise ValueError(f"its values are a {type(decoded).__name__} and no dict")  # noqa: TRY004, TRY301 - about the file, as decode's
+        for unused in tensors.keys() - used:
+            insert(decoded, split(unused.removeprefix(below)), tensors[unused])
+    except (ValueError, RecursionError) as error:
+        raise damaged(folder.path, f"{name}: {error}") from error
     return decoded

@@ -64,12 +64,18 @@ def forget(path: Path) -> None:
 
 
 def resolved(path: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or what a pointer at that path names.
+    """Return the checkpoint that a path means: itself, or what the pointer at that path names.
+
+    Where the pointer is missing, because of a crash between a checkpoint and it, the newest checkpoint is meant.
 
     Raises:
         CheckpointError: The pointer does not name a checkpoint beside it.
     """
-    return _target(path) if _is_pointer(path) else path
+    if _is_pointer(path):
+        return _target(path)
+    if path.name == LAST and not path.exists():
+        return newest_checkpoint(path.parent) or path
+    return path
 
 
 def _is_pointer(path: Path) -> bool:
