@@ -20,7 +20,8 @@ _TOKEN = re.compile(r"\x1b\[(\??)([\d;]*)([A-Za-z])|(.)", re.DOTALL)
 class Screen:
     """The lines of a terminal, and whether its cursor is visible.
 
-    It follows the few control sequences that a bar needs: line ends, cursor up, erase line, show and hide the cursor.
+    It follows the few control sequences that a bar needs: line ends, cursor up, erase to the end, show and hide the
+    cursor.
     """
 
     def __init__(self, text: str) -> None:
@@ -42,9 +43,9 @@ class Screen:
             elif command == "A":
                 row -= int(numbers or 1)
                 assert row >= 0
-            elif command == "K":
-                assert numbers == "2", f"unknown erasure {numbers}"
-                lines[row] = ""
+            elif command == "J":
+                assert not numbers, f"unknown erasure {numbers}"
+                lines[row:] = [lines[row][:column]]
             else:
                 assert command == "m", f"unknown sequence {numbers}{command}"
         self.lines = [line.rstrip() for line in lines]

@@ -21,6 +21,7 @@ from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpo
 from dstrat.training.callbacks.progress_bar import ProgressBar
 
 NUMBER = r"[\d.e+-]+"
+BAR = r"[━╸╺]+"
 
 
 @pytest.fixture
@@ -340,6 +341,80 @@ def test_while_a_batch_takes_long_the_time_goes_on_and_what_is_done_is_shown(
     assert not any(thread.name == "progress" for thread in threading.enumerate())
 
 
+PROMPTING = """
+import code, torch
+from dstrat import Trainer, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            code.interact(banner="at the prompt", exitmsg="", local={})
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+loader = torch.utils.data.DataLoader([torch.zeros(1, 2)] * 3, batch_size=None)
+Trainer(accelerator="cpu", logger=False, enable_model_summary=False, max_epochs=1).fit(Net(), loader)
+"""
+
+
+def test_nothing_is_drawn_while_someone_types_at_a_prompt(tmp_path):
+    pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed")
+    child = pexpect.spawn(
+        sys.executable, ["-c", PROMPTING], env=os.environ | {"TERM": "xterm"}, timeout=60, encoding="utf-8",
+        dimensions=(24, 100), cwd=str(tmp_path),
+    )  # fmt: skip
+    child.expect(">>>")
+    child.expect([pexpect.TIMEOUT, "Epoch"], timeout=0.3)  # the bars below the prompt
+    child.expect([pexpect.TIMEOUT, "Epoch"], timeout=1.5)
+    assert child.after is pexpect.TIMEOUT
+    child.sendline("print('typed', 6 * 7)")
+    child.expect("typed 42")
+    child.sendeof()
+    child.expect("3/3")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+
+
+FOREIGN = r"""
+import os, sys
+from dstrat.training.callbacks.progress import Progress
+from dstrat.training.callbacks.progress_live import LiveDisplay
+
+display = LiveDisplay()
+display.update([Progress("Epoch", 10), Progress("Validation", 10)], {"loss": 1.0})
+os.write(2, b"from another process\n")
+display.update([Progress("Epoch", 10)], {})
+print("from this one")
+os.write(2, b"again\n")
+display.update([Progress("Epoch", 10), Progress("Validation", 10)], {"loss": 1.0})
+display.finish(Progress("Epoch", 10), {})
+display.close()
+print("after")
+"""
+
+
+def test_what_other_processes_write_to_the_terminal_stays_above_the_bars(make_screen, tmp_path):
+    pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed")
+    child = pexpect.spawn(
+        sys.executable, ["-c", FOREIGN], env=os.environ | {"TERM": "xterm"}, timeout=60, encoding="utf-8",
+        dimensions=(24, 100), cwd=str(tmp_path),
+    )  # fmt: skip
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    assert matches(
+        make_screen(child.before).lines,
+        "from another process", "from this one", "again", rf"Epoch {BAR} 0/10 +0:00", "after", "",
+    )  # fmt: skip
+
+
 FORKING = """
 import os, sys, threading
 from dstrat.training.callbacks.progress import Progress
@@ -370,9 +445,6 @@ def test_a_process_that_is_forked_while_the_bar_is_drawn_can_write(tmp_path):
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0
-
-
-BAR = r"[━╸╺]+"
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from dstrat.training.callbacks.progress import Progress
 from dstrat.training.callbacks.progress_display import make_display
 from dstrat.training.callbacks.progress_evaluation import EvaluationProgress
 from dstrat.training.callbacks.progress_stop import describe_stop
-from dstrat.training.callbacks.progress_ticker import Ticker
+from dstrat.training.callbacks.progress_ticker import Ticker, is_at_a_prompt
 
 if TYPE_CHECKING:
     from dstrat.training.callbacks.progress_display import Display
@@ -152,7 +153,7 @@ class ProgressBar(Callback):
         self._open(trainer)
         self._reach(trainer)
         if self._display is not None and trainer.is_fitting and not trainer.sanity_checking:
-            self._show(trainer.metrics.shown(trainer.fit_loop.logged))  # they stay while validation goes on
+            self._show(trainer.progress_bar_metrics)  # they stay while validation goes on
         self._evaluation = EvaluationProgress(title, trainer.evaluation_batches)
         self._evaluation_start = monotonic()
         self._update_when_due(trainer)
@@ -196,7 +197,7 @@ class ProgressBar(Callback):
             display.update(running, self._values)
             self._drawn_at = monotonic()
 
-    def _tick(self, trainer: Trainer) -> float | None:
+    def _tick(self, trainer: Trainer, training_thread: int) -> float | None:
         """Draw when nothing has been drawn for a while, in the ticker's thread; return the seconds until it is due."""
         if self._display is None:
             return None
@@ -204,7 +205,8 @@ class ProgressBar(Callback):
         if monotonic() < self._drawn_at + seconds:
             return self._drawn_at + seconds - monotonic()
         try:
-            self._draw(trainer)
+            if not is_at_a_prompt(training_thread):
+                self._draw(trainer)
         except OSError:  # the terminal is gone; the thread that trains finds that out
             return None
         return seconds
@@ -229,7 +231,7 @@ class ProgressBar(Callback):
         self._drawn_at = monotonic()
         self._next_update = 0.0 if display.starts_at_once else monotonic() + self._seconds_between(display)
         if display.shows_time:
-            self._ticker = Ticker(partial(self._tick, trainer))
+            self._ticker = Ticker(partial(self._tick, trainer, threading.get_ident()))
 
     def _seconds_between(self, display: Display) -> float:
         return display.seconds_between_updates if self._refresh_seconds is None else self._refresh_seconds

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from functools import cache
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dstrat.training.callbacks.log_streams import move_handlers
+from dstrat.training.callbacks.pinned_lines import PinnedLines
 from dstrat.training.callbacks.progress import format_count, format_duration, format_speed, format_value
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ def _forbid_forks_while_drawing() -> None:
 
 
 class LiveDisplay:
-    """Bars for the loops that run, with the values below; what the program prints appears above them."""
+    """Bars for the loops that run, with the values below; whatever is written appears above them."""
 
     seconds_between_updates = 0.3
     starts_at_once = True
@@ -41,33 +39,21 @@ class LiveDisplay:
 
     def __init__(self) -> None:
         _forbid_forks_while_drawing()
-        self._live = Live(
-            console=Console(stderr=True),
-            auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # where it goes to a file, it stays there
-        )
-        before = (sys.stdout, sys.stderr)
-        self._live.start()
-        self._replaced = list(zip(before, (sys.stdout, sys.stderr), strict=True))
-        for old, new in self._replaced:  # logging handlers keep the stream that they were made with
-            move_handlers(old, new)
-        self._live.console.show_cursor()  # a process that is killed could not bring it back
+        self._lines = PinnedLines(Console(stderr=True))
 
     def update(self, running: Sequence[Progress], values: Mapping[str, float]) -> None:
         """Draw the loops that run, outermost first."""
         with _drawing:
-            self._live.update(_drawing_of(running, values), refresh=True)
+            self._lines.draw(_drawing_of(running, values))
 
     def finish(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Draw a loop that is over; the next one takes its place."""
+        """Take the last state of a loop; the next one takes its place."""
         with _drawing:
-            self._live.update(_drawing_of([progress], values))
+            self._lines.set(_drawing_of([progress], values))
 
     def close(self) -> None:
         """Draw a last time, and give the terminal back."""
-        for old, new in self._replaced:
-            move_handlers(new, old)
-        self._live.stop()
+        self._lines.close()
 
 
 def _drawing_of(running: Sequence[Progress], values: Mapping[str, float]) -> Group:

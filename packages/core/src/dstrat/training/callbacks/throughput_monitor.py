@@ -33,7 +33,7 @@ class ThroughputMonitor(Callback):
     Values are ``throughput/samples_per_sec`` and so on of the whole job, ``throughput/device/samples_per_sec`` of one
     device (the mean over the processes), ``throughput/device/flops_per_sec`` and ``throughput/device/mfu``.  They are
     written with the other values of steps (``log_every_n_steps``), leave validation out, and start after the first
-    batch.  The cost is two or three microseconds per batch, and one small reduction for each write.
+    batch.  The cost is about a microsecond per batch, and one small reduction for each write.
 
     The operations of the first batch, forward and backward, are counted by ``torch.utils.flop_counter``, where the
     peak is known; other batches count by their number of samples.  Kernels of one's own are not seen by it, and what is
