@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
 import pickle
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -157,3 +159,29 @@ def test_only_rank_0_writes_and_all_processes_know_the_folder(tmp_path, line, lo
     assert [path.name for path in (tmp_path / "dstrat_logs").iterdir()] == ["version_0"]
     rows = rows_of(CSVLogger(tmp_path, version=0))
     assert [row["step"] for row in rows if row["loss_step"]] == ["1", "2", "3"]
+
+
+def test_where_it_does_not_write_it_takes_the_folder_it_is_told(logger, tmp_path):
+    logger.writes = False
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.save()
+    logger.finalize("success")
+    assert (logger.log_dir, logger.version) == (None, None)
+    logger.join(tmp_path / "dstrat_logs" / "version_3")
+    assert (logger.log_dir, logger.version) == (tmp_path / "dstrat_logs" / "version_3", 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_name_and_version_are_known(open_logger):
+    assert (open_logger().name, open_logger().version) == ("dstrat_logs", None)
+    claimed = open_logger()
+    claimed.log_metrics({"loss": 0.5}, step=1)
+    assert claimed.version == 0
+    assert open_logger(version="trial").version == "trial"
+
+
+@pytest.mark.parametrize("settings", [argparse.Namespace(lr=0.1), types.SimpleNamespace(lr=0.1)])
+def test_settings_may_be_a_namespace(logger, settings):
+    logger.log_hyperparams(settings)
+    assert json.loads((logger.log_dir / "hparams.json").read_text()) == {"lr": 0.1}

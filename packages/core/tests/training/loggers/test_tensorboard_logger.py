@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import importlib.util
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -79,21 +75,26 @@ def test_a_trainer_writes_to_it(tmp_path, line, loader):
     assert [step for step, _ in scalars_of(trainer.log_dir, "val_loss")] == [6, 12]
 
 
-def test_without_tensorboard_it_says_what_to_install(tmp_path):
-    for name in ("dstrat", "packaging", "pluggy", "typing_extensions"):
-        found = importlib.util.find_spec(name)
-        origin = Path(found.origin)
-        origin = origin.parent if origin.name == "__init__.py" else origin
-        (tmp_path / origin.name).symlink_to(origin)
-    script = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from dstrat.training.loggers.tensorboard_logger import TensorBoardLogger\n"
-        "try:\n    TensorBoardLogger()\n"
-        "except ImportError as error:\n    print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script], timeout=60, check=True, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == (
-        'TensorBoardLogger needs tensorboard, which is not installed: pip install "dstrat[tensorboard]"'
-    )
+def test_the_writer_is_there_for_what_loggers_do_not_offer(logger):
+    logger.experiment.add_text("note", "hello", 3)
+    logger.finalize("success")
+    assert "note/text_summary" in events_of(logger.log_dir).summary_metadata
+
+
+def test_where_it_does_not_write_nothing_happens(logger, tmp_path):
+    logger.writes = False
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.experiment.add_text("note", "hello", 3)
+    logger.finalize("success")
+    assert logger.log_dir is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nested_settings_become_flat(logger):
+    logger.log_hyperparams({"model": {"width": 8}})
+    logger.finalize("success")
+    [data] = [
+        m.plugin_data.content for name, m in events_of(logger.log_dir).summary_metadata.items() if "start" in name
+    ]
+    assert b"model/width" in data

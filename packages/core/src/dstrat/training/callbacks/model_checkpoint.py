@@ -13,6 +13,7 @@ from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import CheckpointName, not_logged, unused_path
 from dstrat.training.callbacks.monitored import is_new, is_overdue
 from dstrat.training.callbacks.ranking import Mode, Ranking
+from dstrat.training.loggers.several import call_loggers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -219,6 +220,7 @@ class ModelCheckpoint(Callback):
                 trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         for path in driven_out:
             trainer.strategy.remove_checkpoint(path)
+        call_loggers(trainer.loggers, "after_save_checkpoint", self)
 
     def _decide(self, trainer: Trainer, *, must_be_known: bool) -> Decision | None:
         """Return what to save; None where the monitored value is still to come."""

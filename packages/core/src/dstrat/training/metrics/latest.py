@@ -12,8 +12,6 @@ from dstrat.training.metrics.taking import take_epoch, take_step
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import nn
-
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.metrics.logged import LoggedValues
 
@@ -58,16 +56,6 @@ class Metrics:
             values |= {e.name: e.shown_value for e in stage.entries if e.on_step and e.options.prog_bar}
         return as_numbers(values)
 
-    def all(self, logged: LoggedValues) -> dict[str, Tensor | float]:
-        """The same as :attr:`callback_values`, with those of a stage."""
-        self.follow(logged)
-        return {**self.callback_values}
-
-    def shown(self, logged: LoggedValues) -> dict[str, float]:
-        """The same as :attr:`shown_values`, with those of a stage."""
-        self.follow(logged)
-        return self.shown_values
-
     # Taking what was logged
 
     def of_step(self, logged: LoggedValues, strategy: Strategy) -> dict[str, float]:
@@ -78,9 +66,9 @@ class Metrics:
         """Begin to collect the values over another epoch."""
         self.latest_epoch = {}
 
-    def of_epoch(self, logged: LoggedValues, strategy: Strategy, module: nn.Module | None = None) -> dict[str, float]:
+    def of_epoch(self, logged: LoggedValues, strategy: Strategy) -> dict[str, float]:
         """Reduce what was logged over an epoch, keep it, and return what loggers write of it; collective."""
-        taken = take_epoch(logged, strategy, module or strategy.module)
+        taken = take_epoch(logged, strategy, strategy.module)
         self.latest_epoch |= {entry.epoch_name: value for entry, value in taken}
         self._values |= {name: value for entry, value in taken for name in (entry.epoch_name, entry.name)}
         self._shown |= {entry.epoch_name for entry, _ in taken if entry.options.prog_bar}

@@ -47,7 +47,7 @@ class MetricEntry(Entry):
         if (
             options.reduction(name) != "mean"
             or options.sync_dist is False
-            or options.sync_dist_group is not None
+            or options.sync_dist_group
             or options.rank_zero_only
         ):
             raise MisuseError(

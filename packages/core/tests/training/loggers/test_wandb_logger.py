@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import struct
+from time import monotonic, sleep
+
+import pytest
+
+pytest.importorskip("wandb", reason="the extra dstrat[wandb] is not installed")
+
+import wandb
+from wandb.proto import wandb_internal_pb2
+
+from dstrat import ModelCheckpoint, Trainer, WandbLogger
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb.*", "ignore::ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+@pytest.fixture
+def open_logger(tmp_path):
+    made = []
+
+    def open_(**options):
+        made.append(WandbLogger(save_dir=tmp_path, offline=True, **options))
+        return made[-1]
+
+    yield open_
+    for logger in made:
+        logger.finalize("success")
+
+
+def records(folder):
+    """Return what the transaction logs of offline runs hold, oldest first, when W&B's own process has written all."""
+    deadline = monotonic() + 60
+    while True:
+        logs = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns)
+        found = [wandb_internal_pb2.Record.FromString(data) for log in logs for data in payloads(log.read_bytes())]
+        if sum(record.WhichOneof("record_type") == "exit" for record in found) == len(logs):
+            return found
+        assert monotonic() < deadline
+        sleep(0.05)
+
+
+def payloads(content):
+    """Return the records of a log in LevelDB's format, with 7 bytes before it: blocks of 32 KiB with pieces in them."""
+    position, pieces = 7, []
+    while position + 7 <= len(content):
+        left = 32768 - position % 32768
+        if left < 7:  # the rest of a block is padding
+            position += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, position + 4)
+        pieces.append(content[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield b"".join(pieces)
+            pieces = []
+
+
+def history(folder):
+    rows = []
+    for record in records(folder):
+        if record.WhichOneof("record_type") == "history":
+            items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            rows.append({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
+    return rows
+
+
+def settings(folder):
+    found = {}
+    for record in records(folder):
+        updates = record.run.config.update if record.WhichOneof("record_type") == "run" else record.config.update
+        found |= {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in updates}
+    return found
+
+
+def test_values_are_written_by_the_number_of_optimizer_steps(open_logger, tmp_path):
+    logger = open_logger()
+    logger.log_metrics({"loss": 0.5, "epoch": 0}, step=10)
+    logger.log_metrics({"loss": 0.25, "epoch": 0}, step=20)
+    logger.finalize("success")
+    assert history(tmp_path) == [
+        {"loss": 0.5, "epoch": 0, "trainer/global_step": 10},
+        {"loss": 0.25, "epoch": 0, "trainer/global_step": 20},
+    ]
+
+
+def test_settings_are_written_nested_ones_too(open_logger, tmp_path):
+    logger = open_logger(project="p", name="n")
+    logger.log_hyperparams({"lr": 0.1, "model": {"width": 8}})
+    logger.finalize("success")
+    written = settings(tmp_path)
+    assert (written["lr"], written["model"]) == (0.1, {"width": 8})
+    [run] = [record.run for record in records(tmp_path) if record.WhichOneof("record_type") == "run"]
+    assert (run.project, run.display_name) == ("p", "n")
+
+
+def test_a_later_run_goes_on_under_the_same_id(open_logger, tmp_path):
+    logger = open_logger()
+    assert logger.version is None
+    logger.log_metrics({"loss": 0.5}, step=1)
+    version = logger.version
+    logger.finalize("success")
+    logger.log_metrics({"test_loss": 0.25}, step=1)
+    assert logger.version == version
+    logger.finalize("success")
+    assert {record.run.run_id for record in records(tmp_path) if record.WhichOneof("record_type") == "run"} == {version}
+    assert [row.get("test_loss") for row in history(tmp_path)] == [None, 0.25]
+
+
+def test_the_status_is_known_by_the_exit_code(open_logger, tmp_path):
+    logger = open_logger()
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.finalize("failed")
+    [code] = [record.exit.exit_code for record in records(tmp_path) if record.WhichOneof("record_type") == "exit"]
+    assert code == 1
+
+
+def test_a_run_of_the_user_is_used_and_not_finished(tmp_path):
+    with wandb.init(dir=str(tmp_path), mode="offline", project="own") as run:
+        logger = WandbLogger(experiment=run)
+        logger.log_metrics({"loss": 0.5}, step=1)
+        logger.finalize("success")
+        assert logger.experiment is run
+        run.log({"mine": 1.0})
+    assert [row.get("mine") for row in history(tmp_path)] == [None, 1.0]
+
+
+def test_where_it_does_not_write_nothing_happens(open_logger, tmp_path):
+    logger = open_logger()
+    logger.writes = False
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.experiment.summary["best"] = 1.0
+    logger.experiment.config.update({"a": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_can_be_pickled_before_it_writes(open_logger, tmp_path):
+    copy = pickle.loads(pickle.dumps(open_logger()))
+    copy.log_metrics({"loss": 0.5}, step=1)
+    copy.finalize("success")
+    assert len(history(tmp_path)) == 1
+
+
+def test_a_forked_rank_0_writes_everything(tmp_path, line, loader, averaging):
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=averaging(), max_epochs=2, logger=WandbLogger(offline=True),
+        log_every_n_steps=1, default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(line, loader(4), loader())
+    assert [row["trainer/global_step"] for row in history(tmp_path) if "loss_step" in row] == list(range(1, 13))
+    assert [row["epoch"] for row in history(tmp_path) if "val_loss" in row] == [0, 1]
+
+
+@pytest.mark.parametrize("log_model", [False, True, "all"])
+def test_a_trainer_writes_to_it_and_sends_checkpoints(tmp_path, line, loader, log_model):
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=WandbLogger(offline=True, log_model=log_model), log_every_n_steps=3,
+        callbacks=ModelCheckpoint(tmp_path / "c", monitor="val_loss", filename="{epoch}"), default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(line, loader(), loader())
+    assert [row["trainer/global_step"] for row in history(tmp_path) if "loss_step" in row] == [3, 6, 9, 12]
+    assert [row["epoch"] for row in history(tmp_path) if "val_loss" in row] == [0, 1]
+    sent = [r.request.log_artifact.artifact for r in records(tmp_path) if r.request.HasField("log_artifact")]
+    sent += [record.artifact for record in records(tmp_path) if record.WhichOneof("record_type") == "artifact"]
+    assert len(sent) == {False: 0, True: 1, "all": 2}[log_model]
+    assert all(re.fullmatch(r"model-\w+", artifact.name) for artifact in sent)
