@@ -35,6 +35,8 @@ class PortableCheckpointIO(CheckpointIO):
         strategy: Alias of the strategy, for the manifest.
     """
 
+    is_collective = True
+
     def __init__(self, verify: bool = True, timeout: timedelta = timedelta(minutes=30), strategy: str = "") -> None:
         self.verify, self.timeout, self.strategy = verify, timeout, strategy
         self._ranks: Ranks | None = None
@@ -75,6 +77,7 @@ class PortableCheckpointIO(CheckpointIO):
         with OpenedFolder(resolved(Path(path)), verifies=self.verify) as folder:
             return load(folder, rank=rank, world_size=world_size)
 
+    @override
     def load_into(self, path: str | Path, template: Mapping[str, Any]) -> dict[str, Any]:
         """Fill the template's tensors, whatever their placements, and return the checkpoint with them in it.
 

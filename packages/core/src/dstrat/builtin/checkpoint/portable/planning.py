@@ -51,8 +51,10 @@ def plan(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], ranks: Ranks)
     """
     with ranks.together("save its tensors"):
         entries = _entries({**tensors, **own})
+    leaders = _leaders(tensors, ranks)
+    with ranks.together("save its tensors"):
         payloads = [Payload(name, part) for name in own if _is_stored(entries[name]) for part in local_parts(own[name])]
-        payloads += _distributed(tensors, entries)
+        payloads += _distributed(tensors, entries, leaders)
         shared = {name: entries[name] for name, tensor in tensors.items() if not is_distributed(tensor)}
     everyone = _hear(shared, sum(payload.num_bytes for payload in payloads), ranks)
     payloads += [Payload(name, part) for name, part in _assigned(tensors, everyone, ranks)]
@@ -89,15 +91,34 @@ def _is_stored(entry: TensorEntry) -> bool:
     return entry.same_as is None
 
 
-def _distributed(tensors: Mapping[str, Tensor], entries: Mapping[str, TensorEntry]) -> Iterable[Payload]:
-    """Yield this rank's shards; of those that several ranks hold, each rank takes its turn."""
-    import torch.distributed as dist
+def _leaders(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, int]:
+    """Return, for each tensor that is distributed over some of the ranks only, which mesh writes it, by its first rank.
 
+    Such a tensor may be there once for each mesh: a layer that FSDP shards inside of every tensor parallel group.
+    """
+    mine = {
+        name: int(tensor.device_mesh.mesh.min())
+        for name, tensor in tensors.items()
+        if is_distributed(tensor) and tensor.device_mesh.size() < ranks.size
+    }
+    leaders: dict[str, int] = {}
+    for told in ranks.exchange(dump_json(mine)):
+        for name, first in parse_json(told).items():
+            leaders[name] = min(first, leaders.get(name, first))
+    return leaders
+
+
+def _distributed(
+    tensors: Mapping[str, Any], entries: Mapping[str, TensorEntry], leaders: Mapping[str, int]
+) -> Iterable[Payload]:
+    """Yield this rank's shards; of those that several ranks hold, each rank takes its turn."""
     for turn, (name, tensor) in enumerate(tensors.items()):
         if not is_distributed(tensor) or not _is_stored(entries[name]):
             continue
+        if name in leaders and int(tensor.device_mesh.mesh.min()) != leaders[name]:
+            continue
         same = holders(tensor)
-        if same and same[turn % len(same)] == dist.get_rank():
+        if same and same[turn % len(same)] == tensor.device_mesh.get_rank():
             for part in local_parts(tensor, name):
                 yield Payload(name, part)
 
