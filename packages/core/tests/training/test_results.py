@@ -95,11 +95,11 @@ def test_random_numbers_after_a_run_are_those_that_follow_it(elsewhere, line_cla
             self.log("drawn", torch.rand(()), sync_dist=False)
             return super().training_step(batch, batch_idx)
 
-    drawn = []
+    drawn, modules = [], [Drawing(), Drawing()]
     torch.manual_seed(3)
-    for _ in range(2):
+    for module in modules:
         trainer = elsewhere(max_steps=1)
-        trainer.fit(Drawing(), loader())
+        trainer.fit(module, loader())
         drawn.append(float(trainer.callback_metrics["drawn"]))
     assert drawn[0] != drawn[1]
 

@@ -108,6 +108,19 @@ def test_settings_go_through_kwargs_to_a_base_class(write):
     assert (loaded.scale, loaded.hparams.width) == (4.0, 3)
 
 
+def test_what_a_subclass_gives_its_base_class_is_not_missing(write):
+    class Base(TrainModule):
+        def __init__(self, width, depth=1):
+            super().__init__()
+            self.sizes = width, depth
+
+    class Given(Base):
+        def __init__(self, **kwargs):
+            super().__init__(3, **kwargs)
+
+    assert Given.load_from_checkpoint(write(Given()), depth=2).sizes == (3, 2)
+
+
 @pytest.mark.parametrize("kind", [dict, Namespace, Config])
 def test_an_argument_that_held_all_settings_is_made_again_as_its_annotation_says(write, kind):
     class Configured(TrainModule):
@@ -145,7 +158,9 @@ def test_arguments_are_made_again_as_their_annotations_say(write):
         "config": Config, "path": Path, "act": Act | None, "sizes": tuple[int, ...], "other": Path | None,
     }  # fmt: skip
     given = (Config(Sizes(5)), Path("p"), Act.RELU, (1, 2), None)
-    assert Annotated.load_from_checkpoint(write(Annotated(*given))).given == given
+    loaded = Annotated.load_from_checkpoint(write(Annotated(*given)))
+    assert loaded.given == given
+    assert type(loaded.given[2]) is Act  # which equals its text
 
 
 def test_a_missing_argument_is_an_error_that_says_how_to_pass_it(write):
