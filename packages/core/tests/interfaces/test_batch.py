@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from dstrat.errors import DstratError, MisuseError
-from dstrat.interfaces.batch import apply_to_tensors, move_to_device
+from dstrat.interfaces.batch import apply_to_tensors, move_to_device, mover_to
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -129,6 +129,9 @@ def test_what_a_collection_knows_besides_is_kept():
     assert move_to_device(tagged, META).tag == "train"
     assert move_to_device(defaultdict(list, x=tensor()), META)["new"] == []
     assert move_to_device(Slotted(tensor(), "b"), META).name == "b"
+    mutable = Mutable(tensor())
+    mutable.tag = "train"
+    assert move_to_device(mutable, META).tag == "train"
 
 
 def test_fields_that_init_does_not_take_are_moved_too():
@@ -139,6 +142,17 @@ def test_fields_that_init_does_not_take_are_moved_too():
 def test_a_packed_sequence_moves_itself_and_keeps_its_lengths_on_the_cpu():
     moved = move_to_device(pack_sequence([tensor()]), META)
     assert (moved.data.device, moved.batch_sizes.device) == (META, CPU)
+
+
+@pytest.mark.parametrize("batch", [[tensor(), tensor()], (tensor(),), {"x": tensor()}, tensor(), []])
+def test_a_mover_does_what_moving_does(batch):
+    assert mover_to(CPU)(batch) is batch
+    assert set(devices(mover_to(META)(batch))) <= {"meta"}
+
+
+def test_a_mover_to_the_cpu_sees_what_is_elsewhere():
+    with pytest.raises(NotImplementedError, match="meta tensor"):  # which has no data to be copied
+        mover_to(CPU)([tensor(), tensor().to(META)])
 
 
 def test_objects_move_themselves_also_inside_a_batch():

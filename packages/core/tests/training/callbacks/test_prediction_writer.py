@@ -8,6 +8,14 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 from dstrat import PredictionWriter, TorchPredictionWriter, TrainModule, read_predictions
 from dstrat.errors import MisuseError, RankFailedError, RequestError
+from dstrat.training.data.recorded_batches import record_batches, take_indices
+
+
+@pytest.fixture(autouse=True)
+def hardware(request):
+    """Skip tests of hardware that is not there, and say so."""
+    if request.node.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} sees no CUDA device")
 
 
 class Doubling(TrainModule):
@@ -98,6 +106,24 @@ def test_two_writers_both_know_the_indices(quiet_trainer):
     writers = [Noting("batch"), Noting("epoch")]
     quiet_trainer(callbacks=writers).predict(Doubling(), numbers(1), return_predictions=False)
     assert [writer.calls for writer in writers] == [[([0], 0, 0)], [([[0]], [[0]])]]
+
+
+def test_indices_are_those_of_the_batch_also_after_a_reading_that_was_broken_off():
+    loader = record_batches(numbers(6, batch_size=2, num_workers=1))
+    next(iter(loader))
+    assert [take_indices(loader) for _ in loader] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.cuda
+def test_predictions_are_kept_on_the_cpu(quiet_trainer):
+    class Asking(Noting):
+        def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
+            assert {prediction["doubled"].device.type for prediction in predictions} == {"cpu"}
+            super().write_on_epoch_end(trainer, module, predictions, batch_indices)
+
+    writer = Asking("epoch")
+    predicted(quiet_trainer, writer, numbers(3), accelerator="gpu", devices=1)
+    assert writer.calls == [([[0], [2], [4]], [[0], [1], [2]])]
 
 
 def test_an_interval_whose_method_is_missing_is_an_error():

@@ -41,7 +41,7 @@ def read_together(*counts):
     def read(rank):
         found[rank] = list(AgreedEnd(range(counts[rank]), strategies[rank]))
 
-    threads = [threading.Thread(target=read, args=(rank,)) for rank in range(len(counts))]
+    threads = [threading.Thread(target=read, args=(rank,), daemon=True) for rank in range(len(counts))]
     for thread in threads:
         thread.start()
     for thread in threads:

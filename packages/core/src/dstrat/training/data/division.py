@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 def is_divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
     """Return whether dstrat divides the loader; where it cannot, say so once for the job."""
     if not isinstance(loader, DataLoader):
-        reason = f"is a {type(loader).__name__}, not a DataLoader, and dstrat cannot divide it"
+        reason = f"is of type {type(loader).__name__}, and dstrat divides only a DataLoader"
     elif isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, ShardedIterableDataset):
         reason = "has an iterable dataset, which dstrat divides only inside a dstrat.ShardedIterableDataset"
     else:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from dstrat.errors import MisuseError, RequestError
 from dstrat.training.data.agreed_end import AgreedEnd
 from dstrat.training.data.combined_loader import CombinedLoader
+from dstrat.training.data.continued import ContinuedLoader
 from dstrat.training.data.division import divide_evaluation, divide_training, is_divisible, with_parts
 from dstrat.training.data.recorded_batches import record_batches
 from dstrat.training.data.sharded_dataset import ShardedIterableDataset
@@ -129,7 +130,7 @@ def _why_empty(loader: Any) -> str:
     batch_size = getattr(loader, "batch_size", None)
     if samples and batch_size and getattr(loader, "drop_last", False):
         return f"its {samples} samples are fewer than batch_size={batch_size}, and drop_last=True leaves them out"
-    return f"its length is 0 (a {type(loader).__name__})"
+    return f"the length of the {type(loader).__name__} is 0, so give it data"
 
 
 def as_list(loaders: Any) -> list[Any]:
@@ -146,6 +147,8 @@ def as_list(loaders: Any) -> list[Any]:
 
 def length_is_certain(loader: Any) -> bool:
     """Return whether a loader has a length that is counted, rather than announced by an iterable dataset."""
+    if isinstance(loader, ContinuedLoader):
+        return length_is_certain(loader.loader)
     if isinstance(loader, CombinedLoader):
         return all(length_is_certain(part) for part in loader.flattened)
     if isinstance(loader, AgreedEnd) or isinstance(getattr(loader, "dataset", None), IterableDataset):
@@ -198,8 +201,8 @@ def check_loaders(loaders: Any, name: str) -> None:
         kind = type(loader).__name__
         if isinstance(loader, Tensor | str | bytes) and is_structure(loaders):
             raise MisuseError(
-                f"{place} is a {kind} and no loader: lists, tuples and dicts hold loaders, so pass batches of your own "
-                "in a DataLoader(batches, batch_size=None)"
+                f"{place} is of type {kind}, which is no loader: lists, tuples and dicts hold loaders, "
+                "so pass batches of your own in a DataLoader(batches, batch_size=None)"
             )
         if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
             raise MisuseError(f"{place} is a dataset ({kind}): pass DataLoader(dataset, batch_size=...)")

@@ -28,10 +28,14 @@ class RankSampler(Sampler[int]):
         length: Number of indices in the order.
         num_replicas: Number of processes.
         rank: Rank of this process.
+
+    Attributes:
+        order: As it was given.
+        epoch: The epoch whose order comes next.
     """
 
     def __init__(self, order: Order, *, length: int, num_replicas: int, rank: int) -> None:
-        self._order = order
+        self.order = order
         self._length = length
         self._num_replicas, self._rank = num_replicas, rank
         self.epoch = 0
@@ -46,7 +50,7 @@ class RankSampler(Sampler[int]):
         return math.ceil(self._length / self._num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        indices = list(self._order(self.epoch, self._times_read))
+        indices = list(self.order(self.epoch, self._times_read))
         self._times_read += 1
         wanted = len(self) * self._num_replicas
         while indices and len(indices) < wanted:
@@ -121,14 +125,18 @@ _SEEDS_BETWEEN_READINGS = 1_000_003  # more than there are epochs, and torch tak
 
 
 class ShuffledOrder:
-    """The shuffled indices of an epoch, from a seed that all processes share."""
+    """The shuffled indices of an epoch, from a seed that all processes share.
+
+    Attributes:
+        seed: That seed.
+    """
 
     def __init__(self, data_source: Any, seed: int) -> None:
         self._data_source = data_source
-        self._seed = seed
+        self.seed = seed
 
     def __call__(self, epoch: int, times_read: int) -> Iterable[int]:
-        seed = self._seed + epoch + times_read * _SEEDS_BETWEEN_READINGS
+        seed = self.seed + epoch + times_read * _SEEDS_BETWEEN_READINGS
         generator = torch.Generator().manual_seed(seed % 2**32)
         return RandomSampler(self._data_source, generator=generator)
 
