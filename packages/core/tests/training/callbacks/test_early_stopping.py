@@ -97,9 +97,9 @@ def test_without_validation_nothing_is_checked_where_only_validations_are(fit, s
 
 
 def test_an_epoch_that_is_broken_off_before_its_validation_misses_nothing(fit, caplog):
-    trainer = fit(EarlyStopping("score"), [5], limit_train_batches=6, max_steps=8, max_epochs=9)
-    assert trainer.global_step == 8
-    assert not caplog.messages
+    trainer = fit(EarlyStopping("score"), [5], limit_train_batches=6, max_steps=3, max_epochs=9)
+    assert trainer.global_step == 3
+    assert caplog.messages == ["EarlyStopping(monitor='score') had no value to check in this training"]
 
 
 def test_epochs_without_validation_do_not_count(fit):

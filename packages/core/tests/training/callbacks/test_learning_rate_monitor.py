@@ -113,9 +113,10 @@ def test_momentum_and_weight_decay_are_written_where_asked_for(rates):
     assert written[1] == {"lr-AdamW": 1.0, "lr-AdamW-momentum": 0.8, "lr-AdamW-weight_decay": 0.01}
 
 
-def test_only_rank_0_writes(rates, averaging):
+def test_only_rank_0_writes(rates, averaging, tmp_path):
     written = rates(lambda module: with_scheduler(module, "step"), devices=2, strategy=averaging(), max_epochs=1)
     assert written == {1: {"lr-SGD": 1.0}, 2: {"lr-SGD": 0.5}}
+    assert len([*tmp_path.rglob("metrics.csv")]) == 1
 
 
 def test_without_a_logger_a_line_says_so(fit, caplog):

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 from functools import partial
 
 import pytest
 import torch
 
-from dstrat import ModelCheckpoint
+from dstrat import LambdaCallback, ModelCheckpoint
 from dstrat.errors import MisuseError, RequestError
 
 
@@ -113,6 +114,16 @@ def test_each_validation_within_an_epoch_is_ranked(fit, tmp_path):
     fit(callback, [0.4, 0.1, 0.3, 0.2], limit_train_batches=6, val_check_interval=3, max_epochs=2)
     assert names(tmp_path) == ["12-0.2.ckpt", "6-0.1.ckpt"]
     assert torch.load(tmp_path / "6-0.1.ckpt", weights_only=True)["loops"]["epochs_done"] == 1
+
+
+def test_a_validation_between_two_epochs_is_ranked_too(fit, tmp_path):
+    def pause(*_):
+        time.sleep(0.3)
+
+    callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=-1)
+    slow = LambdaCallback(on_train_batch_end=pause, on_train_epoch_end=pause)
+    fit([callback, slow], [0.3, 0.2, 0.1], val_check_interval={"milliseconds": 200}, max_epochs=1)
+    assert names(tmp_path) == ["1-0.3.ckpt", "2-0.1.ckpt", "2-0.2.ckpt"]
 
 
 def test_weights_that_were_trained_further_are_not_ranked_by_an_older_validation(fit, tmp_path):
@@ -266,8 +277,9 @@ def test_arguments_out_of_range_are_refused(arguments, message):
 
 def test_a_second_fit_in_other_processes_brings_back_its_own_files(fit, averaging, tmp_path):
     callback = ModelCheckpoint(save_last=True)
-    for root in ("a", "b"):
-        fit(callback, validates=False, devices=2, strategy=averaging(), default_root_dir=tmp_path / root)
+    for root, devices in (("a", 1), ("b", 2), ("c", 2)):
+        strategy = averaging() if devices > 1 else "auto"
+        fit(callback, validates=False, devices=devices, strategy=strategy, default_root_dir=tmp_path / root)
         assert callback.dirpath == tmp_path / root / "checkpoints"
         assert callback.best_model_path == str(tmp_path / root / "checkpoints" / "epoch=2-step=6.ckpt")
         assert callback.last_model_path == str(tmp_path / root / "checkpoints" / "last.ckpt")

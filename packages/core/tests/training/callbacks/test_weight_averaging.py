@@ -143,18 +143,20 @@ def test_evaluation_after_the_fit_uses_the_average(fit, make_line, loader):
     assert results["test_loss"] == pytest.approx(expected["test_loss"])
 
 
+@pytest.mark.parametrize("batches", [1, 3])
 @pytest.mark.parametrize("make", [WeightAveraging, lambda: EMAWeightAveraging(decay=0.5), OfEpochs])
-def test_a_run_that_goes_on_ends_with_the_same_average(train, tmp_path, make):
+def test_a_run_that_goes_on_ends_with_the_same_average(train, tmp_path, make, batches):
     def save(folder):
         return ModelCheckpoint(tmp_path / folder, "{step}", save_top_k=-1)
 
-    _, expected = train(make(), max_epochs=4)
-    options = {"enable_checkpointing": True}
+    options = {"enable_checkpointing": True, "accumulate_grad_batches": batches}
+    _, expected = train(make(), save("whole"), max_epochs=4, **options)
     record, weight = train(make(), save("a"), max_epochs=2, **options)
-    saved = torch.load(tmp_path / "a" / "6.ckpt", weights_only=True)
+    path = tmp_path / "a" / f"{6 // batches}.ckpt"
+    saved = torch.load(path, weights_only=True)
     assert torch.equal(saved["state_dict"]["layer.weight"], weight)
     assert torch.equal(saved["current_model_state"]["layer.weight"], record.steps[-1])
-    _, resumed = train(make(), save("b"), max_epochs=4, ckpt_path=tmp_path / "a" / "6.ckpt", **options)
+    _, resumed = train(make(), save("b"), max_epochs=4, ckpt_path=path, **options)
     assert torch.equal(resumed, expected)
 
 
@@ -201,6 +203,14 @@ def test_a_second_fit_begins_a_new_average(train):
     train(averaging)
     record, weight = train(averaging)
     assert torch.allclose(weight, torch.stack(record.steps).mean(0))
+
+
+def test_the_trainer_is_not_copied_with_the_module(train):
+    class Unique(Callback):
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied")
+
+    train(WeightAveraging(), Unique())
 
 
 def test_all_ranks_have_the_average_of_one_device(fit, make_line, averaging, tmp_path):
