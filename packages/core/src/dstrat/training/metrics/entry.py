@@ -13,6 +13,8 @@ from dstrat.errors import MisuseError
 from dstrat.training.metrics.reduction import Share
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dstrat.training.metrics.options import Options
 
 
@@ -78,6 +80,14 @@ class Entry:
         """Begin another epoch."""
         self.was_logged = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the epoch has brought so far, as plain values and tensors."""
+        return {"latest": self.latest, "is_fresh": self.is_fresh, "was_logged": self.was_logged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.latest, self.is_fresh, self.was_logged = state["latest"], state["is_fresh"], state["was_logged"]
+
 
 class NumberEntry(Entry):
     """A name whose values are numbers or tensors with one element.
@@ -141,6 +151,23 @@ class NumberEntry(Entry):
         self._device_total: Tensor | None = None
         self.weight = 0.0
 
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "latest": self.own_latest,
+            "last_weight": self._last_weight,
+            "total": self._total,
+            "device_total": self._device_total,
+            "weight": self.weight,
+            "reduced": self.reduced,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._version = _version_of(self.latest) if isinstance(self.latest, Tensor) else 0
+        self._last_weight, self.reduced = state["last_weight"], state["reduced"]
+        self._total, self._device_total, self.weight = state["total"], state["device_total"], state["weight"]
+
     def take(self, value: Any, weight: float) -> None:
         """Take a value of a batch with its weight in the mean."""
         self.is_fresh = self.was_logged = True
@@ -186,7 +213,10 @@ class NumberEntry(Entry):
                 if not self.adds:
                     return total.copy_(value)
         elif total.device != value.device:
-            value = value.to(total.device)
+            if total.is_cpu:  # as a checkpoint brought it
+                total = total.to(value.device)
+            else:
+                value = value.to(total.device)
         if self.adds:
             return total.add_(value, alpha=weight)
         return torch.maximum(total, value) if self.reduction == "max" else torch.minimum(total, value)

@@ -13,7 +13,9 @@ from dstrat.training.metrics.metric_entry import MetricEntry, is_metric
 from dstrat.training.metrics.options import Options, changed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+    from torch import nn
 
     from dstrat.training.module.train_module import TrainModule
 
@@ -34,6 +36,7 @@ class LoggedValues:
     def __init__(self, *, training: bool) -> None:
         self._training = training
         self._entries: dict[str, NumberEntry | MetricEntry] = {}
+        self._resumed: dict[str, NumberEntry | MetricEntry] = {}  # of a checkpoint, and not logged again yet
         self._is_open = False
         self._suffix = ""
         self._batch: Any = None
@@ -123,6 +126,8 @@ class LoggedValues:
         else:
             has_peers = module.trainer.world_size > 1
             self._entries[name] = NumberEntry(name, options, **where, has_peers=has_peers)
+        if resumed := self._resumed.pop(name, None):
+            self._entries[name].load_state_dict(resumed.state_dict())
         return self._entries[name]
 
     def _weight(self, name: str) -> int:
@@ -142,12 +147,42 @@ class LoggedValues:
     @property
     def entries(self) -> Iterable[NumberEntry | MetricEntry]:
         """Every name that was logged in any epoch."""
-        return self._entries.values()
+        return (*self._entries.values(), *self._resumed.values())
 
     def forget(self) -> None:
         """Forget the totals of the epoch."""
-        for entry in self._entries.values():
+        for entry in self.entries:
             entry.start_epoch()
+
+    # Going on in the middle of an epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the epoch has brought so far, as plain values and tensors."""
+        names = {e.name: {**e.state_dict(), "options": e.resolved._asdict()} for e in self.entries if e.was_logged}
+        return {"has_batches": self.has_batches, "names": names}
+
+    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
+        """Go on from there, when the epoch has begun.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+            module: Has the metric objects, on its device.
+        """
+        self.has_batches = state["has_batches"]
+        self.forget()
+        for name, saved in state["names"].items():
+            if name not in self._entries:
+                options = Options(**{**saved["options"], "sync_dist_group": None})
+                self._resumed[name] = entry_of(name, options, module)
+            (self._entries.get(name) or self._resumed[name]).load_state_dict(saved)
+
+
+def entry_of(name: str, options: Options, module: nn.Module) -> NumberEntry | MetricEntry:
+    """Return an entry for a name of which only the resolved options are known, from another process or a checkpoint."""
+    if options.metric_attribute is None:
+        return NumberEntry(name, options, in_step=True, training=True)
+    metric = module.get_submodule(options.metric_attribute)
+    return MetricEntry(name, options, in_step=True, training=True, metric=metric, module=module)
 
 
 def _place(in_step: bool) -> str:

@@ -13,6 +13,8 @@ from dstrat.errors import MisuseError
 from dstrat.training.metrics.entry import Entry
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dstrat.training.metrics.options import Options
 
 
@@ -82,6 +84,18 @@ class MetricEntry(Entry):
         with torch.inference_mode(mode=False), torch.no_grad():
             self.metric.reset()
 
+    def state_dict(self) -> dict[str, Any]:
+        metric = self.metric
+        count = metric._update_count  # noqa: SLF001 - torchmetrics has no public name for it
+        return {**super().state_dict(), "metric": dict(metric.metric_state), "update_count": count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        metric = self.metric
+        for name, value in state["metric"].items():
+            setattr(metric, name, _moved(value, metric.device))
+        metric._update_count, metric._computed = state["update_count"], None  # noqa: SLF001 - nor another way to set it
+
     def _checked(self, value: Any, verb: str) -> Tensor | float:
         if isinstance(value, Tensor) and value.numel() == 1:
             return value.item() if value.is_cpu else value.detach().reshape(())
@@ -97,6 +111,11 @@ class MetricEntry(Entry):
         raise MisuseError(
             f"log({self.name!r}): the {kind} {verb} {what}, and one number can be logged: log its parts with log_dict"
         )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a state of a metric on a device: a tensor, or a list of tensors."""
+    return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
 
 
 def _attribute_of(name: str, metric: Any, module: nn.Module, given: str | None) -> str:

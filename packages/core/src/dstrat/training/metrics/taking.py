@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dstrat.training.metrics.entry import Entry, NumberEntry
+from dstrat.training.metrics.logged import entry_of
 from dstrat.training.metrics.metric_entry import MetricEntry
 from dstrat.training.metrics.reduction import Statement, exchange_epoch, exchange_steps
 
@@ -76,7 +77,7 @@ def _reduced_values(
     shares = [e.epoch_share for e in numbers if e.sync_epoch] + [e.step_share for e in numbers if e.sync_step]
     agreement = exchange_epoch(Statement(names, shares, logged.has_batches), strategy)
     if agreement.names is not names:  # this process had no data, and takes its peers' names
-        peers = [_entry_of(name, options, module) for name, options in agreement.names.items()]
+        peers = [entry_of(name, options, module) for name, options in agreement.names.items()]
         numbers = [entry for entry in peers if isinstance(entry, NumberEntry)]
         metrics = [entry for entry in peers if isinstance(entry, MetricEntry)]
     for entry in numbers:
@@ -84,14 +85,6 @@ def _reduced_values(
             entry.reduced = agreement.values[entry.step_name]
     reduced: Values = [(entry, agreement.values[entry.epoch_name]) for entry in numbers if entry.sync_epoch]
     return own + reduced, metrics
-
-
-def _entry_of(name: str, options: Any, module: nn.Module) -> NumberEntry | MetricEntry:
-    """Return an entry for a name that only other processes have logged."""
-    if options.metric_attribute is None:
-        return NumberEntry(name, options, in_step=True, training=True)
-    metric = module.get_submodule(options.metric_attribute)
-    return MetricEntry(name, options, in_step=True, training=True, metric=metric, module=module)
 
 
 def _sorted(entries: Any) -> list[Any]:
