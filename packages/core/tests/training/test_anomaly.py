@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from dstrat import TrainModule
 from dstrat.errors import AnomalyError
 from dstrat.training.anomaly import AnomalyDetection
 
@@ -145,3 +146,35 @@ def test_values_that_cannot_be_nan_are_left_alone():
         net(torch.ones(1, 2))
         with pytest.raises(AnomalyError, match="Odd"):
             net(torch.full((1, 2), math.nan))
+
+
+class Fails(TrainModule):
+    """Has an infinite loss in one batch, or a layer that makes NaN in it."""
+
+    def __init__(self, *, in_layer):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.log_of = Log()
+        self.in_layer = in_layer
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        if batch_idx == 2:
+            return self.log_of(-loss - 1)["log"][0] if self.in_layer else loss / 0
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+@pytest.mark.parametrize(
+    ("in_layer", "said"),
+    [
+        (True, r"^the output of 'log_of' \(Log\) has NaN \(epoch 0, batch 2, rank 0\); its input and"),
+        (False, r"^the loss is inf \(epoch 0, batch 2, rank 0\); the outputs of all modules were finite"),
+    ],
+)
+def test_a_trainer_that_detects_anomalies_says_where_they_were(quiet_trainer, loader, in_layer, said):
+    with pytest.raises(AnomalyError, match=said):
+        quiet_trainer(detect_anomaly=True).fit(Fails(in_layer=in_layer), loader())
+    assert not torch.is_anomaly_enabled()
