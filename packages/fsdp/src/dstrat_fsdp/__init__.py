@@ -6,13 +6,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dstrat_fsdp.fairscale.fully_sharded import DDPFullyShardedStrategy
+    from dstrat_fsdp.fairscale.sharded import DDPShardedStrategy, DDPSpawnShardedStrategy
     from dstrat_fsdp.model_parallel import ModelParallelStrategy
     from dstrat_fsdp.strategy import DDPFullyShardedNativeStrategy, FSDPStrategy
 
-__all__ = ["DDPFullyShardedNativeStrategy", "FSDPStrategy", "ModelParallelStrategy"]
+__all__ = [
+    "DDPFullyShardedNativeStrategy",
+    "DDPFullyShardedStrategy",
+    "DDPShardedStrategy",
+    "DDPSpawnShardedStrategy",
+    "FSDPStrategy",
+    "ModelParallelStrategy",
+]
 
 _MODULES = {
     "DDPFullyShardedNativeStrategy": "strategy",
+    "DDPFullyShardedStrategy": "fairscale.fully_sharded",
+    "DDPShardedStrategy": "fairscale.sharded",
+    "DDPSpawnShardedStrategy": "fairscale.sharded",
     "FSDPStrategy": "strategy",
     "ModelParallelStrategy": "model_parallel",
 }

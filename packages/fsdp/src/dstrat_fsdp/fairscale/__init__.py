@@ -1,0 +1,1 @@
+"""The strategies on FairScale 0.4.13, an extra of this distribution."""

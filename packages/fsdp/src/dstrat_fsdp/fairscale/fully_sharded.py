@@ -1,0 +1,208 @@
+"""Training with FairScale's FullyShardedDataParallel, on GPUs."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.builtin.precision.mixed import MixedPrecision
+from dstrat.errors import ConflictError
+from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
+from dstrat_fsdp.optimizer_check import check_optimizers
+from dstrat_fsdp.step_module import StepModule
+
+with warnings.catch_warnings():  # FairScale is older than what torch deprecates
+    warnings.simplefilter("ignore")
+    from fairscale.nn import auto_wrap, default_auto_wrap_policy, enable_wrap
+    from fairscale.nn.data_parallel import FullyShardedDataParallel
+    from fairscale.optim.grad_scaler import ShardedGradScaler
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import timedelta
+
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.parts import Parts, TrainerLike
+    from dstrat.interfaces.precision import ClipAlgorithm, Precision
+
+
+class DDPFullyShardedStrategy(ParallelStrategy):
+    """Training with FairScale's FullyShardedDataParallel, which needs CUDA; FSDPStrategy runs anywhere.
+
+    Layers may wrap themselves in ``configure_model`` with FairScale's ``wrap`` and ``auto_wrap``.
+
+    Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: Where the job runs.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes; parameters are gathered in the one that it computes in.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a collective waits for the other ranks before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        cpu_offload: Whether shards and the optimizer's step are on the CPU.
+        flatten_parameters: Whether the parameters of a wrapped layer are one tensor.
+        reshard_after_forward: Whether layers are freed between their forward and backward passes.
+        move_grads_to_cpu: Whether gradients go to the CPU after their reduction; None follows ``cpu_offload``.
+        fp32_reduce_scatter: Whether gradients are summed in float32; None does so unless parameters are smaller.
+        compute_dtype: Dtype of forward and backward passes; None follows the precision.
+        bucket_cap_mb: Size of the buckets in which small gradients are reduced, in MB.
+        min_num_params: The least number of parameters of layers that are wrapped by themselves.
+        state_dict_to_cpu: Whether states are gathered on the CPU.
+
+    Raises:
+        ConflictError: It gets an accelerator other than CUDA.
+    """
+
+    replicates_state = False
+    evaluates_together = True  # each step gathers parameters
+    allows_inference_mode = False
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+        cpu_offload: bool = False,
+        flatten_parameters: bool = True,
+        reshard_after_forward: bool = True,
+        move_grads_to_cpu: bool | None = None,
+        fp32_reduce_scatter: bool | None = None,
+        compute_dtype: torch.dtype | None = None,
+        bucket_cap_mb: int = 25,
+        min_num_params: int = 100_000_000,
+        state_dict_to_cpu: bool = True,
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+            start_method,
+        )
+        self._compute_dtype = compute_dtype
+        self._fp32_reduce_scatter = fp32_reduce_scatter
+        self._min_num_params = min_num_params
+        self._state_dict_to_cpu = state_dict_to_cpu
+        self._options = {
+            "cpu_offload": cpu_offload,
+            "flatten_parameters": flatten_parameters,
+            "reshard_after_forward": reshard_after_forward,
+            "move_grads_to_cpu": move_grads_to_cpu,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
+
+    def receive(self, parts: Parts) -> None:
+        super().receive(parts)
+        if any(device.type != "cuda" for device in self.parts.parallel_devices or ()):
+            raise ConflictError(
+                f"{type(self).__name__} is FairScale's, which shards on CUDA devices only, and this is the accelerator "
+                f"{self.parallel_devices[0].type!r}: use strategy='fsdp', which runs here too"
+            )
+
+    def precision_for(self, flag: str) -> Precision | None:
+        """Return a precision whose loss scale is adapted by all ranks together, where the flag scales the loss."""
+        return MixedPrecision(flag, scaler=ShardedGradScaler()) if flag == "16-mixed" else None
+
+    # Sharding
+
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which FairScale's ``wrap`` and ``auto_wrap`` shard layers as they are made."""
+        context: AbstractContextManager[Any] = enable_wrap(
+            auto_wrap_policy=self._wrap_policy, wrapper_cls=FullyShardedDataParallel, **self._fairscale_options()
+        )
+        return context
+
+    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
+        with self.model_sharded_context():
+            for name, child in list(self.module.named_children()):
+                setattr(self.module, name, auto_wrap(child))
+        self.model = FullyShardedDataParallel(StepModule(self.module), **self._fairscale_options())
+
+    def setup_optimizers(self, trainer: TrainerLike) -> None:
+        super().setup_optimizers(trainer)
+        check_optimizers(self.optimizers, self.module)
+
+    @property
+    def _wrap_policy(self) -> Any:
+        return partial(default_auto_wrap_policy, min_num_params=self._min_num_params)
+
+    def _fairscale_options(self) -> dict[str, Any]:
+        precision = self.precision_plugin
+        computed = self._compute_dtype or precision.compute_dtype
+        mixed = computed != precision.param_dtype
+        reduces_in_32 = mixed if self._fp32_reduce_scatter is None else self._fp32_reduce_scatter
+        return {
+            **self._options,
+            "mixed_precision": mixed,
+            "compute_dtype": computed,
+            "fp32_reduce_scatter": reduces_in_32 and mixed,
+            "state_dict_device": torch.device("cpu") if self._state_dict_to_cpu else None,
+            "compute_device": self.root_device,
+        }
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("predict_step", *args, **kwargs)
+
+    def _run(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.forward_context():
+            return self.model(getattr(self.module, step), *args, **kwargs)
+
+    def no_backward_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients accumulate without being reduced."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            context: AbstractContextManager[Any] = self.model.no_sync()
+            return context
+        return nullcontext()
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
+        """Clip the gradients of all parameters by their norm on all ranks together, or the values of an optimizer's."""
+        self.unscale_gradients(optimizer)
+        if algorithm == "norm":
+            self.model.clip_grad_norm_(clip_val)
+        else:
+            super().clip_gradients(optimizer, clip_val, algorithm)
+
+    # State
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the module on each rank; collective."""
+        return {name.removeprefix("module."): value for name, value in self.model.state_dict().items()}
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        self.model.load_state_dict({f"module.{name}": value for name, value in state.items()}, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state of an optimizer on global rank 0, and an empty dict on the others; collective."""
+        return self.model.gather_full_optim_state_dict(optimizer, recipient_rank=0) or {}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load the whole state of an optimizer that global rank 0 has; collective."""
+        optimizer.load_state_dict(self.model.get_shard_from_optim_state_dict(self.broadcast(dict(state))))

@@ -1,0 +1,78 @@
+"""Optimizers whose state FairScale shards over the ranks (OSS), made of the user's own."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.utils import clip_grad_value_
+
+with warnings.catch_warnings():  # FairScale is older than what torch deprecates
+    warnings.simplefilter("ignore")
+    from fairscale.optim import OSS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.optimization import SchedulerConfig
+    from dstrat.interfaces.precision import ClipAlgorithm
+    from dstrat.interfaces.strategy import Strategy
+
+
+class ShardedOptimizer(OSS):  # type: ignore[misc]  # FairScale has no types that mypy sees
+    """FairScale's optimizer, which schedulers accept although they were made for another one."""
+
+    _opt_called = True  # schedulers warn otherwise that no step came before theirs
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """Step the share of this rank, and send the parameters to the others."""
+        return super().step(closure, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+
+
+def sharded_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig]) -> list[Optimizer]:
+    """Return sharded optimizers in the place of plain ones, to which the schedulers then belong.
+
+    Args:
+        optimizers: Not stepped yet.
+        schedulers: Of these optimizers.
+    """
+    replaced: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        # The groups stay the same objects, so that what schedulers have changed in them holds.
+        replaced[id(optimizer)] = ShardedOptimizer(optimizer.param_groups, type(optimizer), **optimizer.defaults)
+    for config in schedulers:
+        _rebind(config.scheduler, replaced)
+    return list(replaced.values())
+
+
+def clip(optimizer: Any, largest: float, algorithm: ClipAlgorithm) -> None:
+    """Clip the gradients of a sharded optimizer, of which each rank has its share; collective."""
+    if algorithm == "norm":
+        optimizer.clip_grad_norm(largest)
+    else:
+        clip_grad_value_([parameter for group in optimizer.param_groups for parameter in group["params"]], largest)
+
+
+def whole_state(optimizer: Any, strategy: Strategy) -> dict[str, Any]:
+    """Return the whole state on rank 0, and an empty dict on the others; collective."""
+    optimizer.consolidate_state_dict(recipient_rank=0)
+    state: dict[str, Any] = optimizer.state_dict() if strategy.is_global_zero else {}
+    return state
+
+
+def load_whole_state(optimizer: Any, state: Mapping[str, Any], strategy: Strategy) -> None:
+    """Load the whole state of rank 0; each rank keeps its share; collective."""
+    told = strategy.broadcast(dict(state))
+    optimizer.load_state_dict({**told, "state": dict(told["state"])})  # FairScale empties what is not its own
+
+
+def _rebind(scheduler: Any, replaced: Mapping[int, Optimizer]) -> None:
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _rebind(inner, replaced)
+    plain = getattr(scheduler, "optimizer", None)
+    if id(plain) in replaced:
+        scheduler.optimizer = replaced[id(plain)]

@@ -1,0 +1,166 @@
+"""FairScale's sharded optimizer and ShardedDataParallel: the losses of one device, and a share of the state."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from fsdp_loop import Net, Run, batches, one_pass, parts, single_device_losses, start, train
+
+from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat.interfaces.optimization import Optimization, SchedulerConfig
+from dstrat.interfaces.parts import Parts
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("fairscale", reason="needs the extra dstrat-fsdp[fairscale]")
+    from dstrat_fsdp import DDPFullyShardedStrategy, DDPShardedStrategy, DDPSpawnShardedStrategy
+
+TRAINING = {
+    "plain": {},
+    "accumulation": {"accumulate": 3},
+    "clipping by norm": {"clip": 0.05},
+    "clipping by value": {"clip": 0.03, "algorithm": "value"},
+    "accumulation and clipping": {"accumulate": 2, "clip": 0.05},
+}
+
+
+def losses(cluster, training, **options):
+    strategy = DDPShardedStrategy(**options)
+    start(strategy, Net(), parts(cluster))
+    found = train(strategy, **training)
+    strategy.teardown()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("way", TRAINING)
+def test_losses_are_those_of_one_device(ranks, world_size, way):
+    expected = single_device_losses(**TRAINING[way])
+    for found in ranks(losses, world_size, training=TRAINING[way]):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+class WithScheduler(Run):
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.module.parameters(), lr=0.01)
+        first = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+        then = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        both = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, then], [4])
+        return Optimization(optimizers=(optimizer,), schedulers=(SchedulerConfig(scheduler=both),))
+
+
+def scheduled(cluster):
+    strategy = DDPShardedStrategy() if cluster else SingleDeviceStrategy()
+    strategy.receive(parts(cluster))
+    strategy.connect(Net())
+    strategy.setup_environment()
+    strategy.setup(WithScheduler(strategy.module))
+    found = []
+    for batch in batches(12):
+        [optimizer] = strategy.optimizers
+        optimizer.zero_grad()
+        found.append(float(strategy.reduce(one_pass(strategy, batch, 0, 1))))
+        strategy.optimizer_step(optimizer, lambda: None)
+        strategy.lr_schedulers[0].scheduler.step()
+    strategy.teardown()
+    return found
+
+
+def test_schedulers_belong_to_the_sharded_optimizer(ranks):
+    expected = scheduled(None)
+    for found in ranks(scheduled):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def saved(cluster):
+    strategy = DDPShardedStrategy()
+    start(strategy, Net(), parts(cluster))
+    train(strategy, steps=5)
+    [optimizer] = strategy.optimizers
+    held = sum(value.numel() for entry in optimizer.optim.state.values() for value in entry.values())
+    state = (strategy.module_state_dict(), strategy.optimizer_state(optimizer))
+    written = io.BytesIO()
+    torch.save(state, written)
+    found = train(strategy, steps=5)
+    strategy.teardown()
+    return written.getvalue(), held, found
+
+
+def resumed(cluster, state, optimizer):
+    strategy = DDPShardedStrategy()
+    start(strategy, Net(), parts(cluster))
+    strategy.load_module_state_dict(state)
+    strategy.load_optimizer_state(strategy.optimizers[0], optimizer if strategy.is_global_zero else {})
+    found = train(strategy, steps=5)
+    strategy.teardown()
+    return found
+
+
+def test_the_state_is_that_of_one_device_and_each_rank_holds_a_share(ranks):
+    alone = SingleDeviceStrategy()
+    start(alone, Net(), parts())
+    train(alone, steps=5)
+    expected_state = copy.deepcopy(alone.optimizer_state(alone.optimizers[0])["state"])
+    expected = train(alone, steps=5)
+    (written, held, first), (other, held_too, _) = ranks(saved)
+    state, optimizer = torch.load(io.BytesIO(written))
+    assert torch.load(io.BytesIO(other))[1] == {}
+    assert optimizer["state"].keys() == expected_state.keys()
+    for index, entry in expected_state.items():
+        torch.testing.assert_close(optimizer["state"][index]["exp_avg"], entry["exp_avg"], rtol=1e-4, atol=1e-7)
+    whole = sum(value.numel() for entry in expected_state.values() for value in entry.values())
+    assert held + held_too == whole
+    assert max(held, held_too) < 0.6 * whole
+    assert first == pytest.approx(expected, rel=1e-6)
+    for found in ranks(resumed, state=state, optimizer=optimizer):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def manual(cluster):
+    """Two backward passes in one step."""
+    strategy = DDPShardedStrategy() if cluster else SingleDeviceStrategy()
+
+    class Manual(Net):
+        def training_step(self, batch, batch_idx):
+            found = []
+            [optimizer] = strategy.optimizers
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss = super().training_step(batch, batch_idx)
+                strategy.backward(loss)
+                optimizer.step()
+                found.append(loss.detach())
+            return sum(found)
+
+    start(strategy, Manual(), parts(cluster))
+    found = []
+    for batch in batches(6):
+        where = {"rank": 0, "num_replicas": 1} | strategy.distributed_sampler_kwargs
+        mine = tuple(tensor[where["rank"] :: where["num_replicas"]] for tensor in batch)
+        found.append(float(strategy.reduce(strategy.training_step(mine, 0))))
+    strategy.teardown()
+    return found
+
+
+def test_several_backward_passes_in_a_step_are_all_reduced(ranks):
+    expected = manual(None)
+    for found in ranks(manual):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ConflictError, match="trains wrongly with optimizers that set gradients to None"):
+        DDPShardedStrategy(reduce_buffer_size=2**23)
+    with pytest.raises(RequestError, match="has no search for unused parameters"):
+        DDPShardedStrategy(find_unused_parameters=True)
+    with pytest.raises(MisuseError, match="got 'bucket_cap_mb', which neither it nor FairScale's ShardedDataParallel"):
+        DDPShardedStrategy(bucket_cap_mb=3)
+    assert DDPSpawnShardedStrategy().start_method == "spawn"
+
+
+def test_fully_sharded_on_a_cpu_names_what_runs_there():
+    with pytest.raises(ConflictError, match=r"shards on CUDA devices only.*use strategy='fsdp', which runs here too"):
+        DDPFullyShardedStrategy().receive(Parts(parallel_devices=(torch.device("cpu"),)))
