@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from dstrat.interfaces.precision import Precision
 
@@ -73,6 +74,13 @@ class Accelerator(ABC):
     def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - not all hardware counts
         """Return what the hardware reports of itself, such as bytes of memory in use, by name."""
         return {}
+
+    def get_random_state(self, device: torch.device) -> Tensor | None:  # noqa: ARG002 - the CPU's belongs to torch
+        """Return the state of the hardware's own random numbers (uint8); None where it has none."""
+        return None
+
+    def set_random_state(self, device: torch.device, state: Tensor) -> None:
+        """Take back what :meth:`get_random_state` returned."""
 
     def teardown(self) -> None:
         """Release what :meth:`setup` took."""

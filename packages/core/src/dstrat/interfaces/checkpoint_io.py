@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class CheckpointIO(ABC):
@@ -21,7 +24,13 @@ class CheckpointIO(ABC):
 
             def remove_checkpoint(self, path):
                 Path(path).unlink()
+
+    Attributes:
+        is_collective: Whether every process saves, each its part of sharded tensors; otherwise global rank 0 alone
+            does, and gets whole tensors.
     """
+
+    is_collective: bool = False
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -38,6 +47,13 @@ class CheckpointIO(ABC):
         Raises:
             CheckpointError: It is missing, damaged or refused.
         """
+
+    def load_into(self, path: str | Path, template: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - see below
+        """Read a checkpoint into the tensors of a template, which may be sharded, as far as it has them.
+
+        Only one that is collective can: others return whole tensors, as :meth:`load_checkpoint` does.
+        """
+        return self.load_checkpoint(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint file, so that only the best ones are kept."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import move_to_device
+from dstrat.interfaces.named_state import load_named_state, named_state
 from dstrat.interfaces.parts import Parts
 
 if TYPE_CHECKING:
@@ -357,9 +358,28 @@ class Strategy(ABC):
         """Load what :meth:`optimizer_state` returned; collective."""
         optimizer.load_state_dict(dict(state))
 
+    def sharded_module_state(self) -> dict[str, Any]:
+        """Return the state of the module under its own names, each tensor as this process holds it; collective.
+
+        Tensors that are the same in every process are plain, sharded ones are DTensors.
+        """
+        state: dict[str, Any] = self.module.state_dict()
+        return state
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer by the names of its parameters, each tensor as this process holds it.
+
+        Where parameters are sharded it is filled with zeros before the first step, as a template; collective.
+        """
+        return named_state(optimizer, self.module)
+
+    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective."""
+        load_named_state(optimizer, self.module, state)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write a checkpoint once for the whole job; every process calls it and waits until it is there."""
-        if self.is_global_zero:
+        if self.checkpoint_io.is_collective or self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path)
         self.barrier("save_checkpoint")
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError
+from dstrat.training.loops.continuation import moved_state
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, checkpoint_entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.training.trainer import Trainer
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
+
+_log = logging.getLogger(__name__)
 
 
 def collect_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str, Any]:
@@ -26,51 +33,108 @@ def collect_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[
     Raises:
         CheckpointError: A hyperparameter is not plain.
     """
-    strategy = trainer.strategy
-    checkpoint: dict[str, Any] = {
-        "dstrat_checkpoint_version": CHECKPOINT_VERSION,
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "state_dict": strategy.module_state_dict(),
-        **checkpoint_entries(trainer.module, MODULE_KEYS),
-        **checkpoint_entries(trainer.datamodule, DATAMODULE_KEYS),
-    }
+    checkpoint = _weights(trainer)
     if not weights_only:
-        checkpoint |= {
-            "loops": trainer.fit_loop.state_dict(),
-            "optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers],
-            "lr_schedulers": [config.scheduler.state_dict() for config in strategy.lr_schedulers],
-            "precision": strategy.precision_plugin.state_dict(),
-            "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
-            "datamodule": trainer.datamodule.state_dict() if trainer.datamodule else {},
-        }
+        checkpoint |= _training(trainer)
+        if trainer.is_fitting:
+            checkpoint |= _of_each_rank(trainer)
     trainer.dispatch.call("on_save_checkpoint", checkpoint)
     return checkpoint
 
 
 def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
-    """Write a checkpoint from this process alone, when the others may be gone; nothing in it communicates.
+    """Write a checkpoint to a file from this process alone, when the others may be gone; nothing communicates.
+
+    What each of the others had for itself, such as its random numbers, is not in it.
 
     Args:
         trainer: Of a broken run, whose strategy replicates the state.
         path: The file to write.
     """
-    trainer.strategy.checkpoint_io.save_checkpoint(collect_checkpoint(trainer), path)
+    io = trainer.strategy.checkpoint_io
+    checkpoint = _weights(trainer) | _training(trainer)
+    if trainer.world_size == 1:
+        checkpoint |= _of_each_rank(trainer)
+    trainer.dispatch.call("on_save_checkpoint", checkpoint)
+    (TorchCheckpointIO() if io.is_collective else io).save_checkpoint(checkpoint, path)
+
+
+def _weights(trainer: Trainer) -> dict[str, Any]:
+    strategy = trainer.strategy
+    is_sharded = strategy.checkpoint_io.is_collective and not strategy.replicates_state
+    return {
+        "dstrat_checkpoint_version": CHECKPOINT_VERSION,
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "state_dict": strategy.sharded_module_state() if is_sharded else strategy.module_state_dict(),
+        **checkpoint_entries(trainer.module, MODULE_KEYS),
+        **checkpoint_entries(trainer.datamodule, DATAMODULE_KEYS),
+    }
+
+
+def _training(trainer: Trainer) -> dict[str, Any]:
+    strategy = trainer.strategy
+    optimizers: dict[str, Any]
+    if strategy.checkpoint_io.is_collective:
+        optimizers = {"optimizers": [strategy.sharded_optimizer_state(optimizer) for optimizer in strategy.optimizers]}
+    else:
+        optimizers = {"optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]}
+    return {
+        **optimizers,
+        "world_size": trainer.world_size,
+        "loops": trainer.fit_loop.state_dict(),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "lr_schedulers": [config.scheduler.state_dict() for config in strategy.lr_schedulers],
+        "precision": strategy.precision_plugin.state_dict(),
+        "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
+        "datamodule": trainer.datamodule.state_dict() if trainer.datamodule else {},
+    }
+
+
+def _of_each_rank(trainer: Trainer) -> dict[str, Any]:
+    """Return what belongs to single processes: only this one's where each saves its own part; collective."""
+    strategy, own = trainer.strategy, trainer.fit_loop.rank_state()
+    if strategy.checkpoint_io.is_collective:
+        return {"per_rank": own}
+    return {"ranks": [strategy.broadcast(own, src=rank) for rank in range(strategy.world_size)]}
 
 
 def restore_checkpoint(trainer: Trainer, path: str | Path) -> None:
-    """Load a checkpoint into a run that has been set up; in a fit with optimizer, schedulers and counters.
+    """Load a checkpoint into a run that has been set up; in a fit with optimizer, schedulers and counters; collective.
 
     Raises:
         CheckpointError: It cannot be read, or does not fit this training.
     """
-    checkpoint = trainer.strategy.load_checkpoint(path)
+    io = _io_for(trainer, path)
+    template = _template(trainer) if io.is_collective and not trainer.strategy.replicates_state else None
+    checkpoint = io.load_checkpoint(path) if template is None else io.load_into(path, template)
     if "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} has no 'state_dict': it is not a checkpoint of a training")
     trainer.dispatch.call("on_load_checkpoint", checkpoint)
-    trainer.strategy.load_module_state_dict(checkpoint["state_dict"])
+    if template is None:
+        trainer.strategy.load_module_state_dict(checkpoint["state_dict"])
     if trainer.is_fitting:
         _restore_training(trainer, checkpoint, path)
+        _restore_ranks(trainer, checkpoint, io, path)
+
+
+def _io_for(trainer: Trainer, path: str | Path) -> CheckpointIO:
+    """Return what reads a checkpoint: the run's own, unless that is one of ours and the checkpoint the other's."""
+    own = trainer.strategy.checkpoint_io
+    if type(own) is TorchCheckpointIO and Path(path).is_dir():
+        return PortableCheckpointIO()
+    if type(own) is PortableCheckpointIO and Path(path).is_file():
+        return TorchCheckpointIO()
+    return own
+
+
+def _template(trainer: Trainer) -> dict[str, Any]:
+    """Return the tensors that this process holds of a sharded module and its optimizers, to be filled."""
+    strategy = trainer.strategy
+    template: dict[str, Any] = {"state_dict": strategy.sharded_module_state()}
+    if trainer.is_fitting:
+        template["optimizers"] = [strategy.sharded_optimizer_state(optimizer) for optimizer in strategy.optimizers]
+    return template
 
 
 def _restore_training(trainer: Trainer, checkpoint: Mapping[str, Any], path: str | Path) -> None:
@@ -80,11 +144,13 @@ def _restore_training(trainer: Trainer, checkpoint: Mapping[str, Any], path: str
             f"{path} has weights only, and cannot continue a training: "
             "load the weights into the module, and call fit without ckpt_path"
         )
-    _same_number("optimizers", strategy.optimizers, checkpoint["optimizer_states"], path)
+    is_named = "optimizers" in checkpoint
+    states = checkpoint["optimizers" if is_named else "optimizer_states"]
+    _same_number("optimizers", strategy.optimizers, states, path)
     _same_number("schedulers", strategy.lr_schedulers, checkpoint["lr_schedulers"], path)
-    trainer.fit_loop.load_state_dict(checkpoint["loops"])
-    for optimizer, state in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
-        strategy.load_optimizer_state(optimizer, state)
+    for optimizer, state in zip(strategy.optimizers, states, strict=True):
+        load = strategy.load_sharded_optimizer_state if is_named else strategy.load_optimizer_state
+        load(optimizer, state)
     for config, state in zip(strategy.lr_schedulers, checkpoint["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     strategy.precision_plugin.load_state_dict(checkpoint["precision"])
@@ -93,6 +159,33 @@ def _restore_training(trainer: Trainer, checkpoint: Mapping[str, Any], path: str
             callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
     if trainer.datamodule is not None:
         trainer.datamodule.load_state_dict(checkpoint["datamodule"])
+
+
+def _restore_ranks(trainer: Trainer, checkpoint: Mapping[str, Any], io: CheckpointIO, path: str | Path) -> None:
+    """Go on where the checkpoint was saved: exactly on as many processes, as near to it as can be on others."""
+    loop = trainer.fit_loop
+    loop.load_state_dict(checkpoint["loops"])
+    trainer.metrics.take(checkpoint["metrics"])
+    saved_by = checkpoint["world_size"]
+    ranks = checkpoint.get("ranks", [])
+    if saved_by == trainer.world_size:
+        own = ranks[trainer.global_rank] if ranks else checkpoint.get("per_rank")
+        if own is not None:
+            loop.load_rank_state(own)
+        return
+    if not ranks and isinstance(io, PortableCheckpointIO):
+        ranks = [io.load_rank(path, rank) for rank in range(saved_by)]
+    if ranks:
+        loop.load_rank_state(moved_state(ranks))
+    if trainer.is_global_zero:
+        _log.warning(
+            "%s was saved by %d processes and is continued by %d: weights, optimizer and counters are the same; random "
+            "numbers and running means start anew, and the data continues after %d batches of each process",
+            path,
+            saved_by,
+            trainer.world_size,
+            loop.batches_done,
+        )
 
 
 def _same_number(what: str, here: list[Any], saved: list[Any], path: str | Path) -> None:

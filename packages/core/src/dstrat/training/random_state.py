@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
     from typing_extensions import Self
 
@@ -38,6 +40,15 @@ class RandomState:
             torch=torch.get_rng_state(),
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as plain values and a tensor."""
+        return {"python": self.python, "numpy": _plain(self.numpy), "torch": self.torch}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Return what :meth:`state_dict` described."""
+        return cls(python=_tuples(state["python"]), numpy=_tuples(state["numpy"]), torch=state["torch"])
+
     def restore(self) -> None:
         """Let this process draw the same numbers."""
         random.setstate(self.python)
@@ -46,3 +57,15 @@ class RandomState:
             import numpy as np
 
             np.random.set_state(self.numpy)
+
+
+def _plain(numpy_state: Any) -> Any:
+    """Return numpy's state with a list of numbers in place of its array."""
+    if numpy_state is None:
+        return None
+    name, keys, *rest = numpy_state
+    return [name, keys.tolist(), *rest]
+
+
+def _tuples(state: Any) -> Any:
+    return tuple(map(_tuples, state)) if isinstance(state, list | tuple) else state

@@ -98,7 +98,6 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     _call_in_turn(trainer, "setup", trainer.stage)
     with strategy.tensor_init_context(), strategy.model_sharded_context():
         module.configure_model()
-    log_hyperparameters(trainer)
     if trainer.sync_batchnorm and trainer.is_fitting:
         strategy.synchronize_batchnorm()
     strategy.setup(trainer)

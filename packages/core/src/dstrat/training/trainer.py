@@ -196,7 +196,7 @@ class Trainer(RunState):
         self.plan: Plan = make_plan(request)
         self.strategy: Strategy = build(self.plan, request)
         self.profiler = make_profiler(profiler)
-        self.loggers = complete_loggers(around.logger, self.default_root_dir)
+        self.loggers = complete_loggers(around.logger, self.default_root_dir, writes=self.strategy.is_global_zero)
         self.callbacks = complete_callbacks(
             callbacks,
             progress_bar=around.progress_bar,

@@ -12,6 +12,8 @@ from dstrat.interfaces.accelerator import Accelerator
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from dstrat.interfaces.accelerator import Devices
 
 
@@ -47,6 +49,12 @@ class CUDAAccelerator(Accelerator):
             "max_memory_allocated": float(torch.cuda.max_memory_allocated(device)),
             "memory_reserved": float(torch.cuda.memory_reserved(device)),
         }
+
+    def get_random_state(self, device: torch.device) -> Tensor | None:
+        return torch.cuda.get_rng_state(device)
+
+    def set_random_state(self, device: torch.device, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, device)
 
     def teardown(self) -> None:
         if torch.cuda.is_initialized():

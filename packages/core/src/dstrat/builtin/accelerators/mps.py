@@ -12,6 +12,8 @@ from dstrat.interfaces.accelerator import Accelerator
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from dstrat.interfaces.accelerator import Devices
 
 
@@ -42,6 +44,12 @@ class MPSAccelerator(Accelerator):
             "memory_allocated": float(torch.mps.current_allocated_memory()),
             "driver_memory_allocated": float(torch.mps.driver_allocated_memory()),
         }
+
+    def get_random_state(self, device: torch.device) -> Tensor | None:  # noqa: ARG002 - there is only one
+        return torch.mps.get_rng_state()
+
+    def set_random_state(self, device: torch.device, state: Tensor) -> None:  # noqa: ARG002 - there is only one
+        torch.mps.set_rng_state(state)
 
     def teardown(self) -> None:
         torch.mps.empty_cache()

@@ -49,8 +49,6 @@ class PredictionWriter(Callback):
 
     reads_batch_indices = True
 
-    reads_batch_indices = True
-
     def __init__(self, write_interval: WriteInterval = "batch") -> None:
         if write_interval not in _METHODS:
             known = ", ".join(map(repr, get_args(WriteInterval)))

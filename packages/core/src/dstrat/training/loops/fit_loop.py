@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,10 +11,12 @@ from torch import Tensor
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.data.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
+from dstrat.training.data.continued import Beginning, ContinuedLoader
 from dstrat.training.data.epochs import set_epoch
 from dstrat.training.data.loaders import length_of, limit_of, prepare_training_loader
 from dstrat.training.data.unshuffled import unshuffled
 from dstrat.training.loops.automatic import AutomaticOptimization
+from dstrat.training.loops.continuation import Continuation, rank_state
 from dstrat.training.loops.interruption import Interruption, stop_by
 from dstrat.training.loops.manual import ManualOptimization
 from dstrat.training.loops.schedulers import SchedulerSteps
@@ -24,6 +26,8 @@ from dstrat.training.loops.votes import Votes
 from dstrat.training.metrics.logged import LoggedValues
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from dstrat.training.data.sources import Sources
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.module.train_module import TrainModule
@@ -31,6 +35,21 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+
+
+Phase = Literal["batch_end", "validated", "done"]
+"""What has been done after a batch: its hooks, validation where it was due, everything."""
+
+_COUNTERS = (
+    "epochs_done",
+    "global_step",
+    "batches_seen",
+    "batches_done",
+    "in_group",
+    "steps_before",
+    "is_last_batch",
+    "phase",
+)
 
 
 class FitLoop:
@@ -43,6 +62,9 @@ class FitLoop:
         batch_idx: Index of the batch in the epoch.
         is_last_batch: Whether it is the epoch's last.
         batches_seen: Number of batches trained on in all epochs.
+        batches_done: Number of batches trained on in this epoch.
+        in_group: Number of batches whose gradients wait for an optimizer step.
+        phase: How much of what follows a batch or an epoch has been done.
         num_batches: Number of batches in an epoch, None where the loader has no length or is not known yet.
         loader: What this process trains from, None before it is known.
         logged: The values that the module logs while it trains.
@@ -56,12 +78,18 @@ class FitLoop:
         self.batch_idx = 0
         self.is_last_batch = False
         self.batches_seen = 0
+        self.batches_done = 0
+        self.in_group = 0
+        self.steps_before = 0
+        self.phase: Phase = "done"
         self.num_batches: int | None = None
         self.loader: Any = None
         self.logged = LoggedValues(training=True)
         self._optimization: AutomaticOptimization | ManualOptimization | None = None
         self._validation: EvaluationLoop | None = None
         self._loaded_in_epoch = 0
+        self._beginning: Beginning | None = None
+        self._continuation: Continuation | None = None
         self._stops = False
         self._must_vote = False
 
@@ -146,13 +174,19 @@ class FitLoop:
         trainer, dispatch = self._trainer, self._trainer.dispatch
         self._reload_when_due()
         set_epoch(self.loader, self.epoch)
+        continuation, goes_on = self._continuation, self.batches_done > 0
+        if continuation is not None and not goes_on:
+            continuation.restore()
         self.logged.start_epoch()
         dispatch.call("on_train_epoch_start")
+        if continuation is not None and goes_on:
+            continuation.restore()  # after the hooks, which have drawn their random numbers before
+        self._look_up()
         self.logged.in_step = True
         completed = self._train_batches()
         self.logged.in_step, self.logged.batch = False, None
         if completed:
-            self.epochs_done = self.epoch + 1
+            self.epochs_done, self.batches_done = self.epoch + 1, 0
         trainer.publisher.publish_epoch(self.logged, dispatch.early("on_train_epoch_end"))
         if completed:
             self._schedulers.after_epoch(self.epochs_done)
@@ -175,16 +209,19 @@ class FitLoop:
         """Train on the batches of an epoch; return whether it was not broken off."""
         trainer, logged, votes, interruption = self._trainer, self.logged, self._votes, self._interruption
         is_alone, is_timed = trainer.world_size == 1, self._schedule.is_timed
-        self._look_up()
         batch_start = trainer.dispatch.of("on_train_batch_start")
-        move = trainer.profiled("transfer_batch", batch_mover(trainer, self._module))
-        batches = trainer.profiled_batches(Batches(self.loader, self.num_batches, "training"))
-        ahead = device_to_copy_ahead_to(trainer, self._module)
-        for batch_idx, (batch, is_last) in enumerate(device_batches(batches, move, copies_ahead_to=ahead)):
+        batches = self._batches()  # which may go on in the middle of the epoch
+        if self.phase != "done":
+            self._follow_up()
+            self._stops = self._decide()
+            if self._stops or self._steps_done:
+                return self.is_last_batch
+        for batch_idx, (batch, is_last) in enumerate(batches, self.batches_done):
             self.batch_idx, self.is_last_batch, logged.batch = batch_idx, is_last, batch
             if batch_start and -1 in [hook(batch, batch_idx) for hook in batch_start]:
                 break
             self._train_batch(batch, batch_idx, is_last=is_last)
+            self._follow_up()
             if is_alone:
                 is_due = interruption.requested or trainer.should_stop or is_timed
             else:
@@ -195,6 +232,24 @@ class FitLoop:
                 return is_last
         return True
 
+    def _batches(self) -> Iterable[tuple[Any, bool]]:
+        """Return the batches of the epoch that are left, on the device, each with whether it is the last."""
+        trainer, loader, left = self._trainer, self.loader, self.num_batches
+        beginning = None if self._continuation is None else self._continuation.beginning
+        if beginning is None or not self.batches_done:
+            self.batches_done = self.in_group = 0
+            self._beginning = Beginning.of(loader)
+        else:
+            self._beginning = beginning
+            loader = ContinuedLoader(loader, self._beginning, self.batches_done)
+            left = None if left is None else left - self.batches_done
+        self._continuation = None
+        if self.in_group and isinstance(self._optimization, AutomaticOptimization):
+            self._optimization.go_on_accumulating()
+        move = trainer.profiled("transfer_batch", batch_mover(trainer, self._module))
+        batches = trainer.profiled_batches(Batches(loader, left, None if self.batches_done else "training"))
+        return device_batches(batches, move, copies_ahead_to=device_to_copy_ahead_to(trainer, self._module))
+
     def _look_up(self) -> None:
         """Find what is called for each batch, before the first of an epoch."""
         trainer = self._trainer
@@ -202,37 +257,43 @@ class FitLoop:
         self._optimize = self._optimization.run
         self._takes_index = count_arguments(self._module.training_step) > 1
         self._accumulate = trainer.accumulate_grad_batches
-        self._in_group = 0
         self._batch_end = trainer.dispatch.of("on_train_batch_end")
         self._publishes = bool(trainer.log_every_n_steps and (trainer.loggers or trainer.world_size > 1))
         self._steps_schedulers = self._schedulers.step_with_batches
         self._profiler_step = trainer.profiler.step if trainer.profiler else None
 
     def _train_batch(self, batch: Any, batch_idx: int, *, is_last: bool) -> None:
-        self._in_group += 1
-        applies = self._in_group == self._accumulate or is_last
+        self.in_group += 1
+        applies = self.in_group == self._accumulate or is_last
         group_size = 1 if self._accumulate == 1 else self._group_size(batch_idx)
-        steps_before = self.global_step
+        self.steps_before = self.global_step
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
         outputs = self._optimize(arguments, group_size=group_size, applies=applies)
         if applies:
-            self._in_group = 0
+            self.in_group = 0
         self.batches_seen += 1
-        has_stepped = self.global_step != steps_before
-        if has_stepped and self._steps_schedulers:
+        self.batches_done += 1
+        if self._steps_schedulers and self.global_step != self.steps_before:
             self._schedulers.after_step(self.global_step)
         if self._batch_end:
+            self.phase = "batch_end"
             outputs = _detached(outputs)
             for hook in self._batch_end:
                 hook(outputs, batch, batch_idx)
-        if has_stepped and self._publishes:
-            self._publish_when_due(steps_before)
-        if self._validation is not None:
-            self._validate_when_due(batch_idx, is_last=is_last)
+
+    def _follow_up(self) -> None:
+        """Do what follows the hooks of a batch."""
+        has_stepped = self.global_step != self.steps_before
+        if self.phase != "validated":  # as it is where a checkpoint of that moment is continued
+            if has_stepped and self._publishes:
+                self._publish_when_due()
+            if self._validation is not None:
+                self._validate_when_due()
         if has_stepped and self._steps_schedulers:
             self._schedulers.after_validation(self.global_step)
         if self._profiler_step is not None:
             self._profiler_step()
+        self.phase = "done"
 
     def _group_size(self, batch_idx: int) -> int:
         """Return the number of batches in this one's group; the last group of an epoch may have fewer."""
@@ -242,18 +303,22 @@ class FitLoop:
         start = batch_idx - batch_idx % accumulate
         return min(accumulate, self.num_batches - start)
 
-    def _publish_when_due(self, steps_before: int) -> None:
+    def _publish_when_due(self) -> None:
         every = self._trainer.log_every_n_steps
-        if self.global_step // every != steps_before // every:
+        if self.global_step // every != self.steps_before // every:
             self._trainer.publisher.publish_step(self.logged)
 
     # Validation and stopping
 
-    def _validate_when_due(self, batch_idx: int, *, is_last: bool) -> None:
+    def _validate_when_due(self) -> None:
         if self._schedule.is_due(
-            batch_idx=batch_idx, is_last=is_last, epoch=self.epoch, batches_seen=self.batches_seen
+            batch_idx=self.batches_done - 1,
+            is_last=self.is_last_batch,
+            epoch=self.epoch,
+            batches_seen=self.batches_seen,
         ):
-            self._validate(frees_gradients=self._in_group == 0)
+            self.phase = "validated"
+            self._validate(frees_gradients=self.in_group == 0)
 
     def _validate(self, *, frees_gradients: bool = False) -> None:
         assert self._validation is not None  # noqa: S101 - it is due only when there is one
@@ -279,15 +344,24 @@ class FitLoop:
 
     # State
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the counters for a checkpoint."""
-        return {"epochs_done": self.epochs_done, "global_step": self.global_step, "batches_seen": self.batches_seen}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters for a checkpoint, the same in every process."""
+        return {name: getattr(self, name) for name in _COUNTERS}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the counters."""
-        self.epoch = self.epochs_done = state["epochs_done"]
-        self.global_step = state["global_step"]
-        self.batches_seen = state["batches_seen"]
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
+        self.epoch = self.epochs_done
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this process alone."""
+        has_gradients = self.in_group > 0 or self.manual_optimization is not None
+        return rank_state(self._trainer, self._beginning, has_gradients=has_gradients)
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a process had when the checkpoint was saved."""
+        self._continuation = Continuation(self._trainer, state)
 
 
 def _detached(outputs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from dstrat.builtin.checkpoint.portable.newest import forget, point_to, resolved
 from dstrat.builtin.checkpoint.portable.opened import OpenedFolder
 from dstrat.builtin.checkpoint.portable.ranks import GroupRanks, Ranks
 from dstrat.builtin.checkpoint.portable.saving import Prepared, prepare, write
+from dstrat.builtin.checkpoint.portable.staging import StagingMemory
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class PortableCheckpointIO(CheckpointIO):
     def __init__(self, verify: bool = True, timeout: timedelta = timedelta(minutes=30), strategy: str = "") -> None:
         self.verify, self.timeout, self.strategy = verify, timeout, strategy
         self._ranks: Ranks | None = None
+        self._memory = StagingMemory()
 
     @override
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: str | Path) -> None:
@@ -48,27 +51,32 @@ class PortableCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: It failed on some rank; then there is nothing under the path.
         """
-        self.write(self.prepare(checkpoint), path)
+        self.write(self._prepare(checkpoint), path)
 
-    def prepare(self, checkpoint: Mapping[str, Any]) -> Prepared:
-        """Decide who writes what, and encode the values; collective.  The tensors must not change until written.
+    def stage(self, checkpoint: Mapping[str, Any]) -> Prepared:
+        """Copy what this rank is going to write to the host; collective.
 
         Raises:
-            CheckpointError: Something in it cannot be saved.
+            CheckpointError: Something in it cannot be saved, on whichever rank.
         """
-        return prepare(checkpoint, self._current_ranks(), strategy=self.strategy)
+        prepared = self._prepare(checkpoint)
+        with self._current_ranks().together("copy its tensors"):
+            return replace(prepared, shard=self._memory.copy(prepared.shard))
 
-    def write(self, prepared: Prepared, path: str | Path) -> None:
-        """Write what was prepared; collective, also in a thread.
+    def write(self, staged: Prepared, path: str | Path) -> None:
+        """Write what was staged; collective, in any thread.
 
         Raises:
             CheckpointError: It failed on some rank; then there is nothing under the path.
         """
         ranks = self._current_ranks()
-        write(prepared, Path(path), ranks)
+        write(staged, Path(path), ranks)
         with ranks.together("point to the newest checkpoint"):
             if ranks.rank == 0:
                 point_to(Path(path))
+
+    def _prepare(self, checkpoint: Mapping[str, Any]) -> Prepared:
+        return prepare(checkpoint, self._current_ranks(), strategy=self.strategy)
 
     @override
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
@@ -78,8 +86,11 @@ class PortableCheckpointIO(CheckpointIO):
             return load(folder, rank=rank, world_size=world_size)
 
     @override
+    @override
     def load_into(self, path: str | Path, template: Mapping[str, Any]) -> dict[str, Any]:
         """Fill the template's tensors, whatever their placements, and return the checkpoint with them in it.
+
+        Tensors that the template lacks are returned whole; below a place where it has None none is read.
 
         Raises:
             CheckpointError: It is damaged, lacks a tensor of the template, or has it in another shape or dtype.
@@ -102,6 +113,7 @@ class PortableCheckpointIO(CheckpointIO):
 
     @override
     def teardown(self) -> None:
+        self._memory.release()
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None

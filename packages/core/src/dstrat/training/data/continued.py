@@ -1,0 +1,150 @@
+"""Reading a loader from the middle of an epoch on, as if it had been read from the start."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+from typing_extensions import Self
+
+from dstrat.training.data.division import sampler_of, with_parts
+from dstrat.training.random_state import RandomState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Generator
+
+_log = logging.getLogger(__name__)
+
+
+class Beginning:
+    """What the order of an epoch's batches follows from: random numbers, and where samplers were when it began.
+
+    Args:
+        random: The random numbers of this process before its loader was read.
+        generators: States of the loader's own generators.
+        seed: Seed of the shuffled order that the processes share, None where there is none.
+    """
+
+    def __init__(self, random: RandomState, generators: list[Any], seed: int | None) -> None:
+        self.random, self.generators, self.seed = random, generators, seed
+
+    @classmethod
+    def of(cls, loader: Any) -> Self:
+        """Return that of a loader that is going to be read."""
+        generators = [generator.get_state() for generator in _generators_of(loader)]
+        return cls(RandomState.capture(), generators, getattr(_order_of(loader), "seed", None))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as plain values and tensors."""
+        return {"random": self.random.state_dict(), "generators": self.generators, "seed": self.seed}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Return what :meth:`state_dict` described."""
+        return cls(RandomState.from_state_dict(state["random"]), list(state["generators"]), state["seed"])
+
+    def restore(self, loader: Any) -> None:
+        """Let the loader, and this process, begin there again."""
+        self.random.restore()
+        for generator, state in zip(_generators_of(loader), self.generators, strict=False):
+            generator.set_state(state)
+        if self.seed is not None and hasattr(_order_of(loader), "seed"):
+            _order_of(loader).seed = self.seed
+
+
+class ContinuedLoader:
+    """The batches of a loader after those that have been read.
+
+    A sampler is read over, so that no sample is loaded in vain; only where there is none (iterable datasets, loaders
+    that are combined or of another class) batches are loaded and left out.  Random numbers that the loader draws
+    when it starts are those of the epoch's beginning; all others go on from where they are.
+
+    Args:
+        loader: What is read.
+        beginning: How the epoch began.
+        batches_done: Number of batches that have been read.
+    """
+
+    def __init__(self, loader: Any, beginning: Beginning, batches_done: int) -> None:
+        self.loader, self._beginning, self._batches_done = loader, beginning, batches_done
+
+    def __len__(self) -> int:
+        """Return the number of batches that are left."""
+        return max(0, len(self.loader) - self._batches_done)
+
+    def __iter__(self) -> Iterator[Any]:
+        now = RandomState.capture()
+        self._beginning.restore(self.loader)
+        try:
+            if _has_sampler(self.loader):
+                return self._after_sampler()
+            return self._after_batches()
+        finally:
+            now.restore()
+
+    def _after_sampler(self) -> Iterator[Any]:
+        loader: DataLoader[Any] = self.loader
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        skipping = _Skipping(getattr(loader, name), self._batches_done)
+        iterator: Iterator[Any] = iter(with_parts(loader, **{name: skipping}))
+        skipping.start_later()
+        return iterator
+
+    def _after_batches(self) -> Iterator[Any]:
+        if self._batches_done:
+            _log.info(
+                "a %s cannot be read from the middle: %d batches are loaded and left out",
+                type(self.loader).__name__,
+                self._batches_done,
+            )
+        iterator: Iterator[Any] = iter(self.loader)
+        next(itertools.islice(iterator, self._batches_done, self._batches_done), None)
+        return iterator
+
+
+class _Skipping(Sampler[Any]):
+    """A sampler without its first items, drawn with the random numbers of the epoch's beginning.
+
+    A loader with workers reads the sampler as soon as it starts, one without when the first batch is asked for.
+    """
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler, self._count = sampler, count
+        self._random: RandomState | None = None
+
+    def __len__(self) -> int:
+        return max(0, len(self._sampler) - self._count)
+
+    def start_later(self) -> None:
+        """Take note of the random numbers with which the sampler starts, if it has not been read yet."""
+        self._random = RandomState.capture()
+
+    def __iter__(self) -> Iterator[Any]:
+        now = RandomState.capture()
+        if self._random is not None:
+            self._random.restore()
+        iterator = iter(self._sampler)
+        next(itertools.islice(iterator, self._count, self._count), None)
+        if self._random is not None:
+            now.restore()
+        yield from iterator
+
+
+def _has_sampler(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _order_of(loader: Any) -> Any:
+    return getattr(sampler_of(loader), "order", None) if _has_sampler(loader) else None
+
+
+def _generators_of(loader: Any) -> list[Generator]:
+    """Return the generators of a loader and its sampler, each once."""
+    if not isinstance(loader, DataLoader):
+        return []
+    found = [loader.generator, getattr(sampler_of(loader), "generator", None)]
+    return list({id(generator): generator for generator in found if generator is not None}.values())

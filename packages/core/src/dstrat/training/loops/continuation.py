@@ -1,0 +1,91 @@
+"""What one process keeps for a checkpoint, and how it goes on from there in the middle of an epoch."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from dstrat.training.data.continued import Beginning
+from dstrat.training.random_state import RandomState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dstrat.training.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+def rank_state(trainer: Trainer, beginning: Beginning | None, *, has_gradients: bool) -> dict[str, Any]:
+    """Return what a checkpoint keeps of this process alone, as plain values and tensors.
+
+    Args:
+        trainer: In a fit.
+        beginning: How the epoch began; None before the first.
+        has_gradients: Whether gradients wait for an optimizer step.
+    """
+    strategy = trainer.strategy
+    return {
+        "random": RandomState.capture().state_dict(),
+        "device_random": strategy.accelerator.get_random_state(strategy.root_device),
+        "beginning": None if beginning is None else beginning.state_dict(),
+        "logged": trainer.fit_loop.logged.state_dict(),
+        "gradients": _gradients(trainer) if has_gradients else None,
+    }
+
+
+def _gradients(trainer: Trainer) -> dict[str, Any] | None:
+    if not trainer.strategy.replicates_state:
+        _log.warning(
+            "the checkpoint is saved between the batches of one optimizer step, and lacks their gradients, which the "
+            "strategy keeps sharded: a run that continues it leaves these batches out"
+        )
+        return None
+    return {name: p.grad for name, p in trainer.strategy.module.named_parameters() if p.grad is not None}
+
+
+def moved_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what each process goes on with, where another number of them saved the checkpoint.
+
+    The order of the data and gradients that wait for an optimizer step belong to all of them; random numbers start
+    anew, and so do running means.
+
+    Args:
+        states: What :func:`rank_state` returned in each process that saved.
+    """
+    gradients = [state["gradients"] for state in states if state["gradients"] is not None]
+    mean = {name: sum(one[name] for one in gradients) / len(gradients) for name in gradients[0]} if gradients else None
+    nothing = dict.fromkeys(("random", "device_random", "logged"))
+    return {**nothing, "beginning": states[0]["beginning"], "gradients": mean}
+
+
+class Continuation:
+    """The state of a process in the middle of an epoch, as it was saved.
+
+    Args:
+        trainer: In a fit.
+        state: What :func:`rank_state` or :func:`moved_state` returned.
+
+    Attributes:
+        beginning: How the epoch began; None where the state is of the time before the first.
+    """
+
+    def __init__(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        self._trainer, self._state = trainer, state
+        saved = state["beginning"]
+        self.beginning = None if saved is None else Beginning.from_state_dict(saved)
+
+    def restore(self) -> None:
+        """Put random numbers, logged values and gradients back, when the hooks at the start have been called."""
+        trainer, state = self._trainer, self._state
+        strategy = trainer.strategy
+        if state["gradients"] is not None:
+            for name, parameter in strategy.module.named_parameters():
+                gradient = state["gradients"].get(name)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        if state["logged"] is not None:
+            trainer.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
+        if state["device_random"] is not None:
+            strategy.accelerator.set_random_state(strategy.root_device, state["device_random"])
+        if state["random"] is not None:
+            RandomState.from_state_dict(state["random"]).restore()
