@@ -11,13 +11,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
+from dstrat.interfaces.named_state import load_named_state
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp.clipping import clip_by_norm, clip_by_value
 from dstrat_fsdp.first_values import materialize, parameters_on_meta, take_from_first_rank
 from dstrat_fsdp.optimizer_check import check_optimizers
 from dstrat_fsdp.shards import ShardedModule
 from dstrat_fsdp.shards_at_rest import make_whole, put_to_rest, wake
-from dstrat_fsdp.whole_state import gathered, load_module, load_optimizer
+from dstrat_fsdp.whole_state import as_shards, gathered, load_module, load_optimizer
 from dstrat_fsdp.wrap_policy import outermost_layers
 
 if TYPE_CHECKING:
@@ -221,10 +222,8 @@ class ShardedStrategy(ParallelStrategy):
         return state
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load what :meth:`sharded_optimizer_state` returned, on a mesh of the same size."""
-        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-        set_optimizer_state_dict(self.module, optimizer, state)
+        """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective."""
+        load_named_state(optimizer, self.module, as_shards(state, self.module))
 
 
 def _no_shard(layer: Module, name: str) -> Tensor | None:  # noqa: ARG001 - there are none

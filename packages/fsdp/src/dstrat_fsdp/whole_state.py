@@ -63,6 +63,21 @@ def load_module(module: Module, state: Mapping[str, Any], strategy: Strategy, *,
         module.load_state_dict(others, strict=False)
 
 
+def as_shards(state: Mapping[str, Any], module: Module) -> dict[str, Any]:
+    """Return an optimizer's state, by names, with this rank's shards in the place of whole tensors.
+
+    Args:
+        state: Each rank has it all; what is sharded already stays as it is.
+        module: Whose parameters say which part is this rank's.
+    """
+    parameters = dict(module.named_parameters())
+    entries = {
+        name: {key: _shard_like(parameters.get(name), value) for key, value in entry.items()}
+        for name, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], strategy: Strategy) -> None:
     """Load the whole state of rank 0 into an optimizer; collective.
 
@@ -102,11 +117,17 @@ def _loaded(value: Any, parameter: Tensor, state: Mapping[str, Any], place: tupl
     index, key = place
     source = state["state"][index][key] if strategy.is_global_zero else None
     whole = _from_rank_0(source, value.shape, value.dtype, strategy)
-    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-        return whole
-    local = slice_for(parameter, whole).clone().to(parameter.device)
+    return _shard_like(parameter, whole)
+
+
+def _shard_like(parameter: Tensor | None, value: Any) -> Any:
+    """Return this rank's shard of a tensor that has the shape of a sharded parameter, and anything else as it is."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != parameter.shape:
+        return value
     return DTensor.from_local(
-        local,
+        slice_for(parameter, value).clone().to(parameter.device),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

@@ -64,6 +64,11 @@ def whole_state(optimizer: Any, strategy: Strategy) -> dict[str, Any]:
     return state
 
 
+def gather_everywhere(optimizer: Any) -> None:
+    """Let the ``state_dict`` of a sharded optimizer be whole on every rank; collective."""
+    optimizer.consolidate_state_dict(recipient_rank=-1)
+
+
 def load_whole_state(optimizer: Any, state: Mapping[str, Any], strategy: Strategy) -> None:
     """Load the whole state of rank 0; each rank keeps its share; collective."""
     told = strategy.broadcast(dict(state))

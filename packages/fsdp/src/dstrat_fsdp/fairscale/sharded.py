@@ -11,8 +11,9 @@ import torch
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat.interfaces.named_state import load_named_state, named_state
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
-from dstrat_fsdp.fairscale.optimizers import clip, load_whole_state, sharded_optimizers, whole_state
+from dstrat_fsdp.fairscale.optimizers import clip, gather_everywhere, load_whole_state, sharded_optimizers, whole_state
 from dstrat_fsdp.optimizer_check import check_optimizers
 from dstrat_fsdp.step_module import StepModule
 
@@ -153,6 +154,15 @@ class DDPShardedStrategy(ParallelStrategy):
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load the whole state of an optimizer that global rank 0 has; collective."""
         load_whole_state(optimizer, state, self)
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state of an optimizer by the names of its parameters, on each rank; collective."""
+        gather_everywhere(optimizer)
+        return named_state(optimizer, self.module)
+
+    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load the whole state of an optimizer; each rank keeps its share."""
+        load_named_state(optimizer, self.module, {**state, "state": dict(state["state"])})
 
 
 class DDPSpawnShardedStrategy(DDPShardedStrategy):
