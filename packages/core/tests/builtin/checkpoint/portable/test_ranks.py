@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.builtin.launchers.local import LocalLauncher
@@ -327,3 +328,22 @@ def test_the_manifest_names_every_rank(tmp_path):
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())["manifest"]
     assert manifest["world_size"] == 2
     assert {"rank-00000.json", "rank-00001.json"} < set(manifest["files"])
+
+
+def test_ranks_save_in_the_background_while_they_communicate(io, tmp_path):
+    def train():
+        saver = AsyncCheckpointIO(PortableCheckpointIO())
+        weight = torch.zeros(300_000)
+        for step in range(5):
+            saver.save_checkpoint({"step": step, "w": weight, "v": weight + 1}, tmp_path / str(step))
+            for _ in range(20):
+                gradient = torch.ones(300_000)
+                dist.all_reduce(gradient)
+                weight += gradient
+        saver.teardown()
+
+    run_in_ranks(train)
+    for step in range(5):
+        loaded = io.load_checkpoint(tmp_path / str(step))
+        assert torch.equal(loaded["w"], torch.full((300_000,), 40.0 * step))
+        assert torch.equal(loaded["v"], loaded["w"] + 1)

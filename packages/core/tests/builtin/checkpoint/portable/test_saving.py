@@ -188,14 +188,17 @@ def test_a_template_is_filled_in_place(io, tmp_path):
         "opt": [{0: {"m": torch.randn(3)}}],
         "e": 5,
     }
+    saved |= {"big": {"t": torch.ones(3), "n": 1, "l": [1, torch.ones(3)], 2: torch.ones(1), 3: (torch.ones(1), 4)}}
     io.save_checkpoint(saved, tmp_path / "c")
-    template = {"state_dict": {"w": torch.zeros(20, 30).t()}, "opt": [{0: {"m": torch.zeros(3)}}]}
-    weight = template["state_dict"]["w"]
+    weight, moment = torch.zeros(20, 30).t(), torch.zeros(3)
+    template = {"state_dict": {"w": weight}, "opt": [{0: {"m": moment, "hook": print}}], "big": None}
     loaded = io.load_into(tmp_path / "c", template)
-    assert loaded["state_dict"] == {"w": weight}
     assert loaded["state_dict"]["w"] is weight
+    assert loaded["opt"][0][0]["m"] is moment
     assert torch.equal(weight, saved["state_dict"]["w"])
-    assert torch.equal(template["opt"][0][0]["m"], saved["opt"][0][0]["m"])
+    assert torch.equal(moment, saved["opt"][0][0]["m"])
+    assert torch.equal(loaded["state_dict"]["b"], saved["state_dict"]["b"])
+    assert loaded["big"] == {"n": 1, "l": [1], 3: (4,)}
     assert loaded["e"] == 5
 
 
@@ -204,7 +207,7 @@ def test_a_template_is_filled_in_place(io, tmp_path):
     [
         ({"w": torch.zeros(4)}, "'w' is float32 of shape (3,) in checkpoint"),
         ({"w": torch.zeros(3).half()}, "and float16 of shape (3,) here"),
-        ({"v": torch.zeros(3), "u": torch.zeros(1)}, "has no tensor v, u"),
+        ({"v": torch.zeros(3), "u": torch.zeros(1)}, "has no tensor u, v"),
     ],
     ids=["shape", "dtype", "name"],
 )

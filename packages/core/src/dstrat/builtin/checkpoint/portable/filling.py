@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from dstrat.builtin.checkpoint.portable.dtypes import dtype_named
-from dstrat.builtin.checkpoint.portable.layout import BLOCK, BUCKET, THREADS
+from dstrat.builtin.checkpoint.portable.layout import BLOCK, BUCKET
+from dstrat.builtin.checkpoint.portable.parallel import map_in_threads
 from dstrat.builtin.checkpoint.portable.payload import as_bytes
 
 if TYPE_CHECKING:
@@ -61,9 +61,7 @@ def fill(folder: OpenedFolder, wanted: Iterable[tuple[TensorEntry, Sequence[Part
     reads = [read for entry, parts in wanted for part in parts for read in _reads(entry, part)]
     for name in sorted({read.file for read in reads}):
         folder.file(name)
-    with ThreadPoolExecutor(THREADS) as pool:
-        for _ in pool.map(lambda batch: _read_all(folder, batch), _batches(reads)):
-            pass
+    map_in_threads(lambda batch: _read_all(folder, batch), list(_batches(reads)))
 
 
 def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from dstrat.builtin.checkpoint.portable.decoding import decode
 from dstrat.builtin.checkpoint.portable.dtypes import dtype_name
-from dstrat.builtin.checkpoint.portable.encoding import encode
 from dstrat.builtin.checkpoint.portable.filling import empty_tensor, fill
 from dstrat.builtin.checkpoint.portable.index import TensorEntry, index_from_json
 from dstrat.builtin.checkpoint.portable.layout import INDEX, PER_RANK, STATE, rank_file
@@ -17,8 +18,6 @@ from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from torch import Tensor
 
 _OWN = joined(PER_RANK, "")
 
@@ -42,7 +41,7 @@ def load(folder: OpenedFolder, *, rank: int, world_size: int) -> dict[str, Any]:
         CheckpointError: It is damaged.
     """
     index = read_index(folder)
-    tensors = _read_whole(folder, index, [name for name in index if not name.startswith(_OWN)])
+    tensors = _read_whole(folder, index, _of_the_job(index))
     checkpoint = _decoded(folder, STATE, tensors)
     return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
 
@@ -53,7 +52,8 @@ def load_into(folder: OpenedFolder, template: Mapping[str, Any], *, rank: int, w
     Args:
         folder: The checkpoint.
         template: Nested dicts and lists with tensors at the places where the checkpoint has them; of any placements.
-            Tensors of the checkpoint that it does not have are not read, and not in the result.
+            Tensors of the checkpoint that it does not have are returned whole; below a place where it has None none
+            is read, and the result has none.
         rank: Of this process.
         world_size: Of this job.
 
@@ -61,16 +61,39 @@ def load_into(folder: OpenedFolder, template: Mapping[str, Any], *, rank: int, w
         CheckpointError: It is damaged, lacks a tensor of the template, or has it in another shape or dtype.
     """
     index = read_index(folder)
-    targets = encode(template).tensors
+    targets, skipped = _targets(template)
     check_fits(folder, index, targets)
     fill(folder, [(_stored(index, name), local_parts(tensor, name)) for name, tensor in targets.items()])
-    checkpoint = _decoded(folder, STATE, targets, skips=True)
+    rest = [name for name in _of_the_job(index) if name not in targets and not name.startswith(skipped)]
+    tensors = {**_read_whole(folder, index, rest), **targets}
+    checkpoint = _decoded(folder, STATE, tensors, skips=bool(skipped))
     return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
+
+
+def _of_the_job(index: Mapping[str, TensorEntry]) -> list[str]:
+    return [name for name in index if not name.startswith(_OWN)]
+
+
+def _targets(template: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Return the tensors of a template by name, and what the names begin with that it does not want."""
+    targets: dict[str, Tensor] = {}
+    skipped = []
+    places: list[tuple[str, Any]] = [("", template)]
+    while places:
+        path, value = places.pop()
+        if isinstance(value, Tensor):
+            targets[path] = value
+        elif value is None:
+            skipped.append(joined(path, ""))
+        elif isinstance(value, dict | list | tuple):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            places += [(joined(path, key), item) for key, item in items]
+    return targets, tuple(skipped)
 
 
 def check_fits(folder: OpenedFolder, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> None:
     """Raise :class:`CheckpointError` where tensors are missing from the checkpoint, or are of another kind in it."""
-    missing = [name for name in targets if name not in index]
+    missing = sorted(name for name in targets if name not in index)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CheckpointError(f"checkpoint {str(folder.path)!r} has no tensor {', '.join(missing[:5])}{more}")

@@ -12,6 +12,8 @@ MARK = "$"
 
 SEPARATOR = "/"
 
+_MARKED_DICTS = ("dict", "ordered", "counter")
+
 
 def joined(path: str, key: object) -> str:
     """Return the name of a place below another, such as ``state_dict/layers.0.weight``."""
@@ -42,12 +44,13 @@ def without_tensors(value: Any, *, keep: Container[str]) -> Any:
     """Return the content of a JSON document without the tensors whose names are not to be kept."""
     if isinstance(value, list):
         return [without_tensors(item, keep=keep) for item in value if _stays(item, keep)]
-    if isinstance(value, dict):
-        return {key: without_tensors(item, keep=keep) for key, item in value.items() if _stays(item, keep)}
-    return value
+    if not isinstance(value, dict):
+        return value
+    if value.get(MARK) in _MARKED_DICTS and isinstance(value.get("items"), list):
+        pairs = [pair for pair in value["items"] if not isinstance(pair, list) or _stays(pair[-1], keep)]
+        return {**value, "items": [without_tensors(pair, keep=keep) for pair in pairs]}
+    return {key: without_tensors(item, keep=keep) for key, item in value.items() if _stays(item, keep)}
 
 
 def _stays(item: Any, keep: Container[str]) -> bool:
-    if isinstance(item, list) and len(item) == 2:  # a pair of a marked dict goes with its value
-        return _stays(item[1], keep)
     return not (isinstance(item, dict) and item.get(MARK) == "tensor" and item.get("name") not in keep)

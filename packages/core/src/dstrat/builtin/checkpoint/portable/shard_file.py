@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dstrat.builtin.checkpoint.portable.checksum import block_checksums
 from dstrat.builtin.checkpoint.portable.dtypes import DTYPES, dtype_name
-from dstrat.builtin.checkpoint.portable.layout import BUCKET, THREADS
+from dstrat.builtin.checkpoint.portable.layout import BUCKET
 from dstrat.builtin.checkpoint.portable.manifest import FileRecord
+from dstrat.builtin.checkpoint.portable.parallel import map_in_threads
 from dstrat.builtin.checkpoint.portable.strict_json import dump_json
 
 if TYPE_CHECKING:
@@ -95,9 +95,8 @@ def write_shard_file(file: ShardFile, path: Path) -> FileRecord:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         begins = range(0, file.size, BUCKET)
-        with ThreadPoolExecutor(THREADS) as pool:  # zlib and the system work without the interpreter's lock
-            written = pool.map(lambda begin: _write_bucket(file, descriptor, begin), begins)
-            checksums = "".join(written)
+        # zlib and the system work without the interpreter's lock.
+        checksums = "".join(map_in_threads(lambda begin: _write_bucket(file, descriptor, begin), begins))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
