@@ -41,5 +41,5 @@ class LambdaCallback(Callback):
 def _nearest(name: str) -> str:
     near = difflib.get_close_matches(name, HOOKS, n=3, cutoff=0.6)
     if near:
-        return f"did you mean {' or '.join(near)}?"
+        return f"did you mean {', '.join(near[:-1])}{' or ' if near[:-1] else ''}{near[-1]}?"
     return f"choose from {', '.join(HOOKS)}"

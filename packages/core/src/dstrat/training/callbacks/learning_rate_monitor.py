@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
+from dstrat.training.loggers.several import call_loggers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -85,8 +86,7 @@ class LearningRateMonitor(Callback):
             if (self.logging_interval or group.interval) == interval:
                 values |= self._values(group)
         if values:
-            for logger in trainer.loggers:
-                logger.log_metrics({"epoch": trainer.current_epoch, **values}, step)
+            call_loggers(trainer.loggers, "log_metrics", {"epoch": trainer.current_epoch, **values}, step)
 
     def _values(self, group: _Group) -> dict[str, float]:
         settings = group.settings

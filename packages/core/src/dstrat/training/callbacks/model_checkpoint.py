@@ -224,7 +224,11 @@ class ModelCheckpoint(Callback):
 
     def _decide(self, trainer: Trainer, *, must_be_known: bool) -> Decision | None:
         """Return what to save; None where the monitored value is still to come."""
-        values = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        values: dict[str, Any] = {
+            **trainer.callback_metrics,
+            "epoch": trainer.current_epoch,
+            "step": trainer.global_step,
+        }
         if self.monitor is not None and self.monitor not in values:
             problem = (
                 f"ModelCheckpoint(monitor={self.monitor!r}) waits for a value {not_logged(trainer.callback_metrics)}"

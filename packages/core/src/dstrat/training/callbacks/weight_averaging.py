@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +98,7 @@ class WeightAveraging(Callback):
                 )
             options = self._options if self._is_told_how else {**self._options, "multi_avg_fn": self._average_equally}
             # Without a device: it would put the count there too, and each update would wait for the device to read it.
-            self._average = AveragedModel(_copy(trainer), **options)
+            self._average = AveragedModel(trainer.strategy.module, **options)
             self._average.module.to(self._device).requires_grad_(False)
         return self._average
 
@@ -251,16 +250,6 @@ def _move_towards(averages: list[Tensor], currents: list[Tensor], share: float) 
         torch._foreach_lerp_(averages, currents, share)
     else:  # counts and indices have no average
         torch._foreach_copy_(averages, currents)
-
-
-def _copy(trainer: Trainer) -> nn.Module:
-    """Copy the strategy's module without the trainer that it is attached to."""
-    module: TrainModule = trainer.strategy.module
-    module.attach(None)
-    try:
-        return copy.deepcopy(module)
-    finally:
-        module.attach(trainer)
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
