@@ -75,6 +75,7 @@ def test_barebones_switches_off_everything_beside_training(tmp_path, line, loade
     trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(line, loader(), loader())
     assert trainer.callbacks == trainer.loggers == []
+    assert trainer.callback_metrics == {}
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 

@@ -37,6 +37,7 @@ class RunState:
         should_stop: Set it to True in any process, and training ends after the same step in all of them; honoured when
             ``min_epochs`` and ``min_steps`` are done.
         is_evaluating: Whether an evaluation loop runs at this moment, also within a fit.
+        barebones: Whether everything beside training is off.
         sanity_checking: Whether the validation batches at the start of a fit are tried.
         interrupted: Whether the last run was ended by a signal.
         callbacks: In the order in which they are called.
@@ -67,6 +68,7 @@ class RunState:
     metrics: Metrics
     publisher: Publisher
     sources: Sources | None
+    barebones: bool
     max_epochs: int
     max_steps: int
     accumulate_grad_batches: int

@@ -68,7 +68,7 @@ class LoggingMethods:
             MisuseError: The value, its options or the place cannot be logged.
         """
         trainer = self._trainer
-        if trainer is None or (rank_zero_only and trainer.global_rank != 0):
+        if trainer is None or trainer.barebones or (rank_zero_only and trainer.global_rank != 0):
             return
         trainer.logged.log(
             name,
