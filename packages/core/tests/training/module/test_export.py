@@ -42,11 +42,12 @@ def test_a_frozen_module_trains_nothing_until_it_is_unfrozen():
 @pytest.mark.parametrize("method", ["script", "trace"])
 def test_torchscript_gives_what_the_module_gives_in_evaluation_mode(method, tmp_path):
     module = Net()
-    module.dropout.eval()
-    x = torch.randn(3, 4)
+    module.layer.eval()
+    x = torch.randn(64, 4)
     script = module.to_torchscript(tmp_path / "deep" / "it.pt", method, example_inputs=x)
     assert module.training
-    assert not module.dropout.training
+    assert module.dropout.training
+    assert not module.layer.training
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch says it of every function of TorchScript
         loaded = torch.jit.load(tmp_path / "deep" / "it.pt")
