@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
 
 from dstrat import Callback, TorchCheckpointIO, TrainModule
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+
+BATCHES = 6  # of an epoch, and so of two epochs twice as many
 
 
 class Net(TrainModule):
@@ -17,16 +19,19 @@ class Net(TrainModule):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-        self.losses = []
+        self.register_buffer("losses", torch.zeros(2 * BATCHES))
+
+    def loss(self, batch):
+        return nn.functional.mse_loss(self.layers(batch[0]), batch[1])
 
     def training_step(self, batch, batch_idx):
-        loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
-        self.losses.append(loss.item())
+        loss = self.loss(batch)
+        self.losses[self.trainer.fit_loop.batches_seen] = loss.detach()
         self.log("loss", loss, on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", nn.functional.mse_loss(self.layers(batch[0]), batch[1]))
+        self.log("val_loss", self.loss(batch))
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -34,62 +39,137 @@ class Net(TrainModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-class SavesEveryBatch(Callback):
-    """Saves after each batch, where other callbacks may save too."""
+class Manual(Net):
+    """Steps its optimizer in every second batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2 == 1:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            self.lr_schedulers().step()
+
+
+class Saving(Callback):
+    """Saves in a hook after so many batches, and lets training end there."""
 
     saves_checkpoints = runs_last = True
 
-    def __init__(self, folder, at):
-        self.folder, self.at = folder, at
+    def __init__(self, path, at, hook):
+        self.path, self.at = path, at
+        setattr(self, hook, self.save)
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.fit_loop.batches_seen == self.at:
-            trainer.save_checkpoint(self.folder / "saved")
+    def save(self, trainer, *_):
+        if trainer.fit_loop.batches_seen == self.at and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path)
             trainer.should_stop = True
 
 
 class NotesEpochs(Callback):
+    """Notes the values over each epoch."""
+
     def __init__(self):
         self.epochs = []
 
     def on_train_epoch_end(self, trainer, module):
-        self.epochs.append(trainer.callback_metrics["loss_epoch"].item())
+        self.epochs.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state_dict):
+        self.epochs = state_dict["epochs"]
 
 
-def data():
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(22, 4, generator=generator)
+class Stream(IterableDataset):
+    """Numbers without a length; in a worker with random ones added."""
+
+    def __iter__(self):
+        noise = 0.1 if get_worker_info() else 0.0  # in this process the batch read ahead would draw them too early
+        return ((x + noise * torch.rand(1) if noise else x, y) for x, y in numbers())
+
+
+def numbers():
+    x = torch.randn(22, 4, generator=torch.Generator().manual_seed(5))
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
-def fit(quiet_trainer, *, callbacks, ckpt_path=None, num_workers=0, io=TorchCheckpointIO, **options):
-    torch.manual_seed(3)
-    module = Net()
-    trainer = quiet_trainer(max_epochs=2, plugins=[io()], callbacks=callbacks, val_check_interval=3, **options)
-    loader = DataLoader(data(), batch_size=4, shuffle=True, num_workers=num_workers)
-    trainer.fit(module, loader, DataLoader(data(), batch_size=11, shuffle=True), ckpt_path=ckpt_path)
-    return module, trainer
+def shuffled(**options):
+    return DataLoader(numbers(), batch_size=4, shuffle=True, **options)
 
 
-def state(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+def drawn_from_a_generator():
+    sampler = RandomSampler(numbers(), replacement=True, generator=torch.Generator().manual_seed(8))
+    return DataLoader(numbers(), batch_size=4, sampler=sampler, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.fixture
+def check(quiet_trainer, tmp_path):
+    """Checks that a run that is stopped after some batches goes on as if it had not been."""
+
+    def fit(cls, make_loader, callbacks, ckpt_path=None, **options):
+        torch.manual_seed(3)
+        module, epochs = cls(), NotesEpochs()
+        trainer = quiet_trainer(max_epochs=2, val_check_interval=3, callbacks=[epochs, *callbacks], **options)
+        trainer.fit(module, make_loader(), DataLoader(numbers(), batch_size=11, shuffle=True), ckpt_path=ckpt_path)
+        return module, trainer, epochs.epochs
+
+    def run(points, *, cls=Net, loader=shuffled, hook="on_train_batch_end", io=TorchCheckpointIO, **options):
+        def options_of(plugin):
+            return {name: value() if callable(value) else value for name, value in options.items()} | {
+                "plugins": [plugin()]
+            }
+
+        whole, trainer, epochs = fit(cls, loader, [], **options_of(io))
+        for at in points:
+            path = tmp_path / f"{at}"
+            fit(cls, loader, [Saving(path, at, hook)], **options_of(io))
+            module, resumed, resumed_epochs = fit(cls, loader, [], path, **options_of(io))
+            for name, value in whole.state_dict().items():
+                assert torch.equal(module.state_dict()[name], value), (at, name, value)
+            assert resumed.fit_loop.state_dict() == trainer.fit_loop.state_dict()
+            assert resumed_epochs == epochs, at
+            assert resumed.callback_metrics == trainer.callback_metrics, at
+
+    return run
+
+
+EVERY_BATCH = range(1, 2 * BATCHES)
 
 
 @pytest.mark.parametrize("io", [TorchCheckpointIO, PortableCheckpointIO])
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_stopped_at_every_batch(quiet_trainer, tmp_path, accumulate, io):
-    options = {"accumulate_grad_batches": accumulate, "io": io}
-    epochs = NotesEpochs()
-    whole, trainer = fit(quiet_trainer, callbacks=[epochs], **options)
-    for at in range(1, 12):
-        folder = tmp_path / str(at)
-        folder.mkdir()
-        first, _ = fit(quiet_trainer, callbacks=[SavesEveryBatch(folder, at)], **options)
-        again = NotesEpochs()
-        second, resumed = fit(quiet_trainer, callbacks=[again], ckpt_path=folder / "saved", **options)
-        assert first.losses == whole.losses[:at]
-        assert second.losses == whole.losses[at:], at
-        assert torch.equal(state(second), state(whole)), at
-        assert resumed.global_step == trainer.global_step
-        assert again.epochs == epochs.epochs[-len(again.epochs) :], at
-        assert resumed.callback_metrics == trainer.callback_metrics
+def test_stopped_at_every_batch(check, accumulate, io):
+    check(EVERY_BATCH, accumulate_grad_batches=accumulate, io=io)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
+def test_stopped_where_a_hook_saves_after_validation_or_an_epoch(check, hook):
+    check([3, 9] if hook == "on_validation_end" else [BATCHES], hook=hook)
+
+
+def test_with_workers(check):
+    check([2, 5, 6, 8], loader=lambda: shuffled(num_workers=2))
+
+
+def test_with_generators_of_the_users_own(check):
+    check([2, 6, 8], loader=drawn_from_a_generator)
+    check([BATCHES], loader=drawn_from_a_generator, hook="on_train_epoch_end")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_with_a_stream(check, num_workers):
+    check([2, 5, 8], loader=lambda: DataLoader(Stream(), batch_size=4, num_workers=num_workers))
+
+
+def test_in_manual_optimization(check):
+    check([1, 2, 5, 9], cls=Manual)
+
+
+@pytest.mark.parametrize("io", [TorchCheckpointIO, PortableCheckpointIO])
+def test_on_two_processes(check, averaging, io):
+    check([1, 3, 4, 5], strategy=averaging, devices=2, accumulate_grad_batches=2, io=io, limit_train_batches=3)

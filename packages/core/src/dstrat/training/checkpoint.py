@@ -62,14 +62,23 @@ def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
 def _weights(trainer: Trainer) -> dict[str, Any]:
     strategy = trainer.strategy
     is_sharded = strategy.checkpoint_io.is_collective and not strategy.replicates_state
+    state = strategy.sharded_module_state() if is_sharded else strategy.module_state_dict()
     return {
         "dstrat_checkpoint_version": CHECKPOINT_VERSION,
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "state_dict": strategy.sharded_module_state() if is_sharded else strategy.module_state_dict(),
+        "state_dict": _own_part(trainer, state),
         **checkpoint_entries(trainer.module, MODULE_KEYS),
         **checkpoint_entries(trainer.datamodule, DATAMODULE_KEYS),
     }
+
+
+def _own_part(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what this process saves of a module's state: buffers, which may differ, are those of global rank 0."""
+    if trainer.is_global_zero:
+        return state
+    buffers = {name for name, _ in trainer.strategy.module.named_buffers(remove_duplicate=False)}
+    return {name: value for name, value in state.items() if name not in buffers}
 
 
 def _training(trainer: Trainer) -> dict[str, Any]:

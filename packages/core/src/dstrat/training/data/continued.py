@@ -13,7 +13,7 @@ from dstrat.training.data.division import sampler_of, with_parts
 from dstrat.training.random_state import RandomState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Generator
 
@@ -35,8 +35,7 @@ class Beginning:
     @classmethod
     def of(cls, loader: Any) -> Self:
         """Return that of a loader that is going to be read."""
-        generators = [generator.get_state() for generator in _generators_of(loader)]
-        return cls(RandomState.capture(), generators, getattr(_order_of(loader), "seed", None))
+        return cls(RandomState.capture(), generator_states(loader), getattr(_order_of(loader), "seed", None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain values and tensors."""
@@ -50,10 +49,24 @@ class Beginning:
     def restore(self, loader: Any) -> None:
         """Let the loader, and this process, begin there again."""
         self.random.restore()
-        for generator, state in zip(_generators_of(loader), self.generators, strict=False):
-            generator.set_state(state)
+        set_generator_states(loader, self.generators)
+        self.share_order(loader)
+
+    def share_order(self, loader: Any) -> None:
+        """Let the loader shuffle in every epoch as the one did whose epoch it was."""
         if self.seed is not None and hasattr(_order_of(loader), "seed"):
             _order_of(loader).seed = self.seed
+
+
+def generator_states(loader: Any) -> list[Any]:
+    """Return the states of the generators that belong to a loader and its sampler."""
+    return [generator.get_state() for generator in _generators_of(loader)]
+
+
+def set_generator_states(loader: Any, states: Iterable[Any]) -> None:
+    """Take back what :func:`generator_states` returned."""
+    for generator, state in zip(_generators_of(loader), states, strict=False):
+        generator.set_state(state)
 
 
 class ContinuedLoader:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dstrat.training.data.continued import Beginning
+from dstrat.training.data.continued import Beginning, generator_states, set_generator_states
 from dstrat.training.random_state import RandomState
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def rank_state(trainer: Trainer, beginning: Beginning | None, *, has_gradients: 
     return {
         "random": RandomState.capture().state_dict(),
         "device_random": strategy.accelerator.get_random_state(strategy.root_device),
+        "generators": generator_states(trainer.fit_loop.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
         "logged": trainer.fit_loop.logged.state_dict(),
         "gradients": _gradients(trainer) if has_gradients else None,
@@ -56,7 +57,8 @@ def moved_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     gradients = [state["gradients"] for state in states if state["gradients"] is not None]
     mean = {name: sum(one[name] for one in gradients) / len(gradients) for name in gradients[0]} if gradients else None
     nothing = dict.fromkeys(("random", "device_random", "logged"))
-    return {**nothing, "beginning": states[0]["beginning"], "gradients": mean}
+    of_all = {name: states[0][name] for name in ("generators", "beginning")}
+    return {**nothing, **of_all, "gradients": mean}
 
 
 class Continuation:
@@ -85,6 +87,9 @@ class Continuation:
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if state["logged"] is not None:
             trainer.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
+        set_generator_states(trainer.fit_loop.loader, state["generators"])
+        if self.beginning is not None:
+            self.beginning.share_order(trainer.fit_loop.loader)
         if state["device_random"] is not None:
             strategy.accelerator.set_random_state(strategy.root_device, state["device_random"])
         if state["random"] is not None:
