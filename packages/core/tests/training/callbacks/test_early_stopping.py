@@ -50,6 +50,11 @@ def test_training_goes_on_while_the_value_improves(fit, caplog):
     [
         ({"patience": 2}, [0.5, 0.25, 1, 1], "score = 1, and the last 2 checks brought nothing better than 0.25"),
         ({"patience": 1}, [0.25, 1], "score = 1, and the last check brought nothing better than 0.25"),
+        (
+            {"patience": 1, "min_delta": 0.5},
+            [1, 0.75],
+            "last check brought nothing better than 1 by more than min_delta=0.5",
+        ),
         ({}, [1, math.nan], "score = nan is not finite"),
         ({"check_finite": False, "patience": 1}, [math.nan], "the last check brought nothing better than no number"),
         ({"stopping_threshold": 0.5}, [0.25], "score = 0.25 is below stopping_threshold=0.5"),

@@ -174,7 +174,8 @@ class EarlyStopping(Callback):
         if self.wait_count >= max(1, self.patience):
             best = "no number" if self.best_score is None else f"{self.best_score:.6g}"
             checks = "check" if self.wait_count == 1 else f"{self.wait_count} checks"
-            return f"{shown}, and the last {checks} brought nothing better than {best}"
+            by = f" by more than min_delta={self.min_delta!r}" if self.min_delta else ""
+            return f"{shown}, and the last {checks} brought nothing better than {best}{by}"
         return None
 
     def _is_beyond(self, score: float, threshold: float) -> bool:
