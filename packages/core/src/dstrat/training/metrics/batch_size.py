@@ -6,18 +6,27 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+# Tuples of types are tested faster than unions.
+_NUMBERS = (int, float)
+_SEQUENCES = (list, tuple)
+
 
 def size_of(batch: Any) -> int | None:
     """Return the length of the first dimension of the first array or tensor in a batch; None where there is none.
 
     Goes into mappings, sequences and dataclasses in their order.  A number, as a tensor without dimensions, is one.
     """
-    shape = getattr(batch, "shape", None)
-    if shape is not None:
-        return int(shape[0]) if len(shape) else 1
-    if isinstance(batch, int | float):
-        return 1
-    for part in _parts(batch):
+    kind = type(batch)
+    if kind is list or kind is tuple:  # what most batches are, and the quickest to tell
+        parts = batch
+    else:
+        shape = getattr(batch, "shape", None)
+        if shape is not None:
+            return int(shape[0]) if shape else 1
+        if isinstance(batch, _NUMBERS):
+            return 1
+        parts = _parts(batch)
+    for part in parts:
         size = size_of(part)
         if size is not None:
             return size
@@ -25,7 +34,7 @@ def size_of(batch: Any) -> int | None:
 
 
 def _parts(batch: Any) -> Any:
-    if isinstance(batch, list | tuple):
+    if isinstance(batch, _SEQUENCES):  # named tuples
         return batch
     if isinstance(batch, Mapping):
         return batch.values()
