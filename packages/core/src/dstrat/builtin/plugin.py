@@ -65,6 +65,12 @@ _TORCH_CHECKPOINT = Component(
     summary="one file, written by torch.save",
     auto=10,
 )
+_PORTABLE_CHECKPOINT = Component(
+    kind="checkpoint_io",
+    alias="portable",
+    target="dstrat.builtin.checkpoint.portable.checkpoint_io:PortableCheckpointIO",
+    summary="a directory that any strategy on any number of ranks can load, written by all ranks",
+)
 
 
 def _cluster(module: str, class_name: str, summary: str, *, alias: str | None = None, auto: int) -> Component:
@@ -108,5 +114,6 @@ def dstrat_components() -> list[Component]:
             synonyms=("16",),
         ),
         _TORCH_CHECKPOINT,
+        _PORTABLE_CHECKPOINT,
         *_CLUSTERS,
     ]

@@ -13,7 +13,7 @@ from typing_extensions import override
 from dstrat.builtin.checkpoint.portable.folder import remove_folder
 from dstrat.builtin.checkpoint.portable.loading import load, load_into, load_own
 from dstrat.builtin.checkpoint.portable.newest import forget, point_to, resolved
-from dstrat.builtin.checkpoint.portable.opened import OpenedFolder
+from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
 from dstrat.builtin.checkpoint.portable.ranks import GroupRanks, Ranks
 from dstrat.builtin.checkpoint.portable.saving import Prepared, prepare, write
 from dstrat.builtin.checkpoint.portable.staging import StagingMemory
@@ -60,7 +60,7 @@ class PortableCheckpointIO(CheckpointIO):
             CheckpointError: Something in it cannot be saved, on whichever rank.
         """
         prepared = self._prepare(checkpoint)
-        with self._current_ranks().together("copy its tensors"):
+        with prepared.ranks.together("copy its tensors"):
             return replace(prepared, shard=self._memory.copy(prepared.shard))
 
     def write(self, staged: Prepared, path: str | Path) -> None:
@@ -69,10 +69,9 @@ class PortableCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: It failed on some rank; then there is nothing under the path.
         """
-        ranks = self._current_ranks()
-        write(staged, Path(path), ranks)
-        with ranks.together("point to the newest checkpoint"):
-            if ranks.rank == 0:
+        write(staged, Path(path))
+        with staged.ranks.together("point to the newest checkpoint"):
+            if staged.ranks.rank == 0:
                 point_to(Path(path))
 
     def _prepare(self, checkpoint: Mapping[str, Any]) -> Prepared:

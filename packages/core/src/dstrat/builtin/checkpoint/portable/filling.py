@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dstrat.builtin.checkpoint.portable.index import Piece, TensorEntry
-    from dstrat.builtin.checkpoint.portable.opened import OpenedFolder
+    from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
     from dstrat.builtin.checkpoint.portable.parts import Part
 
 

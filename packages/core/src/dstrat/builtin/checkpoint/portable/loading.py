@@ -9,29 +9,19 @@ from torch import Tensor
 from dstrat.builtin.checkpoint.portable.decoding import decode
 from dstrat.builtin.checkpoint.portable.dtypes import dtype_name
 from dstrat.builtin.checkpoint.portable.filling import empty_tensor, fill
-from dstrat.builtin.checkpoint.portable.index import TensorEntry, index_from_json
 from dstrat.builtin.checkpoint.portable.layout import INDEX, PER_RANK, STATE, rank_file
 from dstrat.builtin.checkpoint.portable.marks import insert, joined, split, without_tensors
-from dstrat.builtin.checkpoint.portable.opened import OpenedFolder, damaged
+from dstrat.builtin.checkpoint.portable.opened import damaged
 from dstrat.builtin.checkpoint.portable.parts import local_parts
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from dstrat.builtin.checkpoint.portable.index import TensorEntry
+    from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
+
 _OWN = joined(PER_RANK, "")
-
-
-def read_index(folder: OpenedFolder) -> dict[str, TensorEntry]:
-    """Return the tensors of a checkpoint, by name.
-
-    Raises:
-        CheckpointError: The index is damaged.
-    """
-    try:
-        return index_from_json(folder.document(INDEX), folder.sizes)
-    except ValueError as error:
-        raise damaged(folder.path, f"{INDEX}: {error}") from error
 
 
 def load(folder: OpenedFolder, *, rank: int, world_size: int) -> dict[str, Any]:
@@ -40,7 +30,7 @@ def load(folder: OpenedFolder, *, rank: int, world_size: int) -> dict[str, Any]:
     Raises:
         CheckpointError: It is damaged.
     """
-    index = read_index(folder)
+    index = folder.index()
     tensors = _read_whole(folder, index, _of_the_job(index))
     checkpoint = _decoded(folder, STATE, tensors)
     return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
@@ -60,7 +50,7 @@ def load_into(folder: OpenedFolder, template: Mapping[str, Any], *, rank: int, w
     Raises:
         CheckpointError: It is damaged, lacks a tensor of the template, or has it in another shape or dtype.
     """
-    index = read_index(folder)
+    index = folder.index()
     targets, skipped = _targets(template)
     check_fits(folder, index, targets)
     fill(folder, [(_stored(index, name), local_parts(tensor, name)) for name, tensor in targets.items()])
@@ -116,7 +106,7 @@ def load_own(folder: OpenedFolder, rank: int) -> Any:
         raise CheckpointError(
             f"checkpoint {str(folder.path)!r} was saved by {folder.manifest.world_size} ranks: it has no rank {rank}"
         )
-    return _own(folder, read_index(folder), rank)
+    return _own(folder, folder.index(), rank)
 
 
 def _with_own(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dstrat.builtin.checkpoint.portable.folder import replace_file
 from dstrat.builtin.checkpoint.portable.layout import LAST
-from dstrat.builtin.checkpoint.portable.opened import read_manifest
+from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:

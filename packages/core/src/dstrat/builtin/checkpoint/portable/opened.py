@@ -1,4 +1,4 @@
-"""The files of a checkpoint, opened and read without trusting them: regular files of the listed size and checksums."""
+"""A file of a checkpoint, read without trusting it: a regular one, of the size and with the checksums listed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import os
 import stat
 import threading
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dstrat.builtin.checkpoint.portable.checksum import expected, num_blocks
-from dstrat.builtin.checkpoint.portable.layout import BLOCK, LARGEST_JSON, MANIFEST
-from dstrat.builtin.checkpoint.portable.manifest import Manifest
-from dstrat.builtin.checkpoint.portable.strict_json import parse_json
+from dstrat.builtin.checkpoint.portable.layout import BLOCK
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
-
-    from typing_extensions import Self
 
     from dstrat.builtin.checkpoint.portable.manifest import FileRecord
 
@@ -130,81 +125,3 @@ def open_regular(path: Path) -> int:
         os.close(descriptor)
         raise damaged(path.parent, f"{path.name} is no regular file")
     return descriptor
-
-
-class OpenedFolder:
-    """A checkpoint whose manifest was read, and whose other files are opened when they are needed.
-
-    Args:
-        path: The folder.
-        verifies: Whether checksums are compared.
-
-    Raises:
-        CheckpointError: It is not there, or its manifest is none.
-    """
-
-    def __init__(self, path: Path, *, verifies: bool = True) -> None:
-        self.path, self._verifies = path, verifies
-        self.manifest = read_manifest(path)
-        self._files: dict[str, OpenedFile] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes of each file but the manifest."""
-        return {name: record.size for name, record in self.manifest.files.items()}
-
-    def file(self, name: str) -> OpenedFile:
-        """Return a file of the checkpoint."""
-        if name not in self._files:
-            if name not in self.manifest.files:
-                raise damaged(self.path, f"its manifest does not list {name}")
-            record = self.manifest.files[name]
-            self._files[name] = OpenedFile(self.path / name, record, verifies=self._verifies)
-        return self._files[name]
-
-    def document(self, name: str) -> Any:
-        """Return the content of a JSON file."""
-        file = self.file(name)
-        size = self.manifest.files[name].size
-        if size > LARGEST_JSON:
-            raise damaged(self.path, f"{name} has {size} bytes, and {LARGEST_JSON} is the limit")
-        data = bytearray(size)
-        file.read_into(memoryview(data), 0)
-        try:
-            return parse_json(data)
-        except ValueError as error:
-            raise damaged(self.path, f"{name}: {error}") from error
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: There is none, or none that makes sense.
-    """
-    if not folder.is_dir() or not os.path.lexists(folder / MANIFEST):
-        raise CheckpointError(f"checkpoint {str(folder)!r} {_absence(folder)}")
-    with os.fdopen(open_regular(folder / MANIFEST), "rb") as file:
-        data = file.read(LARGEST_JSON + 1)
-    if len(data) > LARGEST_JSON:
-        raise damaged(folder, f"{MANIFEST} has more than {LARGEST_JSON} bytes")
-    try:
-        return Manifest.from_bytes(data)
-    except ValueError as error:
-        raise damaged(folder, f"{MANIFEST}: {error}") from error
-
-
-def _absence(folder: Path) -> str:
-    if folder.is_dir():
-        return f"is a folder without {MANIFEST}: it is no checkpoint, or one that was never completed"
-    if os.path.lexists(folder):
-        return "is a file, and a folder was expected: give the path of the folder, or use TorchCheckpointIO"
-    return "does not exist: check the path"

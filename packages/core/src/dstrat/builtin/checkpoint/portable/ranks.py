@@ -120,7 +120,7 @@ def _described(error: BaseException) -> bytes:
 def _losses() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # a group that was closed is a wrong value
         raise CheckpointError(
             "another rank was lost while the ranks saved a checkpoint together, so it is not there; "
             f"the ones before are untouched ({str(error).splitlines()[0][:200]})"

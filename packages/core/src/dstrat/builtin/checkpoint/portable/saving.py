@@ -38,6 +38,7 @@ class Prepared:
         shard: Its parts of tensors.
         entries: The tensors that it knows, without pieces.
         strategy: Alias of the strategy.
+        ranks: The job that prepared it; it is what writes it, whatever has become of the process group.
     """
 
     state: bytes
@@ -45,6 +46,7 @@ class Prepared:
     shard: ShardFile
     entries: Mapping[str, TensorEntry]
     strategy: str
+    ranks: Ranks
 
 
 def prepare(checkpoint: Mapping[str, Any], ranks: Ranks, *, strategy: str = "") -> Prepared:
@@ -64,7 +66,12 @@ def prepare(checkpoint: Mapping[str, Any], ranks: Ranks, *, strategy: str = "") 
         state, own_state = _document(job, "plain values"), _document(own, "plain values of this rank")
     decided = plan(job.tensors, own.tensors, ranks)
     return Prepared(
-        state=state, own=own_state, shard=arrange(decided.payloads), entries=decided.entries, strategy=strategy
+        state=state,
+        own=own_state,
+        shard=arrange(decided.payloads),
+        entries=decided.entries,
+        strategy=strategy,
+        ranks=ranks,
     )
 
 
@@ -80,12 +87,13 @@ def _limited(data: bytes, what: str) -> bytes:
     return data
 
 
-def write(prepared: Prepared, target: Path, ranks: Ranks) -> None:
+def write(prepared: Prepared, target: Path) -> None:
     """Write what every rank has prepared, and let it appear under the target's path; collective.
 
     Raises:
         CheckpointError: It failed on some rank; then it is not there on any, and nothing is left of it.
     """
+    ranks = prepared.ranks
     folder: UnfinishedFolder | None = None
     try:
         with ranks.together(f"create checkpoint {str(target)!r}"):
