@@ -1,0 +1,101 @@
+"""How much a rank holds: while a module is made and sharded, and while it trains."""
+
+import gc
+
+import pytest
+import torch
+from fsdp_loop import Block, Net, Run, parts
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dstrat_fsdp import FSDPStrategy
+
+
+class Wide(Net):
+    """Eight blocks, each of 99 % of an eighth of the parameters."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.first = nn.Linear(6, 64)
+        self.blocks = nn.ModuleList(Block(64) for _ in range(8))
+        self.last = nn.Linear(64, 3)
+
+
+def set_up(strategy, cluster):
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    with strategy.model_sharded_context():
+        module = Wide()
+    strategy.connect(module)
+    strategy.setup(Run(module))
+    return module
+
+
+def live_numbers():
+    """Number of values of all tensors that are alive, storages counted once; those of shards are small."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        kind = type(thing)  # isinstance would wake torch's deprecated names
+        if issubclass(kind, torch.Tensor) and not issubclass(kind, DTensor) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes() // 4
+    return sum(found.values())
+
+
+def most_while_building(cluster):
+    most = 0
+    before = live_numbers()
+
+    class Watching(nn.Linear):
+        def reset_parameters(self):
+            nonlocal most
+            super().reset_parameters()
+            if not self.weight.is_meta:
+                most = max(most, live_numbers() - before)
+
+    plain = nn.Linear
+    nn.Linear = Watching
+    try:
+        strategy = FSDPStrategy()
+        module = set_up(strategy, cluster)
+    finally:
+        nn.Linear = plain
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    block = sum(parameter.numel() for parameter in module.blocks[0].parameters())
+    after = live_numbers() - before
+    strategy.teardown()
+    return most, after, numel, block
+
+
+def test_a_rank_never_holds_more_than_its_shard_and_one_block(ranks):
+    for most, after, numel, block in ranks(most_while_building, 4):
+        assert 0 < most <= 1.05 * numel / 4 + block
+        assert after <= 1.05 * numel / 4
+
+
+def after_steps(cluster, options):
+    before = live_numbers()
+    strategy = FSDPStrategy(**options)
+    module = set_up(strategy, cluster)
+    [optimizer] = strategy.optimizers
+    inputs = torch.randn(4, 6)
+    for index in range(2):
+        optimizer.zero_grad()
+        strategy.backward(strategy.training_step((inputs, inputs[:, :3]), index))
+        strategy.optimizer_step(optimizer, lambda: None)
+    held = live_numbers() - before
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    strategy.teardown()
+    return held, 4 * numel  # parameters, gradients, and two numbers of the optimizer
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "shards"),
+    [(2, {}, 2), (4, {}, 4), (4, {"device_mesh": (2, 2)}, 2), (2, {"cpu_offload": True}, 2)],
+)
+def test_a_rank_that_trains_holds_its_share_of_parameters_gradients_and_optimizer_state(
+    ranks, world_size, options, shards
+):
+    for held, whole in ranks(after_steps, world_size, options=options):
+        assert 0.95 * whole / shards < held <= 1.05 * whole / shards
