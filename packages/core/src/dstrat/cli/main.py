@@ -11,6 +11,7 @@ from dstrat.errors import DstratError
 
 _HOMES = {
     "accelerators": "dstrat.cli.listing",
+    "checkpoint": "dstrat.cli.checkpoint.group",
     "doctor": "dstrat.cli.doctor",
     "explain": "dstrat.cli.explain",
     "plugins": "dstrat.cli.plugins",

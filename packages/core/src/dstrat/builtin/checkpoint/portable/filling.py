@@ -15,7 +15,7 @@ from dstrat.builtin.checkpoint.portable.parallel import map_in_threads
 from dstrat.builtin.checkpoint.portable.payload import as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -48,12 +48,17 @@ class _Read:
         return self.target.numel() == math.prod(self.shape) and self.target.is_contiguous() and self.target.is_cpu
 
 
-def fill(folder: OpenedFolder, wanted: Iterable[tuple[TensorEntry, Sequence[Part]]]) -> None:
+def fill(
+    folder: OpenedFolder,
+    wanted: Iterable[tuple[TensorEntry, Sequence[Part]]],
+    advance: Callable[[int], None] | None = None,
+) -> None:
     """Read parts of tensors into the memory that the parts refer to.
 
     Args:
         folder: The checkpoint.
         wanted: Tensors of the checkpoint, each with the parts that this process holds of it.
+        advance: Is told how many bytes more were read, in any thread.
 
     Raises:
         CheckpointError: The checkpoint is damaged.
@@ -61,7 +66,7 @@ def fill(folder: OpenedFolder, wanted: Iterable[tuple[TensorEntry, Sequence[Part
     reads = [read for entry, parts in wanted for part in parts for read in _reads(entry, part)]
     for name in sorted({read.file for read in reads}):
         folder.file(name)
-    map_in_threads(lambda batch: _read_all(folder, batch), list(_batches(reads)))
+    map_in_threads(lambda batch: _read_all(folder, batch, advance), list(_batches(reads)))
 
 
 def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
@@ -77,7 +82,7 @@ def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
     yield batch
 
 
-def _read_all(folder: OpenedFolder, batch: list[_Read]) -> None:
+def _read_all(folder: OpenedFolder, batch: list[_Read], advance: Callable[[int], None] | None) -> None:
     for read in batch:
         if read.is_direct:
             folder.file(read.file).read_into(as_bytes(read.target).numpy().data, read.begin)
@@ -85,6 +90,8 @@ def _read_all(folder: OpenedFolder, batch: list[_Read]) -> None:
             stored = torch.empty(read.shape, dtype=read.target.dtype)
             folder.file(read.file).read_into(as_bytes(stored).numpy().data, read.begin)
             read.target.copy_(stored[read.box])
+        if advance is not None:
+            advance(read.target.nbytes)
 
 
 def _reads(entry: TensorEntry, part: Part) -> Iterator[_Read]:

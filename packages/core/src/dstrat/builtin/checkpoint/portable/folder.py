@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 _PREFIX, _SUFFIX = ".dstrat-", ".tmp"
@@ -118,9 +120,16 @@ def write_flushed(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file that takes the place of an older one at once."""
+    with written_whole(path) as temporary:
+        write_flushed(temporary, data)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield where to write a file, which gets its own path when the block has ended well."""
     folder, lock = _create_locked(path.parent)
     try:
-        write_flushed(folder / path.name, data)
+        yield folder / path.name
         (folder / path.name).replace(path)
         flush_folder(path.parent)
     finally:

@@ -57,7 +57,7 @@ def index_to_json(entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Return the content of the index file."""
     files = sorted({piece.file for entry in entries.values() for piece in entry.pieces})
     numbers = {name: number for number, name in enumerate(files)}
-    return {"files": files, "tensors": {name: _to_json(entry, numbers) for name, entry in sorted(entries.items())}}
+    return {"files": files, "tensors": {name: _to_json(entry, numbers) for name, entry in entries.items()}}
 
 
 def _to_json(entry: TensorEntry, numbers: Mapping[str, int]) -> dict[str, Any]:

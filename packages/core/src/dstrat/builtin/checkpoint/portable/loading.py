@@ -16,7 +16,7 @@ from dstrat.builtin.checkpoint.portable.parts import local_parts
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from dstrat.builtin.checkpoint.portable.index import TensorEntry
     from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 _OWN = joined(PER_RANK, "")
 
 
-def load(folder: OpenedFolder, *, rank: int, world_size: int) -> dict[str, Any]:
+def load(
+    folder: OpenedFolder, *, rank: int, world_size: int, advance: Callable[[int], None] | None = None
+) -> dict[str, Any]:
     """Return the whole checkpoint, its tensors on the CPU, and this rank's own values if the world is as large.
 
     Raises:
         CheckpointError: It is damaged.
     """
     index = folder.index()
-    tensors = _read_whole(folder, index, _of_the_job(index))
+    tensors = read_tensors(folder, _of_the_job(index), advance)
     checkpoint = _decoded(folder, STATE, tensors)
     return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
 
@@ -55,7 +57,7 @@ def load_into(folder: OpenedFolder, template: Mapping[str, Any], *, rank: int, w
     check_fits(folder, index, targets)
     fill(folder, [(_stored(index, name), local_parts(tensor, name)) for name, tensor in targets.items()])
     rest = [name for name in _of_the_job(index) if name not in targets and not name.startswith(skipped)]
-    tensors = {**_read_whole(folder, index, rest), **targets}
+    tensors = {**read_tensors(folder, rest), **targets}
     checkpoint = _decoded(folder, STATE, tensors, skips=bool(skipped))
     return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
 
@@ -119,22 +121,38 @@ def _with_own(
 
 def _own(folder: OpenedFolder, index: Mapping[str, TensorEntry], rank: int) -> Any:
     prefix = joined(joined(PER_RANK, rank), "")
-    tensors = _read_whole(folder, index, [name for name in index if name.startswith(prefix)])
+    tensors = read_tensors(folder, [name for name in index if name.startswith(prefix)])
     return _decoded(folder, rank_file(rank, "json"), tensors, below=prefix)
 
 
-def _read_whole(folder: OpenedFolder, index: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors by name; those that share their memory are one."""
+def read_tensors(
+    folder: OpenedFolder, names: Iterable[str], advance: Callable[[int], None] | None = None
+) -> dict[str, Tensor]:
+    """Return whole tensors by name; those that share their memory are one.
+
+    Args:
+        folder: The checkpoint.
+        names: Of tensors that it has.
+        advance: Is told how many bytes more were read, in any thread.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    index, names = folder.index(), list(names)
     stored: dict[str, Tensor] = {}
-    try:
-        for name in names:
-            first = index[name].same_as or name
-            if first not in stored:
-                stored[first] = empty_tensor(index[first])
-    except (RuntimeError, ValueError) as error:
-        raise damaged(folder.path, f"{INDEX}: tensor {first[:200]!r}: {str(error).splitlines()[0]}") from error
-    fill(folder, [(index[name], local_parts(tensor)) for name, tensor in stored.items()])
+    for name in names:
+        first = index[name].same_as or name
+        if first not in stored:
+            stored[first] = _memory(folder, first, index[first])
+    fill(folder, [(index[name], local_parts(tensor)) for name, tensor in stored.items()], advance)
     return {name: stored[index[name].same_as or name] for name in names}
+
+
+def _memory(folder: OpenedFolder, name: str, entry: TensorEntry) -> Tensor:
+    try:
+        return empty_tensor(entry)
+    except (RuntimeError, ValueError) as error:
+        raise damaged(folder.path, f"{INDEX}: tensor {name[:200]!r}: {str(error).splitlines()[0]}") from error
 
 
 def _stored(index: Mapping[str, TensorEntry], name: str) -> TensorEntry:

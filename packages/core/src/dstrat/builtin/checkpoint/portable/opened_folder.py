@@ -34,6 +34,7 @@ class OpenedFolder:
         self.path, self._verifies = path, verifies
         self.manifest = read_manifest(path)
         self._files: dict[str, OpenedFile] = {}
+        self._index: dict[str, TensorEntry] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -76,10 +77,12 @@ class OpenedFolder:
         Raises:
             CheckpointError: The index is damaged.
         """
-        try:
-            return index_from_json(self.document(INDEX), self.sizes)
-        except ValueError as error:
-            raise damaged(self.path, f"{INDEX}: {error}") from error
+        if self._index is None:
+            try:
+                self._index = index_from_json(self.document(INDEX), self.sizes)
+            except ValueError as error:
+                raise damaged(self.path, f"{INDEX}: {error}") from error
+        return self._index
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -1,0 +1,1 @@
+"""``dstrat checkpoint``: looking at checkpoints, verifying, comparing and converting them."""

@@ -1,0 +1,37 @@
+"""``dstrat checkpoint convert``: a Lightning checkpoint as one of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dstrat.cli.output import json_option, print_json
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@json_option
+def convert(path: Path, output: Path, as_json: bool) -> None:
+    """Convert a .ckpt file of PyTorch Lightning.
+
+    Weights, the states of optimizers by the names of their parameters, schedulers, counters and hyperparameters are
+    taken over.  The file is read without running code from it.
+    """
+    from rich.console import Console
+
+    from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+    from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+    from dstrat.cli.checkpoint.lightning import converted
+
+    with Console(stderr=True).status("reading ..."):  # shown in terminals only
+        conversion = converted(TorchCheckpointIO().load_checkpoint(path), path)
+    with Console(stderr=True).status("writing ..."):
+        PortableCheckpointIO(strategy="").save_checkpoint(conversion.checkpoint, output)
+    if as_json:
+        print_json({"output": str(output), "taken": conversion.taken, "left_out": conversion.left_out})
+        return
+    click.echo(f"{output}: {', '.join(conversion.taken)}")
+    for reason in conversion.left_out:
+        click.echo(f"left out: {reason}")

@@ -1,0 +1,107 @@
+"""``dstrat checkpoint diff``: where two checkpoints differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dstrat.builtin.checkpoint.portable.layout import STATE
+from dstrat.builtin.checkpoint.portable.marks import joined
+from dstrat.builtin.checkpoint.portable.newest import resolved
+from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
+from dstrat.cli.checkpoint.progress import progress_bar
+from dstrat.cli.output import json_option, print_json, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+_ABSENT = "-"
+Difference = tuple[str, str, str, str]
+"""Name, what it is in the first, what it is in the second, and by how much."""
+
+
+@click.command()
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@json_option
+@click.pass_context
+def diff(ctx: click.Context, first: Path, second: Path, as_json: bool) -> None:
+    """Show where two checkpoints differ in values and tensors; exit with 1 if they do.
+
+    How they are cut into pieces, and what each rank has for itself, is not compared.
+    """
+    with OpenedFolder(resolved(first)) as one, OpenedFolder(resolved(second)) as other:
+        values = list(_values("", one.document(STATE), other.document(STATE)))
+        size = sum(entry.num_bytes for entry in one.index().values())
+        with progress_bar("comparing", size) as advance:
+            tensors = list(_tensors(one, other, advance))
+    found = [*values, *tensors]
+    if as_json:
+        keys = ("name", "first", "second", "difference")
+        print_json({"differences": [dict(zip(keys, row, strict=True)) for row in found]})
+    elif found:
+        print_table(found, ["name", "first", "second", "difference"])
+    else:
+        click.echo("both hold the same values and tensors")
+    ctx.exit(1 if found else 0)
+
+
+def _values(name: str, one: Any, other: Any) -> Iterator[Difference]:
+    """Yield the places where plain values differ; tensors are marks here, and equal where their names are."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in [*one, *(key for key in other if key not in one)]:
+            yield from _values(joined(name, key), one.get(key, _Missing), other.get(key, _Missing))
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for position, (a, b) in enumerate(zip(one, other, strict=True)):
+            yield from _values(joined(name, position), a, b)
+    elif type(one) is not type(other) or one != other:
+        yield name, _shown(one), _shown(other), _distance(one, other)
+
+
+class _Missing:
+    """Stands for a value that one of the two does not have."""
+
+
+def _shown(value: Any) -> str:
+    return _ABSENT if value is _Missing else f"{value!r:.60}"
+
+
+def _distance(one: Any, other: Any) -> str:
+    numbers = [value for value in (one, other) if type(value) in (int, float)]
+    return f"{numbers[1] - numbers[0]:+g}" if len(numbers) == 2 else ""
+
+
+def _tensors(one: OpenedFolder, other: OpenedFolder, advance: Callable[[int], None]) -> Iterator[Difference]:
+    from dstrat.builtin.checkpoint.portable.loading import read_tensors
+
+    ours, theirs = (
+        {name: entry for name, entry in folder.index().items() if not name.startswith("per_rank/")}
+        for folder in (one, other)
+    )
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        facts = [f"{side[name].dtype} {list(side[name].shape)}" if name in side else _ABSENT for side in (ours, theirs)]
+        if facts[0] != facts[1]:
+            yield name, facts[0], facts[1], ""
+            continue
+        (a,), (b,) = (read_tensors(folder, [name]).values() for folder in (one, other))
+        advance(ours[name].num_bytes)
+        distance = _tensor_distance(a, b)
+        if distance is not None:
+            yield name, facts[0], facts[1], distance
+
+
+def _tensor_distance(one: Tensor, other: Tensor) -> str | None:
+    """Return how far two tensors of one shape and dtype are from each other; None where their bits are the same."""
+    import torch
+
+    from dstrat.builtin.checkpoint.portable.payload import as_bytes
+
+    if torch.equal(as_bytes(one), as_bytes(other)):
+        return None
+    a, b = (tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (one, other))
+    apart = (a - b).abs()
+    return f"{int((apart > 0).sum())} of {apart.numel()} elements, at most {apart.max().item():.3g} apart"

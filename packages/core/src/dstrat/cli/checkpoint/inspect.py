@@ -1,0 +1,90 @@
+"""``dstrat checkpoint inspect``: what is in a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dstrat.cli.checkpoint.facts import facts_of
+from dstrat.cli.checkpoint.sizes import readable_size
+from dstrat.cli.output import json_option, print_json, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dstrat.builtin.checkpoint.portable.index import TensorEntry
+    from dstrat.cli.checkpoint.facts import CheckpointFacts
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@json_option
+def inspect(path: Path, as_json: bool) -> None:
+    """Show what is in a checkpoint, without loading its tensors."""
+    facts = facts_of(path)
+    if as_json:
+        print_json(_as_dict(facts))
+        return
+    print_table(list(_summary(facts)))
+    click.echo()
+    if facts.tensors:
+        rows = [
+            (name, _shape(entry), entry.dtype, readable_size(entry.num_bytes), _remark(entry))
+            for name, entry in facts.tensors.items()
+        ]
+        print_table(rows, ["tensor", "shape", "dtype", "size", ""])
+
+
+def _summary(facts: CheckpointFacts) -> Iterator[tuple[str, str]]:
+    manifest = facts.manifest
+    yield "checkpoint", str(facts.path)
+    if facts.step is not None:
+        yield "step", str(facts.step)
+    if facts.epoch is not None:
+        yield "epoch", str(facts.epoch)
+    ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size != 1)}"
+    yield "saved by", f"{manifest.strategy} on {ranks}" if manifest.strategy else ranks
+    yield "saved at", facts.created
+    yield "versions", f"dstrat {manifest.dstrat}, torch {manifest.torch}"
+    yield "size", f"{readable_size(facts.num_bytes)} in {len(manifest.files) + 1} files"
+    yield "tensors", f"{len(facts.tensors)} of {readable_size(facts.num_tensor_bytes)}"
+    yield "values", ", ".join(facts.values) if isinstance(facts.values, dict) else ""
+
+
+def _shape(entry: TensorEntry) -> str:
+    return " x ".join(map(str, entry.shape)) or "scalar"
+
+
+def _remark(entry: TensorEntry) -> str:
+    if entry.same_as is not None:
+        return f"the same as {entry.same_as}"
+    return f"in {len(entry.pieces)} pieces" if len(entry.pieces) > 1 else ""
+
+
+def _as_dict(facts: CheckpointFacts) -> dict[str, Any]:
+    manifest = facts.manifest
+    return {
+        "path": str(facts.path),
+        "step": facts.step,
+        "epoch": facts.epoch,
+        "strategy": manifest.strategy,
+        "world_size": manifest.world_size,
+        "created_ns": manifest.created_ns,
+        "dstrat": manifest.dstrat,
+        "torch": manifest.torch,
+        "bytes": facts.num_bytes,
+        "tensor_bytes": facts.num_tensor_bytes,
+        "files": {name: record.size for name, record in manifest.files.items()},
+        "tensors": {
+            name: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "bytes": entry.num_bytes,
+                "pieces": len(entry.pieces),
+                "same_as": entry.same_as,
+            }
+            for name, entry in facts.tensors.items()
+        },
+    }

@@ -1,0 +1,78 @@
+"""``dstrat checkpoint verify``: whether every byte of a checkpoint is what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dstrat.builtin.checkpoint.portable.layout import BUCKET, MANIFEST, STATE
+from dstrat.builtin.checkpoint.portable.newest import resolved
+from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
+from dstrat.builtin.checkpoint.portable.parallel import map_in_threads
+from dstrat.cli.checkpoint.progress import progress_bar
+from dstrat.cli.checkpoint.sizes import readable_size
+from dstrat.cli.output import json_option, print_json
+from dstrat.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@json_option
+@click.pass_context
+def verify(ctx: click.Context, path: Path, as_json: bool) -> None:
+    """Read a checkpoint and compare all checksums; exit with 1 if something is wrong."""
+    with OpenedFolder(resolved(path)) as folder:
+        num_bytes = sum(folder.sizes.values())
+        with progress_bar("verifying", num_bytes) as advance:
+            problems = [*_damage(folder, advance), *_strangers(folder)]
+        if not problems:
+            problems = list(_contradictions(folder))
+    if as_json:
+        print_json({"path": str(folder.path), "bytes": num_bytes, "problems": problems})
+    elif problems:
+        click.echo("\n".join(problems))
+    else:
+        click.echo(f"{folder.path}: all {len(folder.manifest.files) + 1} files are whole ({readable_size(num_bytes)})")
+    ctx.exit(1 if problems else 0)
+
+
+def _damage(folder: OpenedFolder, advance: Callable[[int], None]) -> Iterator[str]:
+    """Yield what is wrong with the bytes of each file."""
+    for name in folder.sizes:
+        yield from _complaints(lambda name=name: _read(folder, name, advance))  # type: ignore[misc]  # it binds the name
+
+
+def _read(folder: OpenedFolder, name: str, advance: Callable[[int], None]) -> None:
+    file, size = folder.file(name), folder.sizes[name]
+
+    def read(begin: int) -> None:
+        count = min(BUCKET, size - begin)
+        file.read_into(memoryview(bytearray(count)), begin)
+        advance(count)
+
+    map_in_threads(read, range(0, size, BUCKET))
+
+
+def _strangers(folder: OpenedFolder) -> Iterator[str]:
+    for path in sorted(folder.path.iterdir()):
+        if path.name not in folder.sizes and path.name != MANIFEST:
+            yield f"{path}: the manifest does not list it, so it was put there later; it is never read"
+
+
+def _contradictions(folder: OpenedFolder) -> Iterator[str]:
+    """Yield what makes no sense although its bytes are as they were written."""
+    yield from _complaints(lambda: folder.document(STATE))
+    yield from _complaints(folder.index)
+
+
+def _complaints(read: Callable[[], Any]) -> list[str]:
+    try:
+        read()
+    except CheckpointError as error:
+        return [str(error)]
+    return []

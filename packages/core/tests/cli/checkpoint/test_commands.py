@@ -1,0 +1,226 @@
+"""``dstrat checkpoint`` and what is below it."""
+
+import json
+import subprocess
+import sys
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.cli.checkpoint.sizes import readable_size
+
+WITHOUT_TORCH = """
+import sys
+from dstrat.cli.main import commands
+try:
+    commands(sys.argv[1:])
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+
+
+@pytest.fixture
+def optimizer(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.fixture
+def path(tmp_path, model):
+    checkpoint = {"epoch": 2, "global_step": 30, "state_dict": model.state_dict(), "lr": 0.5, "per_rank": {"seed": 1}}
+    PortableCheckpointIO(strategy="ddp").save_checkpoint(checkpoint, tmp_path / "a")
+    return tmp_path / "a"
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "checkpoint", *map(str, arguments)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def invoke():
+    """Run a command in this process, which has torch already; return its exit code and what it printed."""
+    from click.testing import CliRunner
+
+    from dstrat.cli.checkpoint.group import checkpoint
+
+    def call(*arguments):
+        outcome = CliRunner().invoke(checkpoint, list(map(str, arguments)))
+        if outcome.exception is not None and not isinstance(outcome.exception, SystemExit):
+            raise outcome.exception
+        return outcome.exit_code, outcome.stdout
+
+    return call
+
+
+def test_inspect_shows_what_is_inside_without_torch(path):
+    outcome = run("inspect", path.parent / "last")
+    assert outcome.stderr == "False\n"
+    assert "\nstep        30\nepoch       2\nsaved by    ddp on 1 rank\n" in outcome.stdout
+    assert "state_dict/0.weight               3 x 4   float32  48 B" in outcome.stdout
+    assert "state_dict/1.num_batches_tracked  scalar  int64    8 B" in outcome.stdout
+
+
+def test_inspect_as_json(path, invoke):
+    code, output = invoke("inspect", path, "--json")
+    facts = json.loads(output)
+    assert code == 0
+    assert (facts["step"], facts["epoch"], facts["strategy"], facts["world_size"]) == (30, 2, "ddp", 1)
+    assert facts["tensors"]["state_dict/2.weight"] == {
+        "dtype": "float32", "shape": [2, 3], "bytes": 24, "pieces": 1, "same_as": None,
+    }  # fmt: skip
+    assert facts["bytes"] == sum(file.stat().st_size for file in path.iterdir())
+
+
+def test_verify_says_that_all_is_well_without_torch(path):
+    outcome = run("verify", path)
+    assert (outcome.returncode, outcome.stderr) == (0, "False\n")
+    assert "all 5 files are whole" in outcome.stdout
+
+
+def test_verify_names_everything_that_is_wrong(path, invoke):
+    data = bytearray((path / "rank-00000.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "rank-00000.safetensors").write_bytes(data)
+    (path / "rank-00000.json").unlink()
+    (path / "notes.txt").write_text("mine")
+    code, output = invoke("verify", path)
+    assert code == 1
+    problems = output.splitlines()
+    assert len(problems) == 3
+    assert "rank-00000.json: no such file" in problems[0]
+    assert "rank-00000.safetensors has wrong bytes" in problems[1]
+    assert "notes.txt: the manifest does not list it" in problems[2]
+    assert len(json.loads(invoke("verify", path, "--json")[1])["problems"]) == 3
+
+
+def test_diff_finds_none_between_equal_checkpoints(path, invoke, tmp_path, model):
+    checkpoint = {"epoch": 2, "global_step": 30, "state_dict": model.state_dict(), "lr": 0.5}
+    PortableCheckpointIO().save_checkpoint(checkpoint, tmp_path / "b")
+    assert invoke("diff", path, tmp_path / "b") == (0, "both hold the same values and tensors\n")
+
+
+def test_diff_shows_values_and_tensors(path, invoke, tmp_path, model):
+    weights = dict(model.state_dict())
+    weights["0.weight"] = weights["0.weight"] + torch.eye(3, 4)
+    weights["0.bias"] = torch.zeros(7)
+    weights["new"] = weights.pop("2.bias")
+    PortableCheckpointIO().save_checkpoint(
+        {"epoch": 2, "global_step": 40, "state_dict": OrderedDict(weights), "lr": 0.25}, tmp_path / "b"
+    )
+    code, output = invoke("diff", path, tmp_path / "b", "--json")
+    rows = {row["name"]: row for row in json.loads(output)["differences"]}
+    assert code == 1
+    assert rows["global_step"]["difference"] == "+10"
+    assert rows["lr"]["difference"] == "-0.25"
+    assert rows["state_dict/0.weight"]["difference"] == "3 of 12 elements, at most 1 apart"
+    assert (rows["state_dict/0.bias"]["first"], rows["state_dict/0.bias"]["second"]) == ("float32 [3]", "float32 [7]")
+    assert rows["state_dict/2.bias"]["second"] == "-"
+    assert rows["state_dict/new"]["first"] == "-"
+    assert "state_dict/2.weight" not in rows
+
+
+def test_consolidate_into_a_file_of_torch(path, invoke, tmp_path, model):
+    code, _ = invoke("consolidate", path, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert code == 0
+    assert whole["global_step"] == 30
+    assert whole["per_rank"] == {"seed": 1}
+    assert all(torch.equal(whole["state_dict"][name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_consolidate_into_safetensors(path, invoke, tmp_path, model):
+    code, output = invoke("consolidate", path, tmp_path / "w.safetensors", "--json")
+    assert code == 0
+    assert json.loads(output)["tensors"] == len(model.state_dict())
+    data = (tmp_path / "w.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert set(header) == {"__metadata__", *model.state_dict()}
+    begin, end = header["0.weight"]["data_offsets"]
+    assert data[8 + length + begin : 8 + length + end] == model[0].weight.detach().numpy().tobytes()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "last", "w.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("consolidate", "{a}", "{a}"), "exists already"),
+        (("consolidate", "{a}", "{a}.zip"), "ends in '.zip': choose .safetensors"),
+        (("inspect", "{a}x"), "does not exist"),
+        (("verify", "{a}/.."), "is a folder without manifest.json"),
+        (("convert", "{a}", "{a}2"), "is a folder, and a file was expected"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_line(path, invoke, arguments, reason):
+    from dstrat.errors import CheckpointError
+
+    with pytest.raises(CheckpointError) as caught:
+        invoke(*(word.format(a=path) for word in arguments))
+    assert reason in str(caught.value)
+
+
+def lightning(model, optimizer):
+    return {
+        "pytorch-lightning_version": "2.5.0",
+        "epoch": 3,
+        "global_step": 40,
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [{"last_epoch": 4}],
+        "callbacks": {"Early": 1},
+        "loops": {},
+        "hyper_parameters": {"lr": 0.1},
+    }
+
+
+def test_a_lightning_checkpoint_is_converted(tmp_path, invoke, model, optimizer):
+    torch.save(lightning(model, optimizer), tmp_path / "l.ckpt")
+    code, output = invoke("convert", tmp_path / "l.ckpt", tmp_path / "c")
+    assert code == 0
+    assert "9 weights, epoch 3, step 40, 1 optimizer, 1 schedulers" in output
+    assert "left out: 'callbacks' (Lightning's own)" in output
+    converted = PortableCheckpointIO().load_checkpoint(tmp_path / "c")
+    assert (converted["epoch"], converted["global_step"], converted["hyper_parameters"]) == (3, 40, {"lr": 0.1})
+    (state,) = converted["optimizers"]
+    assert state["param_groups"][0]["params"] == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(converted["state_dict"][name], parameter)
+        assert torch.equal(state["state"][name]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_an_optimizer_whose_parameters_are_not_certain_is_left_out_and_said(tmp_path, invoke, model):
+    optimizer = torch.optim.AdamW(model[2].parameters())
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    torch.save(lightning(model, optimizer), tmp_path / "l.ckpt")
+    _, output = invoke("convert", tmp_path / "l.ckpt", tmp_path / "c")
+    assert "left out: optimizers (it is not certain which state belongs to which parameter)" in output
+    assert "optimizers" not in PortableCheckpointIO().load_checkpoint(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1024**2 - 1, "1.0 MiB"),
+        (1024**3, "1.0 GiB"),
+        (3 * 10**15, "2.7 PiB"),
+    ],
+)
+def test_sizes_are_readable(size, text):
+    assert readable_size(size) == text
