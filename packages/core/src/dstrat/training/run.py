@@ -50,6 +50,9 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
             if ckpt_path is not None:
                 restore_checkpoint(trainer, ckpt_path)
             result = work(trainer, module, sources)
+        except Interrupted as exception:
+            _on_exception(trainer, exception)
+            raise KeyboardInterrupt from None  # Python ends as a shell expects only for this very class
         except BaseException as exception:
             _on_exception(trainer, exception)
             raise

@@ -246,8 +246,8 @@ class RunState:
 
     @property
     def checkpoint_callback(self) -> Callback | None:
-        """The first callback that saves checkpoints."""
-        return next(iter(self.checkpoint_callbacks), None)
+        """The first callback that knows a best checkpoint."""
+        return next((callback for callback in self.callbacks if hasattr(callback, "best_model_path")), None)
 
     @property
     def checkpoint_callbacks(self) -> list[Callback]:
