@@ -564,7 +564,7 @@ class TestWrongUse:
             quiet_trainer().fit(line)
 
     def test_something_that_is_no_loader(self, quiet_trainer, line):
-        with pytest.raises(MisuseError, match="the train loader is of type int, over which one cannot iterate"):
+        with pytest.raises(MisuseError, match="the train loader is a int, over which one cannot iterate"):
             quiet_trainer().fit(line, 3)
 
     def test_loaders_and_a_data_module(self, quiet_trainer, line, loader):

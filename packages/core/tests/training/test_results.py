@@ -287,3 +287,12 @@ def test_with_popen_every_rank_runs_the_script_to_its_end_and_has_the_results(tm
     for rank, end in enumerate(ends):
         assert end.startswith(f"rank {rank} steps 2 loss ")
         assert end.endswith("tested 1 predicted 8")
+
+
+def test_predictions_that_cannot_be_pickled_are_an_error(quiet_trainer, line_class, loader, averaging):
+    class Odd(line_class):
+        def predict_step(self, batch, batch_idx):
+            return {"scores": lambda: None}
+
+    with pytest.raises(RankFailedError, match=r"MisuseError: predictions .* cannot be pickled: let predict_step return"):
+        quiet_trainer(strategy=averaging(), devices=2).predict(Odd(), loader())

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+_COMPILED = "_orig_mod."  # what torch.compile puts before the names of what it wraps
+
+
 def named_state(optimizer: Optimizer, module: Module) -> dict[str, Any]:
     """Return the state of an optimizer by the names that its parameters have in the module."""
     state, names = optimizer.state_dict(), _names(optimizer, module)
@@ -54,6 +57,6 @@ def load_named_state(optimizer: Optimizer, module: Module, state: Mapping[str, A
 
 def _names(optimizer: Optimizer, module: Module) -> list[str]:
     """Return the name of each parameter of an optimizer, in its order."""
-    known = {id(parameter): name for name, parameter in module.named_parameters()}
+    known = {id(parameter): name.replace(_COMPILED, "") for name, parameter in module.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [known.get(id(parameter), f"<parameter {index}>") for index, parameter in enumerate(parameters)]

@@ -92,7 +92,7 @@ def _training(trainer: Trainer) -> dict[str, Any]:
         **optimizers,
         "world_size": trainer.world_size,
         "loops": trainer.fit_loop.state_dict(),
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "metrics": trainer.metrics.state_dict(),
         "lr_schedulers": [config.scheduler.state_dict() for config in strategy.lr_schedulers],
         "precision": strategy.precision_plugin.state_dict(),
         "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
@@ -174,7 +174,7 @@ def _restore_ranks(trainer: Trainer, checkpoint: Mapping[str, Any], io: Checkpoi
     """Go on where the checkpoint was saved: exactly on as many processes, as near to it as can be on others."""
     loop = trainer.fit_loop
     loop.load_state_dict(checkpoint["loops"])
-    trainer.metrics.take(checkpoint["metrics"])
+    trainer.metrics.load_state_dict(checkpoint["metrics"])
     saved_by = checkpoint["world_size"]
     ranks = checkpoint.get("ranks", [])
     if saved_by == trainer.world_size:

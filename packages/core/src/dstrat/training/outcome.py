@@ -10,7 +10,6 @@ from torch import Tensor
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.callbacks.defaults import with_callbacks_of
-from dstrat.training.metrics.latest import as_numbers
 from dstrat.training.random_state import RandomState
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class Changes:
 
     weights: dict[str, Any] | None
     counters: dict[str, int]
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     callbacks: dict[str, dict[str, Any]]
     hparams: dict[str, Any]
     random_state: RandomState
@@ -64,7 +63,7 @@ class Outcome:
         changes = Changes(
             weights=_on_cpu(weights),
             counters=trainer.fit_loop.state_dict(),
-            metrics=as_numbers(trainer.callback_metrics),
+            metrics=trainer.metrics.state_dict(),
             callbacks={callback.state_key: _on_cpu(callback.state_dict()) for callback in trainer.callbacks},
             hparams={name: value for name, value in trainer.strategy.module.hparams.items() if _is_plain(value)},
             random_state=RandomState.capture(),
@@ -80,7 +79,7 @@ class Outcome:
         if self.changes is None:
             return
         trainer.fit_loop.load_state_dict(self.changes.counters)
-        trainer.metrics.take(self.changes.metrics)
+        trainer.metrics.load_state_dict(self.changes.metrics)
         trainer.callbacks = with_callbacks_of(module, trainer.callbacks)  # as the run did, in its own copy
         for callback in trainer.callbacks:
             if callback.state_key in self.changes.callbacks:

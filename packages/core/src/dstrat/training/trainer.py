@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dstrat.training.metrics.logged import LoggedValues
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.outcome import Outcome
     from dstrat.training.profilers.profiler import Profiler
     from dstrat.training.state import Stage
 
@@ -394,6 +395,10 @@ class Trainer(RunState):
             # Here rather than in rank 0, so that this process knows the folder afterwards.
             folders = [logger.log_dir for logger in self.loggers]
             self.log_dir = next(filter(None, folders), None)
-        outcome = launcher.launch(execute_elsewhere, RandomState.capture(), self, module, sources, ckpt_path)
+        outcome: Outcome | None = launcher.launch(
+            execute_elsewhere, RandomState.capture(), self, module, sources, ckpt_path
+        )
+        if outcome is None:  # on machines without global rank 0
+            return None
         outcome.restore(self, module)
         return outcome.result

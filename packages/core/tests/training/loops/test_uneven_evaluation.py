@@ -63,9 +63,7 @@ def test_iterables_of_unknown_length_end_together(quiet_trainer, line_class, com
     class Uneven(line_class):
         def val_dataloader(self):
             generator = torch.Generator().manual_seed(self.global_rank)
-            return (
-                [torch.randn(4, 8, generator=generator), torch.ones(4, 1)] for _ in range(1 + 3 * self.global_rank)
-            )
+            return ([torch.randn(4, 8, generator=generator), torch.ones(4, 1)] for _ in range(1 + 3 * self.global_rank))
 
         def validation_step(self, batch, batch_idx):
             self.log("batches", 1.0, reduce_fx="sum")

@@ -26,11 +26,7 @@ class Sources:
     """
 
     def __init__(self, module: TrainModule, datamodule: DataModule | None, passed: Mapping[Source, Any]) -> None:
-        if not isinstance(module, TrainModule):
-            raise MisuseError(
-                f"{type(module).__name__} is not a TrainModule: derive it from dstrat.TrainModule, "
-                "which is an nn.Module with training_step and configure_optimizers"
-            )
+        _check_module(module)
         self._module = module
         self._passed = {source: loaders for source, loaders in passed.items() if loaders is not None}
         for source, loaders in list(self._passed.items()):
@@ -91,3 +87,17 @@ class Sources:
     @property
     def _owners(self) -> list[DataModule | TrainModule]:
         return [owner for owner in (self.datamodule, self._module) if owner is not None]
+
+
+def _check_module(module: Any) -> None:
+    if isinstance(module, TrainModule):
+        return
+    if isinstance(getattr(module, "_orig_mod", None), TrainModule):  # what torch.compile makes of one
+        raise MisuseError(
+            "torch.compile(module) wraps the module, and its steps would run uncompiled: call module.compile() and "
+            "pass the module itself"
+        )
+    raise MisuseError(
+        f"{type(module).__name__} is not a TrainModule: derive it from dstrat.TrainModule, "
+        "which is an nn.Module with training_step and configure_optimizers"
+    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from dstrat.builtin.launchers.payload import unpicklable_part
+from dstrat.errors import MisuseError
 from dstrat.training.data.batches import batch_mover, device_batches, device_to_copy_ahead_to
 from dstrat.training.data.loaders import as_list, length_of, limit_of, prepare_evaluation_loader
 from dstrat.training.data.recorded_batches import take_indices
@@ -119,7 +122,15 @@ class EvaluationLoop:
         strategy = self._trainer.strategy
         if not any(self._divided):
             return self._outputs
-        everyone = [strategy.broadcast(self._outputs, src=rank) for rank in self._readers()]
+        readers = self._readers()
+        try:
+            everyone = [strategy.broadcast(self._outputs, src=rank) for rank in readers]
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            part = unpicklable_part({"predictions": self._outputs})
+            raise MisuseError(
+                f"predictions go to every process, and {part} cannot be pickled: let predict_step return tensors, or "
+                "pass return_predictions=False and write them with a PredictionWriter"
+            ) from error
         return [
             _interleaved([outputs[index] for outputs in everyone]) if divided else self._outputs[index]
             for index, divided in enumerate(self._divided)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -76,9 +76,16 @@ class Metrics:
         self._written |= written.keys()
         return as_numbers(written)
 
-    def take(self, values: Mapping[str, float]) -> None:
-        """Take the values of another process."""
-        self._values |= values
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values as numbers, and who reads which of them; for another process or a checkpoint."""
+        names = {"shown": sorted(self._shown), "written": sorted(self.written_values)}
+        return {"values": as_numbers(self.callback_values), **names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`state_dict` returned."""
+        self._values |= state["values"]
+        self._shown |= set(state["shown"])
+        self._written |= set(state["written"])
 
 
 def as_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
