@@ -49,7 +49,7 @@ def test_a_fast_dev_run_tries_a_few_batches_of_everything(tmp_path, line, loader
 
 @pytest.mark.parametrize("value", [-1, 1.5, "yes"])
 def test_a_fast_dev_run_of_something_else_is_an_error(value):
-    with pytest.raises(RequestError, match="fast_dev_run=.* must be True, False, or a number of batches"):
+    with pytest.raises(RequestError, match=r"fast_dev_run=.* must be True, False, or a number of batches"):
         Trainer(accelerator="cpu", fast_dev_run=value)
 
 
@@ -67,7 +67,7 @@ def test_overfitting_reads_the_same_few_batches_in_their_order(quiet_trainer, li
 
 
 def test_overfitting_a_limited_epoch_is_an_error(quiet_trainer):
-    with pytest.raises(ConflictError, match="overfit_batches=2 limits training.*limit_val_batches=3 does too"):
+    with pytest.raises(ConflictError, match=r"overfit_batches=2 limits training.*limit_val_batches=3 does too"):
         quiet_trainer(overfit_batches=2, limit_val_batches=3)
 
 

@@ -294,5 +294,7 @@ def test_predictions_that_cannot_be_pickled_are_an_error(quiet_trainer, line_cla
         def predict_step(self, batch, batch_idx):
             return {"scores": lambda: None}
 
-    with pytest.raises(RankFailedError, match=r"MisuseError: predictions .* cannot be pickled: let predict_step return"):
+    with pytest.raises(
+        RankFailedError, match=r"MisuseError: predictions .* cannot be pickled: let predict_step return"
+    ):
         quiet_trainer(strategy=averaging(), devices=2).predict(Odd(), loader())

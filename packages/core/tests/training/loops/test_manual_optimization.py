@@ -203,7 +203,7 @@ def test_manual_backward_in_automatic_optimization_is_an_error(quiet_trainer, ma
             super().__init__()
             self.automatic_optimization = True
 
-    with pytest.raises(MisuseError, match="Mixed is optimized automatically: set self.automatic_optimization = False"):
+    with pytest.raises(MisuseError, match=r"Mixed is optimized automatically: set self.automatic_optimization = False"):
         quiet_trainer().fit(make_line(Mixed), loader())
 
 
@@ -213,7 +213,7 @@ def test_several_optimizers_in_automatic_optimization_are_an_error(quiet_trainer
             super().__init__()
             self.automatic_optimization = True
 
-    with pytest.raises(MisuseError, match="2 optimizers.*automatic_optimization = False"):
+    with pytest.raises(MisuseError, match=r"2 optimizers.*automatic_optimization = False"):
         quiet_trainer().fit(make_line(Automatic), loader())
 
 

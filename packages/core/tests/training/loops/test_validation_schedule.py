@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -61,7 +62,7 @@ def test_validation_by_the_clock(quiet_trainer, line_class, loader):
         num_sanity_val_steps=0, max_epochs=5, val_check_interval={"milliseconds": 100}, limit_val_batches=1
     ).fit(Slow(), loader(), loader())
     assert 2 <= len(times) <= 6
-    assert all(later - earlier >= 0.1 for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier >= 0.1 for earlier, later in itertools.pairwise(times))
 
 
 def test_ranks_validate_by_the_clock_together(quiet_trainer, line_class, loader, averaging, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from dstrat.builtin.checkpoint.portable.checksum import block_checksums
 from dstrat.builtin.checkpoint.portable.dtypes import DTYPES, dtype_name
 from dstrat.builtin.checkpoint.portable.layout import BUCKET
 from dstrat.builtin.checkpoint.portable.manifest import FileRecord
+from dstrat.builtin.checkpoint.portable.output import OutputFile
 from dstrat.builtin.checkpoint.portable.parallel import map_in_threads
 from dstrat.builtin.checkpoint.portable.strict_json import dump_json
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dstrat.builtin.checkpoint.portable.payload import Payload
-
-_MOST_VIEWS = 64  # the system takes no more than 1024 in one call, and copying small ones is cheaper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,29 +90,14 @@ def write_shard_file(file: ShardFile, path: Path) -> FileRecord:
     Raises:
         OSError: The disk is full, or the like.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        begins = range(0, file.size, BUCKET)
+    with OutputFile(path, file.size) as output:
         # zlib and the system work without the interpreter's lock.
-        checksums = "".join(map_in_threads(lambda begin: _write_bucket(file, descriptor, begin), begins))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return FileRecord(size=file.size, checksums=checksums)
+        checksums = map_in_threads(lambda begin: _write_bucket(file, output, begin), range(0, file.size, BUCKET))
+        output.flush()
+    return FileRecord(size=file.size, checksums="".join(checksums))
 
 
-def _write_bucket(file: ShardFile, descriptor: int, begin: int) -> str:
+def _write_bucket(file: ShardFile, output: OutputFile, begin: int) -> str:
     views = file.views(begin, min(begin + BUCKET, file.size))
-    if len(views) > _MOST_VIEWS:
-        views = [memoryview(b"".join(views))]
-    checksums = block_checksums(views)
-    for view in views:
-        _write_all(descriptor, view, begin)
-        begin += len(view)
-    return checksums
-
-
-def _write_all(descriptor: int, view: memoryview, position: int) -> None:
-    done = 0
-    while done < len(view):  # a disk that is nearly full takes a part, and says why with the next call
-        done += os.pwrite(descriptor, view[done:], position + done)
+    output.write(views, begin)
+    return block_checksums(views)
