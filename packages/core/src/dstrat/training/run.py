@@ -113,7 +113,7 @@ def _fit(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
         loop.setup(module, sources)
         dispatch.call("on_fit_start")
         validates = sources.has("val") and sources.has_step("validation_step") and trainer.limit_val_batches != 0
-        sanity_checks = validates and trainer.num_sanity_val_steps != 0
+        sanity_checks = validates and trainer.num_sanity_val_steps != 0 and loop.batches_seen == 0  # and not resumed
         if sanity_checks:
             dispatch.call_callbacks("on_sanity_check_start")
         validation = EvaluationLoop(trainer, module, sources.loader("val"), "validation") if validates else None
