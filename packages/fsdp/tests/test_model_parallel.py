@@ -1,6 +1,7 @@
 """Tensor parallelism together with sharding, on a mesh of two by two."""
 
 import pytest
+import torch
 from fsdp_loop import Net, Run, parts, single_device_losses, train
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -73,3 +74,51 @@ def test_a_module_may_shard_itself(ranks, meta):
     expected = single_device_losses()
     for found in ranks(losses, 4, training={}, configure="split_and_shard", meta=meta, tensor_parallel_size=2):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Different(Net):
+    def __init__(self):
+        super().__init__()
+        rank = torch.distributed.get_rank()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(rank)
+
+
+def values_of_different_modules(cluster):
+    strategy = ModelParallelStrategy(tensor_parallel_size=2)
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    module = Different()
+    split(module, strategy.device_mesh)
+    strategy.connect(module)
+    strategy.setup(Run(module))
+    whole = [parameter.detach().full_tensor().tolist() for parameter in module.parameters()]
+    strategy.teardown()
+    return whole
+
+
+def test_every_shard_and_every_part_is_that_of_rank_0(ranks):
+    expected = [parameter.detach().tolist() for parameter in Net().parameters()]
+    assert ranks(values_of_different_modules, 4) == [expected] * 4
+
+
+def what_is_shared(cluster):
+    strategy = ModelParallelStrategy(tensor_parallel_size=2)
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    group = torch.tensor(float(strategy.distributed_sampler_kwargs["rank"]) + 1)
+    reduced = [float(strategy.reduce(group, reduce_op=op)) for op in ("sum", "mean", "max")]
+    whole = int(strategy.reduce(group.long(), reduce_op="sum"))
+    votes = [strategy.reduce_boolean_decision(cluster.global_rank == 3, all=every) for every in (False, True)]
+    state = (strategy.distributed_sampler_kwargs, reduced, whole, votes)
+    strategy.teardown()
+    return state
+
+
+def test_ranks_that_share_a_batch_read_the_same_part_and_count_once(ranks):
+    for rank, (share, reduced, whole, votes) in enumerate(ranks(what_is_shared, 4)):
+        assert share == {"num_replicas": 2, "rank": rank // 2}
+        assert reduced == [3.0, 1.5, 2.0]
+        assert whole == 3
+        assert votes == [True, False]

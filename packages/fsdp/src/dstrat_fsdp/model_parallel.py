@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from dstrat.errors import MisuseError
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT
 from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
+from dstrat_fsdp.first_values import take_from_first_rank
 from dstrat_fsdp.meshes import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded import ShardedStrategy
@@ -132,6 +133,11 @@ class ModelParallelStrategy(ShardedStrategy):
                 "configure_model, or use the strategy 'fsdp'"
             )
         return blocks_of(self.module, None)
+
+    def _take_first_parts(self, split: Sequence[DTensor]) -> None:
+        groups = self.device_mesh[DATA_PARALLEL]
+        parts = [tensor.to_local() for tensor in split if tensor.device_mesh == self.device_mesh[TENSOR_PARALLEL]]
+        take_from_first_rank(parts, groups.get_group())
 
     @property
     def _can_go_on(self) -> bool:

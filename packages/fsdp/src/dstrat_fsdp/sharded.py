@@ -120,10 +120,15 @@ class ShardedStrategy(ParallelStrategy):
         """Let all ranks begin with the values of rank 0, as each keeps a part of its own."""
         for part in module.modules():
             tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-            for tensor in tensors:
-                if not tensor.is_meta and not isinstance(tensor, DTensor):
+            plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+            for tensor in plain:
+                if not tensor.is_meta:
                     tensor.data = tensor.to(self.root_device)
-            take_from_first_rank([t for t in tensors if not isinstance(t, DTensor)])
+            take_from_first_rank(plain)
+            self._take_first_parts([tensor for tensor in tensors if isinstance(tensor, DTensor)])
+
+    def _take_first_parts(self, split: Sequence[DTensor]) -> None:
+        """Do the same for tensors that are split already, where several ranks have the same part."""
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
