@@ -152,6 +152,14 @@ def restore_when_set_up(calls: Calls) -> Calls:
     return [*calls[:start], "module.configure_optimizers()", *restoring, *calls[end:]]
 
 
+def resume_without_a_check(calls: Calls) -> Calls:
+    """Leave out the sanity check of a training that goes on."""
+    start, end = after(calls, "callback.on_sanity_check_start"), after(calls, "callback.on_sanity_check_end")
+    if "module.on_load_checkpoint()" not in calls or start is None or end is None:
+        return calls
+    return [*calls[: start - 1], "data.val_dataloader()", *calls[end:]]
+
+
 def restore_the_module_alone(calls: Calls) -> Calls:
     """Leave out the state of callbacks and data where a checkpoint is evaluated."""
     if "module.training_step(0)" in calls or "module.on_load_checkpoint()" not in calls:
@@ -225,6 +233,10 @@ DIFFERENCES = (
         reason="a checkpoint is restored when the strategy has set up module and optimizers, which it may shard, "
         "rather than before; callbacks see it first",
         rewrite=restore_when_set_up,
+    ),
+    Difference(
+        reason="training that goes on from a checkpoint begins without a sanity check, which its validation has passed",
+        rewrite=resume_without_a_check,
     ),
     Difference(
         reason="evaluating a checkpoint restores the module alone: the state of callbacks and data belongs to training",
