@@ -1,7 +1,10 @@
 """Saving and loading by one process."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +14,23 @@ from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointI
 from dstrat.builtin.checkpoint.portable.dtypes import DTYPES
 
 MIB = 1024 * 1024
+MEASURES_MEMORY = """
+import sys, torch
+from pathlib import Path
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+
+def memory(name):
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(lines[name].split()[0]) * 1024
+
+io = PortableCheckpointIO()
+io.save_checkpoint({}, sys.argv[1] + "first")
+tensors = {str(number): torch.ones(4 * 1024 * 1024) for number in range(20)}  # 320 MiB
+before = memory("VmRSS")
+io.save_checkpoint(tensors, sys.argv[1])
+print(memory("VmHWM") - before)
+"""
 
 
 def names(folder):
@@ -228,3 +248,20 @@ def test_a_template_that_does_not_fit_is_refused(io, tmp_path, refusal, template
 def test_what_is_no_checkpoint_is_said_to_be_none(io, tmp_path, refusal, make, reason):
     make(tmp_path / "c")
     assert reason in refusal(io.load_checkpoint, tmp_path / "c")
+
+
+def test_where_files_cannot_be_written_directly_the_cache_is_used(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)  # as on macOS
+    weight = random_tensor(torch.uint8, (17 * MIB + 5,))
+    io = PortableCheckpointIO()
+    io.save_checkpoint({"w": weight}, tmp_path / "c")
+    assert torch.equal(io.load_checkpoint(tmp_path / "c")["w"], weight)
+
+
+def test_saving_a_large_model_takes_only_buckets_of_memory(tmp_path):
+    """In a process of its own, where nothing else takes memory."""
+    outcome = subprocess.run(
+        [sys.executable, "-c", MEASURES_MEMORY, str(tmp_path / "c")],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    assert int(outcome.stdout) < 48 * MIB
