@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 from torch.optim.lr_scheduler import LambdaLR
 
 from dstrat import TrainModule
+from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 BYTES = 256
@@ -110,6 +113,14 @@ class GPT(TrainModule):
             elif name.endswith(("inputs.weight", "up.weight")):
                 nn.init.normal_(weight, std=self.shape.width**-0.5)
 
+    def configure_model(self) -> None:
+        """Split each block's wide layers over the ranks that share a batch, where the strategy has such ranks."""
+        mesh = device_mesh_of(self)
+        if mesh is None or "tensor_parallel" not in (mesh.mesh_dim_names or ()):
+            return
+        for block in self.blocks:
+            parallelize_module(block, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
     def forward(self, text: Tensor) -> Tensor:
         """Return the logits of the next byte, (batch, length, 256), for bytes of shape (batch, length)."""
         logits: Tensor = self.head(self.norm(self.blocks(self.embedding(text))))
@@ -162,3 +173,11 @@ class GPT(TrainModule):
             probabilities = (self(seen)[0, -1].float().cpu() / temperature).softmax(dim=-1)
             text.append(int(torch.multinomial(probabilities, 1, generator=random)))
         return bytes(text)
+
+
+def device_mesh_of(module: TrainModule) -> DeviceMesh | None:
+    """Return the mesh that the strategy shards over; None where it has none, and outside of a run."""
+    try:
+        return module.device_mesh
+    except MisuseError:
+        return None

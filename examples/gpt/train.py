@@ -4,6 +4,7 @@ For example::
 
     python examples/gpt/train.py --strategy ddp --devices 2
     python examples/gpt/train.py --strategy ddp_spawn --devices 2
+    python examples/gpt/train.py --strategy fsdp --devices 2
     torchrun --nproc-per-node 2 examples/gpt/train.py --strategy ddp --devices 2
     python examples/gpt/train.py --accelerator gpu --precision bf16-mixed --steps 5000 --width 384
 
@@ -45,7 +46,7 @@ def main() -> None:
     trainer.fit(model, datamodule=data)
     # With strategy="ddp" the lines from here on run in every rank, with ddp_spawn in this process alone.
     if trainer.is_global_zero:
-        show(model, trainer, options.out, seconds=time.perf_counter() - started)
+        show(model, trainer, options, seconds=time.perf_counter() - started)
 
 
 def read_options() -> argparse.Namespace:
@@ -111,14 +112,19 @@ def share_of_batch(batch_size: int, trainer: Trainer) -> int:
     return share
 
 
-def show(model: GPT, trainer: Trainer, out: Path, *, seconds: float) -> None:
+def show(model: GPT, trainer: Trainer, options: argparse.Namespace, *, seconds: float) -> None:
     """Print what came out, and a text that the model writes."""
+    checkpoint = trainer.checkpoint_callback.best_model_path
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"\n{parameters:,} parameters, {trainer.global_step} steps, {seconds:.0f} s")
     print(f"validation loss {float(trainer.callback_metrics['val_loss']):.3f} nats per byte")
-    print(f"logs and loss.png are in {out}, the checkpoint is {trainer.checkpoint_callback.best_model_path}")
+    print(f"logs and loss.png are in {options.out}, the checkpoint is {checkpoint}")
     print("\nWhat it writes after 'def ':\n")
-    print(model.write(b"def ", 400).decode(errors="replace"))
+    # From the checkpoint, because a strategy that shards leaves only its shards in the module of each rank.
+    written = GPT.load_from_checkpoint(
+        checkpoint, shape=model.shape, learning_rate=model.learning_rate, steps=model.steps
+    ).write(b"def ", 400)
+    print(written.decode(errors="replace"))
 
 
 if __name__ == "__main__":
