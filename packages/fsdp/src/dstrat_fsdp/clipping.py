@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
@@ -12,6 +13,8 @@ from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @torch.no_grad()
@@ -51,21 +54,35 @@ def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients together, a scalar; collective.
 
-    torch computes it for gradients of one mesh; those of different meshes are combined here.
+    The squares of this rank's parts are summed over the ranks that have other parts, for each way of sharding by
+    itself, in one collective for each dimension of its mesh.
     """
-    by_mesh: dict[Any, list[Tensor]] = {}
+    by_layout: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
-    norms = [_whole(torch.nn.utils.get_total_norm(group)) for group in by_mesh.values()]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        by_layout.setdefault(_layout(gradient), []).append(_local(gradient))
+    squares = []
+    for layout, parts in by_layout.items():
+        norms = torch._foreach_norm(parts)  # noqa: SLF001 - as torch.nn.utils does
+        square = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])).square()
+        for mesh, dimension in layout:
+            dist.all_reduce(square, group=mesh.get_group(dimension))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+def _layout(gradient: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
+    """Return the dimensions of a mesh along which ranks have different parts of a gradient."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    return tuple(
+        (gradient.device_mesh, dimension)
+        for dimension, placement in enumerate(gradient.placements)
+        if not placement.is_replicate()
+    )
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _local(gradient: Tensor) -> Tensor:
