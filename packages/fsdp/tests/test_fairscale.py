@@ -45,7 +45,7 @@ def test_losses_are_those_of_one_device(ranks, world_size, way):
 
 class WithScheduler(Run):
     def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.module.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
         first = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
         then = torch.optim.lr_scheduler.StepLR(optimizer, 5)
         both = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, then], [4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def sharded_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[Sch
     replaced: dict[int, Optimizer] = {}
     for optimizer in optimizers:
         # The groups stay the same objects, so that what schedulers have changed in them holds.
-        replaced[id(optimizer)] = ShardedOptimizer(optimizer.param_groups, type(optimizer), **optimizer.defaults)
+        replaced[id(optimizer)] = ShardedOptimizer(optimizer.param_groups, type(optimizer), **_arguments(optimizer))
     for config in schedulers:
         _rebind(config.scheduler, replaced)
     return list(replaced.values())
@@ -73,6 +74,13 @@ def load_whole_state(optimizer: Any, state: Mapping[str, Any], strategy: Strateg
     """Load the whole state of rank 0; each rank keeps its share; collective."""
     told = strategy.broadcast(dict(state))
     optimizer.load_state_dict({**told, "state": dict(told["state"])})  # FairScale empties what is not its own
+
+
+def _arguments(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the defaults that are arguments of the optimizer's class; torch's AdamW has others, also in its groups."""
+    parameters = inspect.signature(type(optimizer)).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in optimizer.defaults.items() if takes_all or name in parameters}
 
 
 def _rebind(scheduler: Any, replaced: Mapping[int, Optimizer]) -> None:
