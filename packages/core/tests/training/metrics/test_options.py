@@ -126,6 +126,15 @@ def test_other_hooks_cannot(quiet_trainer, make_line, loader, hook):
         quiet_trainer(max_epochs=1).fit(make_line(net), loader(), loader())
 
 
+def test_a_name_that_is_known_cannot_be_logged_after_the_epoch_either(test_with):
+    with pytest.raises(MisuseError, match="neither here nor in prediction"):
+        test_with(
+            lambda self, batch, idx: None,
+            on_test_epoch_end=lambda self: self.log("x", 1.0),
+            on_test_end=lambda self: self.log("x", 1.0),
+        )
+
+
 def test_prediction_cannot(quiet_trainer, make_line, loader):
     class Net(type(make_line())):
         def predict_step(self, batch, batch_idx):
