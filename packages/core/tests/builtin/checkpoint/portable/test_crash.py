@@ -1,5 +1,6 @@
 """Processes that are killed while they save, disks that are full, and leftovers."""
 
+import errno
 import multiprocessing
 import os
 import random
@@ -103,6 +104,18 @@ def test_a_link_that_looks_like_a_leftover_is_not_followed(tmp_path):
     (tmp_path / ".dstrat-0123.tmp").symlink_to(tmp_path / "precious")
     assert remove_leftovers(tmp_path) == []
     assert (tmp_path / "precious").exists()
+
+
+def test_without_locks_checkpoints_are_saved_and_leftovers_stay(tmp_path, io, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    leftover = UnfinishedFolder(tmp_path / "dead")
+    os.close(leftover._lock)
+    monkeypatch.setattr("fcntl.flock", refuse)
+    io.save_checkpoint({"epoch": 1}, tmp_path / "c")
+    assert io.load_checkpoint(tmp_path / "last") == {"epoch": 1, "per_rank": {}}
+    assert leftover.path.exists()
 
 
 def test_an_unfinished_checkpoint_is_never_the_newest(tmp_path, io):

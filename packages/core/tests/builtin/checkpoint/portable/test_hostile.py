@@ -6,10 +6,10 @@ import os
 import pickle
 import random
 import shutil
-import zlib
 
 import pytest
 import torch
+import xxhash
 
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.portable.layout import BLOCK
@@ -53,13 +53,16 @@ def sealed(path, **changes):
         if (path / name).is_file():
             data = (path / name).read_bytes()
             blocks = [data[begin : begin + BLOCK] for begin in range(0, len(data), BLOCK)]
-            whole["files"][name] = {"size": len(data), "crc32": "".join(f"{zlib.crc32(block):08x}" for block in blocks)}
+            whole["files"][name] = {
+                "size": len(data),
+                "xxh3": "".join(xxhash.xxh3_64_hexdigest(block) for block in blocks),
+            }
     write_manifest(path, {**whole, **changes})
 
 
 def write_manifest(path, body):
     text = json.dumps(body, separators=(",", ":"))
-    (path / "manifest.json").write_text(f'{{"crc32":"{zlib.crc32(text.encode()):08x}","manifest":{text}}}\n')
+    (path / "manifest.json").write_text(f'{{"xxh3":"{xxhash.xxh3_64_hexdigest(text.encode())}","manifest":{text}}}\n')
 
 
 def edited(path, name, change):
@@ -133,7 +136,7 @@ def test_links_folders_and_pipes_are_no_files(path, io, tmp_path, name, refusal)
 )
 def test_a_manifest_lists_only_names_that_a_checkpoint_has(path, io, name, refusal):
     body = json.loads((path / "manifest.json").read_text())["manifest"]
-    body["files"][name] = {"size": 1, "crc32": "00000000"}
+    body["files"][name] = {"size": 1, "xxh3": "0" * 16}
     write_manifest(path, body)
     assert "a checkpoint has no file of such a name" in refusal(io.load_checkpoint, path)
 
@@ -147,8 +150,8 @@ def test_a_manifest_lists_only_names_that_a_checkpoint_has(path, io, name, refus
         ({"world_size": -1}, "its 'world_size' is negative"),
         ({"files": []}, "its 'files' is"),
         ({"files": {"state.json": 1}}, "its record of state.json is no object"),
-        ({"files": {"state.json": {"size": 2**80, "crc32": ""}}}, "its checksums of state.json do not fit"),
-        ({"files": {"state.json": {"size": 1, "crc32": "zzzzzzzz"}}}, "its checksums of state.json do not fit"),
+        ({"files": {"state.json": {"size": 2**80, "xxh3": ""}}}, "its checksums of state.json do not fit"),
+        ({"files": {"state.json": {"size": 1, "xxh3": "z" * 16}}}, "its checksums of state.json do not fit"),
         ({"files": {}}, "its manifest does not list"),
     ],
     ids=str,
@@ -243,16 +246,16 @@ def test_a_json_file_that_would_fill_the_memory_is_not_read(path, io, refusal):
     with (path / "state.json").open("r+b") as file:
         file.truncate(300 * 1024 * 1024)  # a hole, so it takes no space
     body = json.loads((path / "manifest.json").read_text())["manifest"]
-    body["files"]["state.json"] = {"size": 300 * 1024 * 1024, "crc32": "00000000" * 300}
+    body["files"]["state.json"] = {"size": 300 * 1024 * 1024, "xxh3": "0" * 16 * 300}
     write_manifest(path, body)
     assert "268435456 is the limit" in refusal(io.load_checkpoint, path)
 
 
 def test_a_name_in_the_manifest_twice_is_refused(path, io, refusal):
     text = (path / "manifest.json").read_text()
-    body = text[len('{"crc32":"00000000","manifest":') : -2]
+    body = text[len('{"xxh3":"0" * 16,"manifest":') : -2]
     body = body.replace('"world_size":1', '"world_size":1,"world_size":2')
-    (path / "manifest.json").write_text(f'{{"crc32":"{zlib.crc32(body.encode()):08x}","manifest":{body}}}\n')
+    (path / "manifest.json").write_text(f'{{"xxh3":"{xxhash.xxh3_64_hexdigest(body.encode())}","manifest":{body}}}\n')
     assert "the key 'world_size' twice" in refusal(io.load_checkpoint, path)
 
 

@@ -72,20 +72,21 @@ def _create_locked(parent: Path) -> tuple[Path, int]:
             os.close(descriptor)  # somebody who cleans up was faster than the lock
 
 
-def _locked(path: Path) -> int | None:
-    """Return a descriptor that holds the lock of a folder; None where another one holds it, or it is gone."""
+def _locked(path: Path, *, needs_lock: bool = False) -> int | None:
+    """Return a descriptor that holds the lock of a folder; None where another one holds it, or it is gone.
+
+    On a file system without locks it is one without, unless that is needed: then nobody removes leftovers.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except BaseException:
-        os.close(descriptor)
-        raise
+    except OSError as error:
+        if isinstance(error, BlockingIOError) or needs_lock:
+            os.close(descriptor)
+            return None
     return descriptor
 
 
@@ -93,7 +94,7 @@ def remove_leftovers(parent: Path) -> list[Path]:
     """Remove what crashed writers have left in a folder, and return it; what is still being written stays."""
     removed = []
     for path in sorted(parent.glob(f"{_PREFIX}*{_SUFFIX}")):
-        descriptor = _locked(path) if path.is_dir() and not path.is_symlink() else None
+        descriptor = _locked(path, needs_lock=True) if path.is_dir() and not path.is_symlink() else None
         if descriptor is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(descriptor)

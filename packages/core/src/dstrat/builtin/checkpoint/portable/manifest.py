@@ -6,15 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dstrat.builtin.checkpoint.portable.checksum import checksum, num_blocks
+from dstrat.builtin.checkpoint.portable.checksum import DIGITS, checksum, num_blocks
 from dstrat.builtin.checkpoint.portable.layout import BLOCK, FORMAT, FORMAT_VERSION, is_file_name
 from dstrat.builtin.checkpoint.portable.strict_json import dump_json, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_ENVELOPE = re.compile(rb'\{"crc32":"([0-9a-f]{8})","manifest":(\{.*\})\}\n', re.DOTALL)
-_CHECKSUMS = re.compile(r"([0-9a-f]{8})*")
+_ENVELOPE = re.compile(rb'\{"xxh3":"([0-9a-f]{16})","manifest":(\{.*\})\}\n', re.DOTALL)
+_CHECKSUMS = re.compile(r"([0-9a-f]{16})*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class FileRecord:
 
     Attributes:
         size: In bytes.
-        checksums: Of its blocks, eight hexadecimal digits each.
+        checksums: Of its blocks, sixteen hexadecimal digits each.
     """
 
     size: int
@@ -62,10 +62,10 @@ class Manifest:
                 "world_size": self.world_size,
                 "created_ns": self.created_ns,
                 "block": BLOCK,
-                "files": {name: {"size": file.size, "crc32": file.checksums} for name, file in self.files.items()},
+                "files": {name: {"size": file.size, "xxh3": file.checksums} for name, file in self.files.items()},
             }
         )
-        return b'{"crc32":"%s","manifest":%s}\n' % (checksum(body).encode(), body)
+        return b'{"xxh3":"%s","manifest":%s}\n' % (checksum(body).encode(), body)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
@@ -125,7 +125,7 @@ def _record(name: str, record: Any) -> FileRecord:
     if type(record) is not dict:
         raise ValueError(f"its record of {name} is no object")
     size = _count(record, "size")
-    checksums: str = _field(record, "crc32", str)
-    if not _CHECKSUMS.fullmatch(checksums) or len(checksums) != 8 * num_blocks(size):
+    checksums: str = _field(record, "xxh3", str)
+    if not _CHECKSUMS.fullmatch(checksums) or len(checksums) != DIGITS * num_blocks(size):
         raise ValueError(f"its checksums of {name} do not fit {size} bytes")
     return FileRecord(size=size, checksums=checksums)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import stat
 import threading
-import zlib
 from typing import TYPE_CHECKING
 
-from dstrat.builtin.checkpoint.portable.checksum import expected, num_blocks
+from dstrat.builtin.checkpoint.portable.checksum import checksum, expected, num_blocks
 from dstrat.builtin.checkpoint.portable.layout import BLOCK
 from dstrat.errors import CheckpointError
 
@@ -97,7 +96,7 @@ class OpenedFile:
             done += count
 
     def _verify(self, view: memoryview, block: int) -> None:
-        if zlib.crc32(view) != expected(self._record.checksums, block):
+        if checksum(view) != expected(self._record.checksums, block):
             raise self._damaged(f"has wrong bytes between {block * BLOCK} and {block * BLOCK + len(view)}")
         self._verified[block] = 1
 
