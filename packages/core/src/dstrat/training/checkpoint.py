@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError
+from dstrat.training.checkpoint_path import io_for
 from dstrat.training.loops.continuation import moved_state
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, checkpoint_entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.training.trainer import Trainer
@@ -56,7 +58,8 @@ def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
     if trainer.world_size == 1:
         checkpoint |= _of_each_rank(trainer)
     trainer.dispatch.call("on_save_checkpoint", checkpoint)
-    (TorchCheckpointIO() if io.is_collective else io).save_checkpoint(checkpoint, path)
+    writes_alone = trainer.world_size == 1 or not io.is_collective
+    (io if writes_alone else TorchCheckpointIO()).save_checkpoint(checkpoint, path)
 
 
 def _weights(trainer: Trainer) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def restore_checkpoint(trainer: Trainer, path: str | Path) -> None:
     Raises:
         CheckpointError: It cannot be read, or does not fit this training.
     """
-    io = _io_for(trainer, path)
+    io = io_for(path, trainer.strategy.checkpoint_io)
     template = _template(trainer) if io.is_collective and not trainer.strategy.replicates_state else None
     checkpoint = io.load_checkpoint(path) if template is None else io.load_into(path, template)
     if "state_dict" not in checkpoint:
@@ -125,16 +128,6 @@ def restore_checkpoint(trainer: Trainer, path: str | Path) -> None:
     if trainer.is_fitting:
         _restore_training(trainer, checkpoint, path)
         _restore_ranks(trainer, checkpoint, io, path)
-
-
-def _io_for(trainer: Trainer, path: str | Path) -> CheckpointIO:
-    """Return what reads a checkpoint: the run's own, unless that is one of ours and the checkpoint the other's."""
-    own = trainer.strategy.checkpoint_io
-    if type(own) is TorchCheckpointIO and Path(path).is_dir():
-        return PortableCheckpointIO()
-    if type(own) is PortableCheckpointIO and Path(path).is_file():
-        return TorchCheckpointIO()
-    return own
 
 
 def _template(trainer: Trainer) -> dict[str, Any]:
@@ -182,6 +175,7 @@ def _restore_ranks(trainer: Trainer, checkpoint: Mapping[str, Any], io: Checkpoi
         if own is not None:
             loop.load_rank_state(own)
         return
+    io = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
     if not ranks and isinstance(io, PortableCheckpointIO):
         ranks = [io.load_rank(path, rank) for rank in range(saved_by)]
     if ranks:

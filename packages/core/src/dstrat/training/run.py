@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrat.training.anomaly import AnomalyDetection
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint import restore_checkpoint
+from dstrat.training.checkpoint_path import resolve_checkpoint
 from dstrat.training.dispatch import Dispatch, overrides
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.interruption import Interrupted, Terminated
@@ -23,21 +24,21 @@ _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
+    from dstrat.training.checkpoint_path import Asked
     from dstrat.training.data.sources import Sources
     from dstrat.training.state import Stage
     from dstrat.training.trainer import Trainer
 
 
-def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: str | Path | None) -> Outcome:
+def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Outcome:
     """Run the trainer's stage (fit, validate, test or predict) in this process.
 
     Args:
         trainer: Its settings, strategy and stage.
         module: The user's module.
         sources: Where batches come from.
-        ckpt_path: A checkpoint to load first.
+        ckpt_path: A checkpoint to load first, by its path or as ``"last"``, ``"best"`` or the newest.
 
     Returns:
         What the process that called the Trainer needs of this one.
@@ -47,8 +48,8 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
     with numerics(deterministic=trainer.deterministic, benchmark=trainer.benchmark):
         try:
             _prepare(trainer, module, sources)
-            if ckpt_path is not None:
-                restore_checkpoint(trainer, ckpt_path)
+            if (path := resolve_checkpoint(trainer, ckpt_path)) is not None:
+                restore_checkpoint(trainer, path)
             result = work(trainer, module, sources)
         except Interrupted as exception:
             _on_exception(trainer, exception)

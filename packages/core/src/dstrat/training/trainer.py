@@ -11,6 +11,7 @@ from dstrat.resolve import Request, build, make_plan
 from dstrat.training.arguments import check_arguments, check_fast_dev_run, choose_surroundings
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.checkpoint import collect_checkpoint
+from dstrat.training.checkpoint_path import asked_checkpoint
 from dstrat.training.creation import creating_modules
 from dstrat.training.data.sources import Source, Sources
 from dstrat.training.loggers.defaults import complete_loggers
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.timer import Duration
+    from dstrat.training.checkpoint_path import Asked
     from dstrat.training.dispatch import Dispatch
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
@@ -245,6 +247,7 @@ class Trainer(RunState):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        resume: Literal["auto"] | None = None,
     ) -> None:
         """Train a module.
 
@@ -253,12 +256,16 @@ class Trainer(RunState):
             train_dataloaders: A DataLoader or another iterable; by default the data module's or the module's own.
             val_dataloaders: One or several; without one there is no validation.
             datamodule: Gives the loaders.
-            ckpt_path: A checkpoint from which to go on.
+            ckpt_path: A checkpoint from which to go on: its path, ``"last"`` or ``"best"``.
+            resume: ``"auto"`` goes on from the newest complete checkpoint in the folder of a ModelCheckpoint, or else
+                below ``default_root_dir``; where there is none, training starts anew.
 
         Raises:
+            CheckpointError: The checkpoint is not there, damaged, or of another training.
             MisuseError: The module lacks something, or the training is finished already.
             RankFailedError: A process of the job failed.
         """
+        asked = asked_checkpoint(ckpt_path, resume)
         if self.fit_loop.finished and self.fit_loop.batches_seen:
             raise MisuseError(
                 f"this Trainer has finished its fit (epoch {self.fit_loop.epoch} of {self.max_epochs}, "
@@ -268,7 +275,7 @@ class Trainer(RunState):
         sources.require("train", "training_step")
         sources.require_optimizers()
         self.fit_loop = FitLoop(self)
-        self._launch("fit", model, sources, ckpt_path)
+        self._launch("fit", model, sources, asked)
 
     def validate(
         self,
@@ -282,7 +289,7 @@ class Trainer(RunState):
         Args:
             model: The module; by default that of the last run, as it is now.
             dataloaders: One or several; by default the data module's or the module's own.
-            ckpt_path: A checkpoint whose weights are loaded first.
+            ckpt_path: A checkpoint whose weights are loaded first: its path, ``"best"`` or ``"last"``.
             datamodule: Gives the loaders.
         """
         results: list[dict[str, float]] = self._evaluate("validate", model, datamodule, dataloaders, ckpt_path)
@@ -382,7 +389,7 @@ class Trainer(RunState):
         sources.require(source, step)
         return self._launch(stage, module, sources, ckpt_path)
 
-    def _launch(self, stage: Stage, module: TrainModule, sources: Sources, ckpt_path: str | Path | None) -> Any:
+    def _launch(self, stage: Stage, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Any:
         self.stage, self.interrupted = stage, False
         self.module = module
         self.strategy.connect(module)

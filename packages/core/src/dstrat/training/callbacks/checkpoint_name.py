@@ -1,7 +1,8 @@
-"""Names of checkpoint files: templates with logged values, and paths that overwrite nothing."""
+"""Names of checkpoints: templates with logged values, and paths that overwrite nothing."""
 
 from __future__ import annotations
 
+import os
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from typing_extensions import override
 from dstrat.errors import MisuseError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
 EXTENSION = ".ckpt"
@@ -67,16 +68,19 @@ def not_logged(values: Mapping[str, Any]) -> str:
     return f"which was not logged: log it, or choose from {', '.join(sorted(values))}"
 
 
-def unused_path(folder: Path, name: str, replaceable: str | None) -> str:
-    """Return the path of a file that does not exist, or that may be replaced; others get a suffix ``-v1``, ``-v2`` ...
+def unused_path(folder: Path, name: str, replaceable: str | None = None, taken: Collection[str] = ()) -> str:
+    """Return the path of a checkpoint that does not exist, or that may be replaced; others get ``-v1``, ``-v2`` ...
 
     Args:
         folder: Where it will be.
         name: Its name without extension.
         replaceable: A path that may be written over.
+        taken: Paths that may not be there yet, because they are still being written.
     """
     path, version = folder / f"{name}{EXTENSION}", 0
-    while path.exists() and str(path) != replaceable:
+    while str(path) in taken or os.path.lexists(path):
+        if str(path) == replaceable:
+            break
         version += 1
         path = folder / f"{name}-v{version}{EXTENSION}"
     return str(path)

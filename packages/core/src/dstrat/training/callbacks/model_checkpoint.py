@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from dstrat.errors import MisuseError, RequestError
+from dstrat.errors import CheckpointError, MisuseError, RequestError
+from dstrat.training.callbacks.background_saves import BackgroundSaves
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import CheckpointName, not_logged, unused_path
 from dstrat.training.callbacks.monitored import is_new, is_overdue
+from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from dstrat.training.callbacks.ranking import Mode, Ranking
+from dstrat.training.callbacks.saving_times import SavingTimes, check_count
+from dstrat.training.checkpoint_path import remove_checkpoint
 from dstrat.training.loggers.several import call_loggers
+from dstrat.training.loops.interruption import Interrupted, Terminated
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from dstrat.training.callbacks.timer import Duration
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 DEFAULT_NAME = "epoch={epoch}-step={step}"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +39,9 @@ class Decision:
     """What rank 0 decided, for all ranks.
 
     Attributes:
-        path: The file to write for the ranking, None where the score is not good enough.
+        path: The checkpoint to write for the ranking, None where the score is not good enough.
         score: The monitored value, or the number of steps where nothing is monitored.
-        last_path: The file to write as the last one, None where none is wanted.
+        last_path: The checkpoint that is the last one then, None where none is wanted.
         error: What is wrong with the request; every rank raises it.
     """
 
@@ -42,11 +52,12 @@ class Decision:
 
 
 class ModelCheckpoint(Callback):
-    """Saves checkpoints at the end of epochs or after every so many steps, and keeps the best or the latest ones.
+    """Saves checkpoints at the end of epochs, or after every so many steps or minutes, and keeps the best or latest.
 
     A monitored value of validation is compared once per validation, and the checkpoint is written right after it or at
     the end of the epoch that it ends, so that the value belongs to the weights.  A value that is NaN is never the best.
-    Files that others wrote are not touched: a name that is taken gets a suffix, ``-v1``.
+    What others wrote is not touched: a name that is taken gets a suffix, ``-v1``.  A save that fails is an error, and
+    leaves what was saved before, and what the callback knows of it, as it was.
 
     Args:
         dirpath: The folder; by default ``checkpoints`` in the run's log folder, or in ``default_root_dir`` without
@@ -56,19 +67,31 @@ class ModelCheckpoint(Callback):
         monitor: The logged value that ranks checkpoints; None ranks by age, the latest being the best.
         mode: Whether the smallest (``"min"``) or the largest (``"max"``) monitored value is the best.
         save_top_k: Number of checkpoints to keep; -1 keeps all, 0 none.
-        save_last: Whether every save also replaces ``last.ckpt``.
-        every_n_epochs: Save at the end of every n-th epoch.
+        save_last: Whether the last one is kept besides, also where it is not among the best.  A single file replaces
+            ``last.ckpt``; a folder is written under a name of its own, unless it is among the best anyway, and the last
+            one before is removed after it is complete: ``last_model_path`` and ``ckpt_path="last"`` know it.
+        every_n_epochs: Save at the end of every n-th epoch; of every one where nothing else is given.
         every_n_train_steps: Save after every so many optimizer steps, and not at the end of epochs.
+        train_time_interval: Save whenever this time has passed, at the end of a step, and not at the end of epochs:
+            ``"DD:HH:MM:SS"``, a timedelta, or a dict such as ``{"minutes": 30}``.
+        save_on_train_epoch_end: True saves when the training of an epoch ends, False after its validation; None saves
+            after a validation that logs the monitored value, and otherwise when training ends.
         save_weights_only: Whether everything but the module's weights is left out.
+        save_on_exception: Whether a run that is broken by an exception, Ctrl-C or SIGTERM leaves ``on_exception.ckpt``,
+            as ``OnExceptionCheckpoint`` does.
+        async_save: Whether training goes on as soon as a copy is taken, while it is written in the background.  At most
+            one is in flight; an error surfaces at a later step, and the end of the fit waits.  This counts for every
+            save of the run.
 
     Attributes:
         dirpath: The folder; known when a fit has started.
         best_model_path: The best checkpoint, empty before the first.
         best_model_score: Its monitored value.
-        last_model_path: The one that ``save_last`` wrote.
+        last_model_path: The one that ``save_last`` keeps.
 
     Raises:
         RequestError: An argument is out of range.
+        ConflictError: More than one says when to save.
     """
 
     runs_last = True
@@ -82,22 +105,26 @@ class ModelCheckpoint(Callback):
         mode: Mode = "min",
         save_top_k: int = 1,
         save_last: bool = False,
-        every_n_epochs: int = 1,
+        every_n_epochs: int | None = None,
         every_n_train_steps: int | None = None,
         save_weights_only: bool = False,
+        train_time_interval: Duration | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        save_on_exception: bool = False,
+        async_save: bool = False,
     ) -> None:
         if mode not in ("min", "max"):
             raise RequestError(f"mode={mode!r} must be 'min' or 'max'")
-        _check_count("save_top_k", save_top_k, -1)
-        _check_count("every_n_epochs", every_n_epochs, 1)
-        if every_n_train_steps is not None:
-            _check_count("every_n_train_steps", every_n_train_steps, 1)
+        check_count("save_top_k", save_top_k, -1)
+        self._times = SavingTimes(every_n_epochs, every_n_train_steps, train_time_interval, save_on_train_epoch_end)
         self._given_dirpath = None if dirpath is None else Path(dirpath).absolute()
         self.dirpath = self._given_dirpath
         self._name = CheckpointName(DEFAULT_NAME if filename is None else filename)
         self.monitor, self.mode = monitor, mode
         self.save_top_k, self.save_last, self.save_weights_only = save_top_k, save_last, save_weights_only
-        self.every_n_epochs, self.every_n_train_steps = every_n_epochs, every_n_train_steps
+        self.save_on_exception, self.async_save = save_on_exception, async_save
+        self._rescue: OnExceptionCheckpoint | None = None
+        self._background: BackgroundSaves | None = None
         self._is_running = False
         self._begin()
 
@@ -106,17 +133,17 @@ class ModelCheckpoint(Callback):
         self.best_model_path = ""
         self.best_model_score: float | None = None
         self.last_model_path = ""
+        self._is_fresh = True
         self._is_due = False
         self._is_in_epoch = False
-        self._seen_step = 0
         self._comes_from_validation = False
         self._validated_at_step = -1
+        self._safe_state: dict[str, Any] | None = None
 
     @property
     @override
     def state_key(self) -> str:
-        when = f"every_n_epochs={self.every_n_epochs}, every_n_train_steps={self.every_n_train_steps}"
-        return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r}, {when})"
+        return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r}, {self._times.describe()})"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -131,6 +158,8 @@ class ModelCheckpoint(Callback):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back the state; files in the folder of another run are remembered as best, but not removed any more."""
+        self._begin()
+        self._is_fresh = False
         self.best_model_path = state_dict["best_model_path"]
         self.best_model_score = state_dict["best_model_score"]
         if not self._is_running:  # the state is what a run in other processes has come to
@@ -139,21 +168,53 @@ class ModelCheckpoint(Callback):
             self._ranking.restore(state_dict["scores"])
             self.last_model_path = state_dict["last_model_path"]
 
-    @override
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if stage == "fit":
-            self._begin()
-            root = trainer.log_dir or trainer.default_root_dir
-            self.dirpath = self._given_dirpath or root.absolute() / "checkpoints"
-            self._is_running = True
+    # The run
 
     @override
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._is_running = False
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        root = trainer.log_dir or trainer.default_root_dir
+        self.dirpath = self._given_dirpath or root.absolute() / "checkpoints"
+        self._is_running = self._is_fresh = True
+        self._rescue = OnExceptionCheckpoint(self.dirpath) if self.save_on_exception else None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._is_fresh:  # and not taken back from a checkpoint; not before, as ckpt_path="best" asks for the old one
+            self._begin()
+        self._background = BackgroundSaves(trainer.strategy) if self.async_save else None
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._seen_step = trainer.global_step
+        self._times.begin(trainer)
+        if self._rescue is not None:
+            self._rescue.on_train_start(trainer, module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._background is not None:
+            self._surface(self._background.wait)
+
+    @override
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        if self._background is not None and isinstance(exception, Interrupted | Terminated):
+            try:  # now, as the processes can still communicate
+                self._surface(self._background.wait)
+            except CheckpointError as error:
+                _log.error("%s", error)
+        if self._rescue is not None:
+            self._rescue.on_exception(trainer, module, exception)
+
+    @override
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        background, self._background = self._background, None
+        self._is_running = False
+        self._times.end()
+        if background is not None:
+            self._surface(background.end)
+
+    # When
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -168,41 +229,41 @@ class ModelCheckpoint(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        interval = self.every_n_train_steps
-        if interval is None:
-            return
-        step, seen = trainer.global_step, self._seen_step
-        self._seen_step = step
-        if step // interval != seen // interval:  # a batch may take several steps in manual optimization
+        if self._background is not None:
+            self._surface(self._background.check)
+        if self._times.after_batch(trainer):
             self._is_due = True
             self._save(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if not trainer.is_fitting or trainer.sanity_checking:
+        times = self._times
+        if not trainer.is_fitting or trainer.sanity_checking or times.save_on_train_epoch_end:
             return
-        if self.monitor is None or not is_new(self.monitor, trainer):
+        if times.save_on_train_epoch_end is None and (self.monitor is None or not is_new(self.monitor, trainer)):
             return
         self._comes_from_validation = True
         self._validated_at_step = trainer.global_step
-        if self.every_n_train_steps is None:
+        if times.save_on_train_epoch_end is False:
+            self._is_due = times.epoch_is_due(trainer)
+        elif times.counts_epochs:
             ends_epoch = self._is_in_epoch and trainer.is_last_batch
-            self._is_due = self._epoch_is_due(trainer) and not ends_epoch
+            self._is_due = times.epoch_is_due(trainer) and not ends_epoch
         if self._is_due:
-            self._save(trainer)
+            self._save(trainer, must_be_known=times.save_on_train_epoch_end is False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._is_in_epoch = False
-        if self.every_n_train_steps is None:
-            self._is_due = self._epoch_is_due(trainer)
+        times = self._times
+        if times.counts_epochs:
+            self._is_due = times.epoch_is_due(trainer) and times.save_on_train_epoch_end is not False
         if self._is_due:
             self._save(trainer, must_be_known=is_overdue(trainer))
-        if self.every_n_train_steps is None:
+        if times.counts_epochs:
             self._is_due = False
 
-    def _epoch_is_due(self, trainer: Trainer) -> bool:
-        return (trainer.current_epoch + 1) % self.every_n_epochs == 0
+    # Saving
 
     def _save(self, trainer: Trainer, *, must_be_known: bool = False) -> None:
         """Save what is due, unless its monitored value is still to come; collective."""
@@ -214,16 +275,33 @@ class ModelCheckpoint(Callback):
         if decision.error is not None:
             raise MisuseError(decision.error)
         self._is_due = False
-        driven_out = self._record(decision)  # first, so that the checkpoint knows itself
-        for path in (decision.path, decision.last_path):
+        self._surface(partial(self._write, trainer, decision))
+        call_loggers(trainer.loggers, "after_save_checkpoint", self)
+
+    def _write(self, trainer: Trainer, decision: Decision) -> None:
+        if self._background is not None:
+            self._background.wait()  # so that the state before is that of a save that has succeeded
+        self._safe_state = self.state_dict()
+        driven_out = self._record(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
+        for path in dict.fromkeys((decision.path, decision.last_path)):
             if path is not None:
                 trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         for path in driven_out:
-            trainer.strategy.remove_checkpoint(path)
-        call_loggers(trainer.loggers, "after_save_checkpoint", self)
+            remove_checkpoint(trainer.strategy, path)
+        if self._background is None:
+            self._safe_state = None
+
+    def _surface(self, wait: Callable[[], None]) -> None:
+        """Do something that saves or waits for it; where that failed, the callback's state is that of before."""
+        try:
+            wait()
+        except Exception:
+            if self._safe_state is not None:
+                self.load_state_dict(self._safe_state)
+            raise
 
     def _decide(self, trainer: Trainer, *, must_be_known: bool) -> Decision | None:
-        """Return what to save; None where the monitored value is still to come."""
+        """Return what to save; None where the monitored value is still to come, or nothing is wanted."""
         values: dict[str, Any] = {
             **trainer.callback_metrics,
             "epoch": trainer.current_epoch,
@@ -237,35 +315,44 @@ class ModelCheckpoint(Callback):
         if self._comes_from_validation and self._validated_at_step != trainer.global_step:
             return None
         score = float(values["step" if self.monitor is None else self.monitor])
+        replaces = not trainer.strategy.checkpoint_io.is_collective
         try:
-            return Decision(path=self._path_for(score, values), score=score, last_path=self._last_path())
+            path = self._path_for(score, values, replaces=replaces)
         except MisuseError as error:
             return Decision(error=str(error))
+        return Decision(path=path, score=score, last_path=self._last_path(path, replaces=replaces))
 
-    def _path_for(self, score: float, values: Mapping[str, Any]) -> str | None:
+    def _path_for(self, score: float, values: Mapping[str, Any], *, replaces: bool) -> str | None:
         if not self._ranking.accepts(score):
             return None
-        assert self.dirpath is not None  # noqa: S101 - setup has set it
-        return unused_path(self.dirpath, self._name.fill(values), self._ranking.replaceable)
+        return self._unused(self._name.fill(values), self._ranking.replaceable if replaces else None)
 
-    def _last_path(self) -> str | None:
+    def _last_path(self, path: str | None, *, replaces: bool) -> str | None:
+        """Return what will be the last one: a file that is replaced, or a folder, which nothing replaces."""
         if not self.save_last:
             return None
+        if replaces:
+            return self.last_model_path or self._unused("last", None)
+        return path or self._unused("last", None)
+
+    def _unused(self, name: str, replaceable: str | None) -> str:
         assert self.dirpath is not None  # noqa: S101 - setup has set it
-        return self.last_model_path or unused_path(self.dirpath, "last", None)
+        return unused_path(self.dirpath, name, replaceable, [*self._ranking.scores, self.last_model_path])
 
-    def _record(self, decision: Decision) -> list[str]:
-        """Take a decision into the state, and return the paths that are no longer kept."""
-        self.last_model_path = decision.last_path or self.last_model_path
-        if decision.path is None:
-            return []
-        if self.monitor is None:
-            self.best_model_path = decision.path
-        elif self._ranking.is_better(decision.score, than=self.best_model_score):
-            self.best_model_path, self.best_model_score = decision.path, decision.score
-        return self._ranking.add(decision.path, decision.score)
+    def _record(self, decision: Decision, *, replaces: bool) -> list[str]:
+        """Take a decision into the state, so that the checkpoint knows itself, and return the paths not kept any more.
 
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise RequestError(f"{name}={value!r} must be an int of at least {least}")
+        Args:
+            decision: What is going to be saved.
+            replaces: Whether the last one is replaced, rather than written anew beside the one before.
+        """
+        before, self.last_model_path = self.last_model_path, decision.last_path or self.last_model_path
+        driven_out = [] if replaces or before in ("", self.last_model_path) else [before]
+        if decision.path is not None:
+            if self.monitor is None:
+                self.best_model_path = decision.path
+            elif self._ranking.is_better(decision.score, than=self.best_model_score):
+                self.best_model_path, self.best_model_score = decision.path, decision.score
+            driven_out += self._ranking.add(decision.path, decision.score)
+        kept = self._ranking.scores
+        return [path for path in dict.fromkeys(driven_out) if path not in kept]

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from dstrat.builtin.launchers.failures import kind_of
 from dstrat.errors import RequestError
+from dstrat.training.callbacks.background_saves import wait_for_writes
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import unused_path
 from dstrat.training.checkpoint import rescue_checkpoint
@@ -89,9 +90,10 @@ class OnExceptionCheckpoint(Callback):
         self._note(trainer, path, exception, tells=True)
 
     def _path(self) -> str:
-        return unused_path(self.dirpath, self.filename, None)
+        return unused_path(self.dirpath, self.filename)
 
     def _note(self, trainer: Trainer, path: str, exception: BaseException, *, tells: bool) -> None:
+        wait_for_writes(trainer.strategy)
         self.ckpt_path = path
         if tells:
             _log.warning("%s after step %d: saved %s", type(exception).__name__, trainer.global_step, path)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError
+from dstrat.training.checkpoint_path import io_for
 from dstrat.training.module.constructor import Constructor
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS
 from dstrat.training.module.plain_values import from_plain
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
     from typing_extensions import Self
 
-    from dstrat.interfaces.checkpoint_io import CheckpointIO
 
 T = TypeVar("T")
 
@@ -88,8 +88,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: It cannot be read, or is none of a Trainer.
     """
-    io: CheckpointIO = PortableCheckpointIO() if Path(path).is_dir() else TorchCheckpointIO()
-    checkpoint = io.load_checkpoint(path)
+    checkpoint = io_for(path, TorchCheckpointIO()).load_checkpoint(path)
     if not isinstance(checkpoint.get("state_dict"), Mapping):
         raise CheckpointError(
             f"{str(path)!r} has no 'state_dict', and so is no checkpoint of a Trainer: if it holds weights alone, make "

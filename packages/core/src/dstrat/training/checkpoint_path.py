@@ -1,0 +1,197 @@
+"""What a path to a checkpoint means: what reads it, and which one is the last, the best or the newest."""
+
+from __future__ import annotations
+
+import logging
+import zipfile
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.builtin.checkpoint.portable.layout import LAST
+from dstrat.builtin.checkpoint.portable.newest import newest_checkpoint
+from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
+from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.errors import CheckpointError, MisuseError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.training.trainer import Trainer
+
+Asked: TypeAlias = "str | Path | Newest | None"
+"""A checkpoint as a run was asked for it."""
+
+_PLACES = ("", "checkpoints", "*/checkpoints", "*/*/checkpoints")
+"""Where checkpoints are below ``default_root_dir``, with and without a logger."""
+
+_log = logging.getLogger(__name__)
+
+
+def io_for(path: str | Path, own: CheckpointIO) -> CheckpointIO:
+    """Return what handles a checkpoint: the run's own, unless that is one of ours and the checkpoint the other's."""
+    inner = own.checkpoint_io if isinstance(own, AsyncCheckpointIO) else own
+    if type(inner) is TorchCheckpointIO and is_portable(path):
+        return PortableCheckpointIO()
+    if type(inner) is PortableCheckpointIO and Path(path).is_file() and not is_portable(path):
+        return TorchCheckpointIO()
+    return own
+
+
+def remove_checkpoint(strategy: Strategy, path: str) -> None:
+    """Remove a checkpoint of either of our formats, whichever the run writes."""
+    io = io_for(path, strategy.checkpoint_io)
+    if io is strategy.checkpoint_io:
+        strategy.remove_checkpoint(path)
+    elif strategy.is_global_zero:
+        io.remove_checkpoint(path)
+
+
+def is_portable(path: str | Path) -> bool:
+    """Return whether a path is a checkpoint's folder, or the pointer to the newest one beside it."""
+    path = Path(path)
+    return path.is_dir() or (path.name == LAST and not zipfile.is_zipfile(path))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What one process found, for all of them."""
+
+    path: str | None = None
+    error: str | None = None
+
+
+class Newest:
+    """Asks for the newest complete checkpoint, or a fresh start where there is none."""
+
+
+def asked_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> Asked:
+    """Return what ``fit`` was asked to go on from.
+
+    Raises:
+        MisuseError: ``resume`` is not known, or both are given.
+    """
+    if resume is None:
+        return ckpt_path
+    if resume != "auto":
+        raise MisuseError(f"resume={resume!r} is not known: pass 'auto', or give a checkpoint as ckpt_path")
+    if ckpt_path is not None:
+        raise MisuseError(
+            f"resume={resume!r} looks for a checkpoint, and ckpt_path={str(ckpt_path)!r} is one: pass one of them"
+        )
+    return Newest()
+
+
+def resolve_checkpoint(trainer: Trainer, asked: Asked) -> str | Path | None:
+    """Return the checkpoint to load; collective where it has to be found.
+
+    Args:
+        trainer: In a run that has been set up.
+        asked: A path, ``"last"``, ``"best"``, the newest one, or None.
+
+    Raises:
+        CheckpointError: There is no such checkpoint.
+    """
+    if not isinstance(asked, Newest) and asked not in ("last", "best"):
+        return asked
+    found = trainer.strategy.broadcast(_find(trainer, asked) if trainer.is_global_zero else _Found())
+    if found.error is not None:
+        raise CheckpointError(found.error)
+    return found.path
+
+
+def _find(trainer: Trainer, asked: Asked) -> _Found:
+    try:
+        if asked == "best":
+            return _best(trainer)
+        folders = _folders(trainer)
+        path = _newest(folders, trainer.strategy.checkpoint_io)
+        if asked == "last":
+            return _Found(path=str(path)) if path else _Found(error=f"ckpt_path='last', and {_nothing_in(folders)}")
+    except OSError as error:
+        return _Found(error=f"no checkpoint could be looked for: {error}")
+    if path is None:
+        _log.warning("resume='auto': training starts anew, as %s", _nothing_in(folders))
+        return _Found()
+    _log.warning("resume='auto': training goes on from %s", path)
+    return _Found(path=str(path))
+
+
+def _best(trainer: Trainer) -> _Found:
+    """Return the best checkpoint of the last run, or of the run that saved the newest one."""
+    callback: Any = trainer.checkpoint_callback
+    if callback is None:
+        return _Found(error="ckpt_path='best', and there is no ModelCheckpoint, which would know it: give the path")
+    if callback.best_model_path:
+        return _Found(path=callback.best_model_path)
+    folders = _folders(trainer)
+    newest = _newest(folders, trainer.strategy.checkpoint_io)
+    if newest is None:
+        return _Found(error=f"ckpt_path='best', and {_nothing_in(folders)}")
+    best = _saved_state(newest, trainer.strategy.checkpoint_io, callback.state_key).get("best_model_path")
+    if not best or not Path(best).exists():
+        return _Found(
+            error=f"ckpt_path='best', and the newest checkpoint {str(newest)!r} does not know a best one that is "
+            f"still there: give the path of one of {_list(newest.parent)}"
+        )
+    return _Found(path=best)
+
+
+def _saved_state(path: Path, own: CheckpointIO, state_key: str) -> dict[str, Any]:
+    """Return what a checkpoint knows of a callback; of a portable one without reading its tensors."""
+    io = io_for(path, own)
+    without_tensors = {"state_dict": None, "optimizers": None}
+    saved = io.load_into(path, without_tensors) if io.is_collective else io.load_checkpoint(path)
+    state: dict[str, Any] = saved.get("callbacks", {}).get(state_key, {})
+    return state
+
+
+def _folders(trainer: Trainer) -> list[Path]:
+    """Return the callbacks' folders, if there is a checkpoint in one; otherwise those below ``default_root_dir``."""
+    own = [Path(folder) for callback in trainer.checkpoint_callbacks if (folder := getattr(callback, "dirpath", None))]
+    own = [folder for folder in dict.fromkeys(own) if folder.is_dir()]
+    if _newest(own, trainer.strategy.checkpoint_io) is not None:
+        return own
+    root = trainer.default_root_dir.absolute()
+    below = chain.from_iterable(sorted(root.glob(place)) if place else [root] for place in _PLACES)
+    return list(dict.fromkeys([*own, *below]))
+
+
+def _newest(folders: Iterable[Path], io: CheckpointIO) -> Path | None:
+    """Return the complete checkpoint that was written last."""
+    found = [_dated(path) for folder in folders for path in _complete_in(folder, io)]
+    return max(found)[1] if found else None
+
+
+def _complete_in(folder: Path, io: CheckpointIO) -> list[Path]:
+    newest = newest_checkpoint(folder)
+    portable = [] if newest is None else [newest]
+    return [*portable, *(path for path in folder.glob("*.ckpt") if path.is_file() or not _is_ours(io))]
+
+
+def _is_ours(io: CheckpointIO) -> bool:
+    inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
+    return type(inner) in (TorchCheckpointIO, PortableCheckpointIO)
+
+
+def _dated(path: Path) -> tuple[int, Path]:
+    if path.is_dir():
+        try:
+            return read_manifest(path).created_ns, path
+        except CheckpointError:  # the folder of somebody's own checkpoint io
+            pass
+    return path.stat().st_mtime_ns, path
+
+
+def _nothing_in(folders: list[Path]) -> str:
+    return f"there is no complete checkpoint in {', '.join(repr(str(folder)) for folder in folders[:4])}"
+
+
+def _list(folder: Path) -> str:
+    names = sorted(path.name for path in folder.glob("*.ckpt"))
+    return ", ".join(names[:8]) or "no other"
