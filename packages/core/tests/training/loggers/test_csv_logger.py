@@ -13,6 +13,7 @@ import pytest
 
 from dstrat import Trainer
 from dstrat.training.loggers.csv_logger import CSVLogger, CSVTable
+from dstrat.training.loggers.several import agree_on_folders
 
 
 def rows_of(logger):
@@ -185,3 +186,16 @@ def test_name_and_version_are_known(open_logger):
 def test_settings_may_be_a_namespace(logger, settings):
     logger.log_hyperparams(settings)
     assert json.loads((logger.log_dir / "hparams.json").read_text()) == {"lr": 0.1}
+
+
+def test_a_process_that_does_not_write_joins_the_folder_of_rank_0(logger, tmp_path):
+    class OfRank1:
+        is_global_zero = False
+
+        def broadcast(self, obj, src=0):
+            assert obj == [None]
+            return [tmp_path / "dstrat_logs" / "version_5"]
+
+    assert agree_on_folders([logger], OfRank1()) == logger.log_dir == tmp_path / "dstrat_logs" / "version_5"
+    logger.log_metrics({"loss": 0.5}, step=1)
+    assert list(tmp_path.iterdir()) == []

@@ -128,12 +128,14 @@ def test_different_names_are_an_error_that_names_ranks_and_names(fit, log, messa
         fit(log, devices=2)
 
 
-def test_what_rank_0_alone_logs_is_kept_where_that_is_said(fit, recorder):
+def test_what_rank_0_alone_logs_is_kept_there_where_that_is_said(fit, recorder, tmp_path):
     def log(module, batch, batch_idx):
         module.log("mine", float(10 + module.global_rank), rank_zero_only=True, on_epoch=True)
+        (tmp_path / f"rank_{module.global_rank}").write_text(" ".join(module.trainer.callback_metrics))
 
     fit(log, devices=2)
     assert recorder.rows[-1][1] == {"epoch": 0, "mine_epoch": 10.0}
+    assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == ["mine_step", ""]
 
 
 def test_a_group_of_processes_reduces_its_own(fit, recorder, averaging):
