@@ -111,6 +111,11 @@ class ModelParallelStrategy(ShardedStrategy):
         """Which part of the data this rank reads: that of its group."""
         return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
 
+    @property
+    def is_first_reader(self) -> bool:
+        """Whether this rank is the first of its group, all of which read the same data."""
+        return self.global_rank % self.tensor_parallel_size == 0
+
     def _open_mesh(self) -> DeviceMesh:
         return open_mesh(self.root_device.type, self._sizes, (DATA_PARALLEL, TENSOR_PARALLEL))
 

@@ -171,6 +171,11 @@ class Strategy(ABC):
         """``num_replicas`` and ``rank`` for a sampler; empty when every process reads all of the data."""
         return {}
 
+    @property
+    def is_first_reader(self) -> bool:
+        """Whether this process is the first of those that read the same part of the data, and whose values count."""
+        return True
+
     # The module
 
     def connect(self, module: Module) -> None:

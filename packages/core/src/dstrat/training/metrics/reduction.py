@@ -135,6 +135,8 @@ def _gather_first(statement: Statement, strategy: Strategy) -> Tensor:
 def _gather(
     header: Sequence[float], shares: Sequence[Share], rows: int, strategy: Strategy, group: Any = None
 ) -> Tensor:
+    if group is None and not strategy.is_first_reader:  # who has read the same data says the same
+        shares = [share._replace(total=0.0, weight=0.0) for share in shares]
     numbers = [x for s in shares for x in (0.0 if isinstance(s.total, Tensor) else s.total, s.weight)]
     padding = [0.0] * (2 * rows - len(numbers))
     sent = torch.tensor([*header, *numbers, *padding], dtype=torch.float64, device=strategy.root_device)
