@@ -87,6 +87,13 @@ def trainer_with(out, losses, strategy, devices, options=None, **arguments):
     )
 
 
+def evaluate(trainer, model):
+    """Test and predict; all that a test logs."""
+    logged = trainer.test(model, loader(EVALUATED, BATCH))[0]
+    predictions = trainer.predict(Model(splits=True) if model.splits else model, loader(EVALUATED, BATCH))
+    return logged, torch.cat(predictions).sum(1).tolist()
+
+
 def run(out, name, devices, splits=False, shares=None, **arguments):
     """Fit and validate, then test and predict with another Trainer; write what came of it."""
     torch.manual_seed(0)
@@ -95,10 +102,9 @@ def run(out, name, devices, splits=False, shares=None, **arguments):
     trainer = trainer_with(out, losses, devices=devices, **arguments)
     trainer.fit(model, loader(BATCH * STEPS, batch_size), loader(EVALUATED, BATCH))
     found = {"losses": losses.losses, "val_loss": float(trainer.callback_metrics["val_loss"])}
-    if not splits:
-        trainer = trainer_with(out, losses, devices=devices, **arguments)
-        found["test"] = trainer.test(model, loader(EVALUATED, BATCH))
-        found["predictions"] = torch.cat(trainer.predict(model, loader(EVALUATED, BATCH))).sum(1).tolist()
+    if not splits:  # layers that are split cannot be taken over by another run
+        found["trained"] = evaluate(trainer_with(out, losses, devices=devices, **arguments), model)
+    found["fresh"] = evaluate(trainer_with(out, losses, devices=devices, **arguments), Model(splits))
     Path(f"{out}/{name}.{trainer.global_rank}.json").write_text(json.dumps(found))
 
 

@@ -38,9 +38,11 @@ def check(out, name, ranks, expected):
         found = json.loads((out / f"{name}.{rank}.json").read_text())
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
         assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
-        if "test" in found:
-            assert found["test"][0] == pytest.approx(expected["test"][0], rel=1e-6)
-            assert found["predictions"] == pytest.approx(expected["predictions"], rel=1e-5, abs=1e-6)
+        for key in {"trained", "fresh"} & found.keys():
+            (logged, predictions), (expected_logged, expected_predictions) = found[key], expected[key]
+            assert logged == pytest.approx(expected_logged, rel=1e-6)
+            assert logged["samples"] == fsdp_program.EVALUATED
+            assert predictions == pytest.approx(expected_predictions, rel=1e-5, abs=1e-6)
 
 
 def test_fsdp_gives_what_one_device_gives_also_where_ranks_have_different_numbers_of_batches(tmp_path, one_device):
