@@ -99,6 +99,14 @@ def test_leftovers_of_a_crash_are_removed_and_those_of_a_writer_are_not(tmp_path
     assert names(tmp_path) == [".dstrat-file.tmp", "mine.tmp"]
 
 
+def test_a_path_that_was_taken_meanwhile_is_not_written_over(tmp_path, refusal):
+    folder = UnfinishedFolder(tmp_path / "c")
+    (tmp_path / "c").mkdir()
+    assert "exists already, and none is ever written over" in refusal(folder.commit)
+    folder.close()
+    assert names(tmp_path) == ["c"]
+
+
 def test_a_link_that_looks_like_a_leftover_is_not_followed(tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / ".dstrat-0123.tmp").symlink_to(tmp_path / "precious")

@@ -253,7 +253,7 @@ def test_a_json_file_that_would_fill_the_memory_is_not_read(path, io, refusal):
 
 def test_a_name_in_the_manifest_twice_is_refused(path, io, refusal):
     text = (path / "manifest.json").read_text()
-    body = text[len('{"xxh3":"0" * 16,"manifest":') : -2]
+    body = text[len('{"xxh3":"0123456789abcdef","manifest":') : -2]
     body = body.replace('"world_size":1', '"world_size":1,"world_size":2')
     (path / "manifest.json").write_text(f'{{"xxh3":"{xxhash.xxh3_64_hexdigest(body.encode())}","manifest":{body}}}\n')
     assert "the key 'world_size' twice" in refusal(io.load_checkpoint, path)

@@ -119,6 +119,18 @@ def test_every_tensor_is_written_once_and_all_ranks_write_about_as_much(tmp_path
     assert max(sizes) < 1.3 * total / ranks
 
 
+def test_ranks_that_hold_the_same_shards_take_turns(tmp_path):
+    def save_many():
+        mesh = init_device_mesh("cpu", (4,))
+        tensors = {f"same{number}": distribute_tensor(torch.randn(64, 64), mesh, [Replicate()]) for number in range(16)}
+        PortableCheckpointIO().save_checkpoint(tensors, tmp_path / "c")
+
+    run_in_ranks(save_many, ranks=4)
+    sizes = [file.stat().st_size for file in (tmp_path / "c").glob("*.safetensors")]
+    assert len(sizes) == 4
+    assert max(sizes) < 5 * 64 * 64 * 4
+
+
 def test_one_large_tensor_is_written_by_all_ranks(io, tmp_path):
     weight = torch.arange(40 * 1024 * 1024, dtype=torch.float32).reshape(-1, 1024)  # 160 MiB
 
@@ -303,7 +315,8 @@ def test_a_rank_that_dies_while_saving_takes_no_checkpoint_with_it(io, tmp_path,
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_only_the_bytes_that_are_needed_are_read(tmp_path):
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_only_the_bytes_that_are_needed_are_read(tmp_path, dimension):
     rows = torch.arange(32 * 1024 * 1024, dtype=torch.float32).reshape(4, -1)  # 4 rows of 32 MiB
     PortableCheckpointIO().save_checkpoint({"w": rows}, tmp_path / "c")
 
@@ -311,16 +324,16 @@ def test_only_the_bytes_that_are_needed_are_read(tmp_path):
         with Path("/proc/self/io").open() as file:
             return int(dict(line.split(": ") for line in file)["rchar"])
 
-    def load_my_row():
-        template = {"w": distribute_tensor(torch.zeros_like(rows), init_device_mesh("cpu", (4,)), [Shard(0)])}
+    def load_my_part():
+        template = {"w": distribute_tensor(torch.zeros_like(rows), init_device_mesh("cpu", (4,)), [Shard(dimension)])}
         before = bytes_read()
         PortableCheckpointIO().load_into(tmp_path / "c", template)
         read = bytes_read() - before
-        assert torch.equal(template["w"].to_local(), rows[dist.get_rank()][None])
+        assert torch.equal(template["w"].to_local(), rows.chunk(4, dimension)[dist.get_rank()])
         return read
 
-    read = run_in_ranks(load_my_row, ranks=4)
-    assert 32 * 1024 * 1024 <= read < 36 * 1024 * 1024
+    read = run_in_ranks(load_my_part, ranks=4)
+    assert 32 * 1024 * 1024 <= read < 40 * 1024 * 1024
 
 
 def test_the_manifest_names_every_rank(tmp_path):
