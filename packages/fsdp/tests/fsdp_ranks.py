@@ -69,7 +69,7 @@ class RankRunner:
         results = []
         processes = []
         for rank in range(world_size):
-            receiving, sending = self.context.Pipe(duplex=False)
+            receiving, sending = self.context.Pipe()
             place = (rank, world_size, listener.getsockname()[1], listener if rank == 0 else None)
             process = self.context.Process(target=work, args=(sending, str(path), name, place, arguments), daemon=True)
             process.start()
@@ -80,6 +80,8 @@ class RankRunner:
         try:
             return self.collect(results, may_die)
         finally:
+            for result in results:
+                result.close()
             for process in processes:
                 process.join(0.5)
                 if process.is_alive():
@@ -127,6 +129,7 @@ def work(results, path, name, place, arguments):
         results.send((outcome, None))
     except BaseException:
         results.send((None, traceback.format_exc()))
+    results.poll(SECONDS)  # until all have answered: rank 0 has the store that others may still need
 
 
 def load(path):
