@@ -173,3 +173,12 @@ def test_in_manual_optimization(check):
 @pytest.mark.parametrize("io", [TorchCheckpointIO, PortableCheckpointIO])
 def test_on_two_processes(check, averaging, io):
     check([1, 3, 4, 5], strategy=averaging, devices=2, accumulate_grad_batches=2, io=io, limit_train_batches=3)
+
+
+def test_on_more_processes_it_goes_on_at_the_same_part_of_the_epoch(quiet_trainer, averaging, tmp_path):
+    saved = tmp_path / "saved"
+    options = {"max_epochs": 2, "plugins": [PortableCheckpointIO()]}
+    quiet_trainer(callbacks=Saving(saved, 4, "on_train_batch_end"), **options).fit(Net(), shuffled())
+    trainer = quiet_trainer(strategy=averaging(), devices=2, **options)
+    trainer.fit(Net(), shuffled(), ckpt_path=saved)
+    assert trainer.fit_loop.batches_seen == 4 + (3 - 2) + 3  # of the 6 batches of one process 4 are done, of 3 then 2

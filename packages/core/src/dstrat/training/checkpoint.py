@@ -125,6 +125,7 @@ def restore_checkpoint(trainer: Trainer, path: str | Path) -> None:
     trainer.dispatch.call("on_load_checkpoint", checkpoint)
     if template is None:
         trainer.strategy.load_module_state_dict(checkpoint["state_dict"])
+    _restore_states(trainer, checkpoint)
     if trainer.is_fitting:
         _restore_training(trainer, checkpoint, path)
         _restore_ranks(trainer, checkpoint, io, path)
@@ -137,6 +138,16 @@ def _template(trainer: Trainer) -> dict[str, Any]:
     if trainer.is_fitting:
         template["optimizers"] = [strategy.sharded_optimizer_state(optimizer) for optimizer in strategy.optimizers]
     return template
+
+
+def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Give callbacks and data module their states, for evaluation too: some average weights, or split data."""
+    states = checkpoint.get("callbacks", {})
+    for callback in trainer.callbacks:
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+    if trainer.datamodule is not None and "datamodule" in checkpoint:
+        trainer.datamodule.load_state_dict(checkpoint["datamodule"])
 
 
 def _restore_training(trainer: Trainer, checkpoint: Mapping[str, Any], path: str | Path) -> None:
@@ -156,11 +167,6 @@ def _restore_training(trainer: Trainer, checkpoint: Mapping[str, Any], path: str
     for config, state in zip(strategy.lr_schedulers, checkpoint["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     strategy.precision_plugin.load_state_dict(checkpoint["precision"])
-    for callback in trainer.callbacks:
-        if callback.state_key in checkpoint["callbacks"]:
-            callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
-    if trainer.datamodule is not None:
-        trainer.datamodule.load_state_dict(checkpoint["datamodule"])
 
 
 def _restore_ranks(trainer: Trainer, checkpoint: Mapping[str, Any], io: CheckpointIO, path: str | Path) -> None:
@@ -178,16 +184,16 @@ def _restore_ranks(trainer: Trainer, checkpoint: Mapping[str, Any], io: Checkpoi
     io = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
     if not ranks and isinstance(io, PortableCheckpointIO):
         ranks = [io.load_rank(path, rank) for rank in range(saved_by)]
+    loop.scales_position = True
     if ranks:
         loop.load_rank_state(moved_state(ranks))
     if trainer.is_global_zero:
         _log.warning(
             "%s was saved by %d processes and is continued by %d: weights, optimizer and counters are the same; random "
-            "numbers and running means start anew, and the data continues after %d batches of each process",
+            "numbers and running means start anew, and the data goes on at the same part of the epoch",
             path,
             saved_by,
             trainer.world_size,
-            loop.batches_done,
         )
 
 

@@ -64,6 +64,7 @@ class FitLoop:
         batches_seen: Number of batches trained on in all epochs.
         batches_done: Number of batches trained on in this epoch.
         in_group: Number of batches whose gradients wait for an optimizer step.
+        scales_position: Whether the counters come from processes with another share of the data.
         phase: How much of what follows a batch or an epoch has been done.
         num_batches: Number of batches in an epoch, None where the loader has no length or is not known yet.
         loader: What this process trains from, None before it is known.
@@ -88,6 +89,8 @@ class FitLoop:
         self._optimization: AutomaticOptimization | ManualOptimization | None = None
         self._validation: EvaluationLoop | None = None
         self._loaded_in_epoch = 0
+        self.scales_position = False
+        self._saved_length: int | None = None
         self._beginning: Beginning | None = None
         self._continuation: Continuation | None = None
         self._stops = False
@@ -157,6 +160,8 @@ class FitLoop:
         self.load(self._sources)
         self.num_batches = _agreed_length(trainer, self.num_batches)
         self._loaded_in_epoch = self.epoch
+        if self.scales_position:
+            self._scale_position()
         self._schedule = ValidationSchedule(trainer, self.num_batches)
         self._votes = Votes(trainer.strategy, self.batches_seen)
         trainer.publisher.follow(self.logged)
@@ -193,6 +198,13 @@ class FitLoop:
         for hook in dispatch.late("on_train_epoch_end"):
             hook()
         self.epoch = self.epochs_done
+
+    def _scale_position(self) -> None:
+        """Find the part of the epoch that other processes had reached, with batches of another size."""
+        here, there = length_of(self.loader), self._saved_length
+        if here and there and here != there:
+            self.batches_done = self.batches_done * here // there
+        self.scales_position = False
 
     def _reload_when_due(self) -> None:
         every = self._trainer.reload_dataloaders_every_n_epochs
@@ -346,13 +358,14 @@ class FitLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters for a checkpoint, the same in every process."""
-        return {name: getattr(self, name) for name in _COUNTERS}
+        return {name: getattr(self, name) for name in _COUNTERS} | {"loader_length": length_of(self.loader)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the counters."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.epoch = self.epochs_done
+        self._saved_length = state["loader_length"]
 
     def rank_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this process alone."""
