@@ -40,7 +40,7 @@ GOOD = {
             "cluster": "local",
             "processes": "1",
             "precision": "32-true",
-            "checkpoint io": "torch",
+            "checkpoint io": "portable",
         },
     ),
     "devices as text": ({"devices": "2"}, {}, {"strategy": "many", "devices": "2"}),
@@ -126,7 +126,7 @@ def test_a_table_of_a_plan_is_aligned(core_catalog):
     plan = make_plan(Request(accelerator="cpu"), catalog=core_catalog, environ={}, interactive=False)
     lines = str(plan).splitlines()
     assert lines[0].startswith("strategy       single_device  the first choice for 1 device ")
-    assert lines[-1].startswith("checkpoint io  torch          the default ")
+    assert lines[-1].startswith("checkpoint io  portable       the default ")
     assert lines[0].index("dstrat 0.") == lines[-1].index("dstrat 0.")
     assert not any(line.endswith(" ") for line in lines)
 
@@ -135,7 +135,7 @@ def test_facts_for_whoever_runs_the_plan(catalog):
     request = Request(strategy="many", accelerator="cpu", devices=[0, 2], num_nodes=2, precision=16)
     plan = make_plan(request, catalog=catalog, environ=MACHINES, interactive=False)
     assert (plan.strategy, plan.accelerator, plan.cluster_environment) == ("many", "cpu", "local")
-    assert (plan.precision, plan.checkpoint_io) == ("16-mixed", "torch")
+    assert (plan.precision, plan.checkpoint_io) == ("16-mixed", "portable")
     assert (plan.num_devices, plan.num_nodes, plan.processes_per_node, plan.world_size) == (2, 2, 2, 4)
     assert plan.device_indices == (0, 2)
     assert (plan.started_by, plan.start_method) == ("dstrat", "popen")

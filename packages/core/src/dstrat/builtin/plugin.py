@@ -70,6 +70,7 @@ _PORTABLE_CHECKPOINT = Component(
     alias="portable",
     target="dstrat.builtin.checkpoint.portable.checkpoint_io:PortableCheckpointIO",
     summary="a directory that any strategy on any number of ranks can load, written by all ranks",
+    auto=20,
 )
 
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from dstrat import EarlyStopping, ModelCheckpoint
 from dstrat.errors import MisuseError, RankFailedError, RequestError
+from dstrat.training.module.loading import read_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_what_it_knows_is_in_checkpoints_and_a_run_goes_on_from_there(fit, tmp_p
     options = {"enable_checkpointing": True}
     fit([ModelCheckpoint(tmp_path, "{epoch}"), EarlyStopping("score")], [5, 3, 4], **options)
     key = "EarlyStopping(monitor='score', mode='min')"
-    saved = torch.load(tmp_path / "2.ckpt", weights_only=True)["callbacks"][key]
+    saved = read_checkpoint(tmp_path / "2.ckpt")["callbacks"][key]
     assert saved == {"best_score": 3.0, "wait_count": 1, "stopped_epoch": 0, "stopping_reason": None}
     second = EarlyStopping("score")
     options |= {"max_epochs": 9, "ckpt_path": tmp_path / "2.ckpt"}

@@ -10,10 +10,11 @@ import torch
 
 from dstrat import LambdaCallback, ModelCheckpoint
 from dstrat.errors import MisuseError, RequestError
+from dstrat.training.module.loading import read_checkpoint
 
 
 def names(folder):
-    return sorted(path.name for path in folder.glob("*"))
+    return sorted(path.name for path in folder.glob("*") if path.name != "last")  # which points to the newest
 
 
 @pytest.fixture
@@ -60,14 +61,14 @@ def test_nan_is_never_the_best(fit, tmp_path):
 def test_a_checkpoint_holds_the_weights_of_its_step(fit, tmp_path, scripted):
     module = scripted()
     fit(ModelCheckpoint(tmp_path), module=module, validates=False)
-    saved = torch.load(tmp_path / "epoch=2-step=6.ckpt", weights_only=True)
+    saved = read_checkpoint(tmp_path / "epoch=2-step=6.ckpt")
     assert (saved["epoch"], saved["global_step"]) == (2, 6)
     assert torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight)
 
 
 def test_weights_alone_are_saved_where_that_is_asked_for(fit, tmp_path):
     fit(ModelCheckpoint(tmp_path, save_weights_only=True), validates=False)
-    saved = torch.load(tmp_path / "epoch=2-step=6.ckpt", weights_only=True)
+    saved = read_checkpoint(tmp_path / "epoch=2-step=6.ckpt")
     assert "state_dict" in saved
     assert "optimizer_states" not in saved
 
@@ -79,14 +80,15 @@ def test_all_or_none_are_kept_and_the_last_one_besides(fit, tmp_path):
     fit(callback, validates=False)
     assert names(tmp_path / "none") == ["last.ckpt"]
     assert callback.last_model_path == str(tmp_path / "none" / "last.ckpt")
-    assert torch.load(callback.last_model_path, weights_only=True)["global_step"] == 6
+    assert read_checkpoint(callback.last_model_path)["global_step"] == 6
 
 
 def test_the_last_one_is_replaced_also_when_it_is_not_among_the_best(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "best", monitor="score", save_last=True)
     fit(callback, [0.1, 0.2, 0.3])
-    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["epoch"] == 0
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 2
+    assert read_checkpoint(tmp_path / "best.ckpt")["epoch"] == 0
+    assert read_checkpoint(callback.last_model_path)["epoch"] == 2
+    assert len(names(tmp_path)) == 2
 
 
 def test_every_n_steps_counts_optimizer_steps(fit, tmp_path):
@@ -113,7 +115,7 @@ def test_each_validation_within_an_epoch_is_ranked(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=2)
     fit(callback, [0.4, 0.1, 0.3, 0.2], limit_train_batches=6, val_check_interval=3, max_epochs=2)
     assert names(tmp_path) == ["12-0.2.ckpt", "6-0.1.ckpt"]
-    assert torch.load(tmp_path / "6-0.1.ckpt", weights_only=True)["loops"]["epochs_done"] == 1
+    assert read_checkpoint(tmp_path / "6-0.1.ckpt")["loops"]["epochs_done"] == 1
 
 
 def test_a_validation_between_two_epochs_is_ranked_too(fit, tmp_path):
@@ -190,7 +192,7 @@ def test_files_of_another_run_are_not_touched(fit, tmp_path):
         (tmp_path / name).write_text("precious")
     callback = ModelCheckpoint(tmp_path, "best", monitor="score", save_last=True)
     fit(callback, [0.3, 0.2, 0.1])
-    assert names(tmp_path) == ["best-v1.ckpt", "best.ckpt", "last-v1.ckpt", "last.ckpt"]
+    assert sorted(names(tmp_path)) == ["best-v1.ckpt", "best.ckpt", "last.ckpt"]
     assert (tmp_path / "best.ckpt").read_text() == (tmp_path / "last.ckpt").read_text() == "precious"
     assert callback.best_model_path == str(tmp_path / "best-v1.ckpt")
 
@@ -206,12 +208,12 @@ def test_a_second_fit_with_the_same_callback_begins_anew(fit, tmp_path):
 def test_a_run_that_goes_on_remembers_its_best_and_removes_what_falls_out(fit, tmp_path):
     first = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score", save_top_k=2, save_last=True)
     fit(first, [0.3, 0.1], max_epochs=2)
-    assert names(tmp_path) == ["0-0.3.ckpt", "1-0.1.ckpt", "last.ckpt"]
+    assert names(tmp_path) == ["0-0.3.ckpt", "1-0.1.ckpt"]  # of which one is the last
     second = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score", save_top_k=2, save_last=True)
-    fit(second, [0.2, 0.4], max_epochs=4, ckpt_path=tmp_path / "last.ckpt")
-    assert names(tmp_path) == ["1-0.1.ckpt", "2-0.2.ckpt", "last.ckpt"]
+    fit(second, [0.2, 0.4], max_epochs=4, ckpt_path="last")
+    assert len(names(tmp_path)) == 3
     assert second.best_model_path == str(tmp_path / "1-0.1.ckpt")
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 3
+    assert read_checkpoint(second.last_model_path)["epoch"] == 3
 
 
 def test_a_run_that_goes_on_in_another_folder_leaves_the_first_folder_alone(fit, tmp_path):
@@ -228,7 +230,7 @@ def test_two_of_them_work_side_by_side(fit, tmp_path):
     often = ModelCheckpoint(tmp_path, "often-{step}", every_n_train_steps=3)
     trainer = fit([best, often], [0.1, 0.2, 0.3])
     assert names(tmp_path) == ["best.ckpt", "often-6.ckpt"]
-    assert set(torch.load(tmp_path / "best.ckpt", weights_only=True)["callbacks"]) == {
+    assert set(read_checkpoint(tmp_path / "best.ckpt")["callbacks"]) == {
         callback.state_key for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)
     }
 
@@ -242,7 +244,8 @@ def test_all_ranks_follow_rank_0(quiet_trainer, loader, averaging, tmp_path, scr
     callback = ModelCheckpoint(tmp_path, "{step}", monitor="mine", every_n_train_steps=1, save_last=True)
     trainer = quiet_trainer(devices=2, strategy=averaging(), callbacks=callback, max_epochs=1)
     trainer.fit(Disagreeing(), loader())
-    assert names(tmp_path) == ["3.ckpt", "last.ckpt"]
+    assert names(tmp_path) == ["3.ckpt"]
+    assert callback.last_model_path == callback.best_model_path
     assert callback.best_model_path == str(tmp_path / "3.ckpt")
     assert callback.best_model_score == -2.0
 
@@ -282,7 +285,7 @@ def test_a_second_fit_in_other_processes_brings_back_its_own_files(fit, averagin
         fit(callback, validates=False, devices=devices, strategy=strategy, default_root_dir=tmp_path / root)
         assert callback.dirpath == tmp_path / root / "checkpoints"
         assert callback.best_model_path == str(tmp_path / root / "checkpoints" / "epoch=2-step=6.ckpt")
-        assert callback.last_model_path == str(tmp_path / root / "checkpoints" / "last.ckpt")
+        assert callback.last_model_path == callback.best_model_path
 
 
 def test_it_can_be_pickled_before_and_after_a_fit(fit, tmp_path):

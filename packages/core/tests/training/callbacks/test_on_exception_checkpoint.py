@@ -11,6 +11,7 @@ import torch
 
 from dstrat import Callback, EMAWeightAveraging, OnExceptionCheckpoint
 from dstrat.errors import RankFailedError, RequestError
+from dstrat.training.module.loading import read_checkpoint
 
 SCRIPT = """
 import logging, os, signal, sys, time
@@ -49,14 +50,14 @@ class Break(Callback):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.glob("*"))
+    return sorted(path.name for path in folder.glob("*") if path.name != "last")  # which points to the newest
 
 
 def test_an_exception_in_training_leaves_a_checkpoint_and_goes_on_itself(fit, make_line, tmp_path, caplog):
     module, callback = make_line(), OnExceptionCheckpoint(tmp_path / "c")
     with pytest.raises(RuntimeError, match="broken"):
         fit([callback, Break()], module=module)
-    saved = torch.load(tmp_path / "c" / "on_exception.ckpt", weights_only=True)
+    saved = read_checkpoint(tmp_path / "c" / "on_exception.ckpt")
     assert saved["global_step"] == 3
     assert torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight)
     assert callback.ckpt_path == str(tmp_path / "c" / "on_exception.ckpt")
@@ -106,7 +107,7 @@ def test_what_cannot_be_saved_does_not_hide_the_exception(fit, tmp_path, caplog)
     with pytest.raises(RuntimeError, match="broken"):
         fit([OnExceptionCheckpoint(tmp_path / "file"), Break()])
     (message,) = caplog.messages
-    assert message.startswith("OnExceptionCheckpoint could not save after RuntimeError: checkpoint ")
+    assert message.startswith("OnExceptionCheckpoint could not save after RuntimeError: could not create checkpoint ")
 
 
 def test_weights_that_validation_had_exchanged_are_back(fit, make_line, tmp_path):
@@ -118,7 +119,7 @@ def test_weights_that_validation_had_exchanged_are_back(fit, make_line, tmp_path
     module = make_line()
     with pytest.raises(RuntimeError, match="broken"):
         fit([OnExceptionCheckpoint(tmp_path), EMAWeightAveraging(decay=0.5), BreakValidation()], module=module)
-    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    saved = read_checkpoint(tmp_path / "on_exception.ckpt")
     assert torch.equal(saved["current_model_state"]["layer.weight"], module.layer.weight)
     assert not torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight)
 
@@ -129,7 +130,7 @@ def test_the_rank_that_fails_saves_alone(fit, averaging, tmp_path, rank):
     with pytest.raises(RankFailedError, match=rf"rank {rank}(.|\n)*broken"):
         fit(callbacks, validates=False, devices=2, strategy=averaging())
     assert names(tmp_path) == ["on_exception.ckpt"]
-    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
+    assert read_checkpoint(tmp_path / "on_exception.ckpt")["global_step"] == 3
 
 
 def test_a_strategy_that_shards_its_state_saves_nothing_then(fit, averaging, tmp_path):
@@ -162,7 +163,7 @@ def test_after_a_signal_all_save_together(tmp_path, devices, number):
             process.communicate()
     assert process.returncode in (128 + number, -number)
     assert names(target) == ["on_exception.ckpt"], err
-    step = torch.load(target / "on_exception.ckpt", weights_only=True)["global_step"]
+    step = read_checkpoint(target / "on_exception.ckpt")["global_step"]
     name = "Interrupted" if number == signal.SIGINT else "Terminated"
     assert err.count(f"{name} after step {step}: saved {target / 'on_exception.ckpt'}") == 1, err
 

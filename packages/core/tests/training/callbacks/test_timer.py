@@ -4,10 +4,10 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
 
 from dstrat import Callback, ModelCheckpoint, Timer
 from dstrat.errors import RequestError
+from dstrat.training.module.loading import read_checkpoint
 
 
 class Slow(Callback):
@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_has_the_time_that_is_left(fit, tmp_path):
     first = Timer(timedelta(seconds=60))
     fit([Slow(0.05), first, ModelCheckpoint(tmp_path)], max_epochs=2, **options)
     (path,) = tmp_path.glob("*.ckpt")
-    spent = torch.load(path, weights_only=True)["callbacks"]["Timer"]["time_elapsed"]["train"]
+    spent = read_checkpoint(path)["callbacks"]["Timer"]["time_elapsed"]["train"]
     assert 0.2 <= spent <= first.time_elapsed()
     second = Timer(timedelta(seconds=60))
     fit([second, ModelCheckpoint(tmp_path / "b")], max_epochs=3, ckpt_path=path, **options)

@@ -9,6 +9,7 @@ from torch.optim.swa_utils import get_ema_avg_fn
 
 from dstrat import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from dstrat.errors import ConflictError, RequestError
+from dstrat.training.module.loading import read_checkpoint
 
 
 class Record(Callback):
@@ -153,7 +154,7 @@ def test_a_run_that_goes_on_ends_with_the_same_average(train, tmp_path, make, ba
     _, expected = train(make(), save("whole"), max_epochs=4, **options)
     record, weight = train(make(), save("a"), max_epochs=2, **options)
     path = tmp_path / "a" / f"{6 // batches}.ckpt"
-    saved = torch.load(path, weights_only=True)
+    saved = read_checkpoint(path)
     assert torch.equal(saved["state_dict"]["layer.weight"], weight)
     assert torch.equal(saved["current_model_state"]["layer.weight"], record.steps[-1])
     _, resumed = train(make(), save("b"), max_epochs=4, ckpt_path=path, **options)
@@ -171,7 +172,7 @@ def test_a_checkpoint_without_an_average_starts_one(train, tmp_path):
 def test_checkpoints_of_weights_have_the_average_alone(train, tmp_path):
     callback = ModelCheckpoint(tmp_path, "a", save_weights_only=True)
     _, weight = train(WeightAveraging(), callback, enable_checkpointing=True)
-    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    saved = read_checkpoint(callback.best_model_path)
     assert torch.equal(saved["state_dict"]["layer.weight"], weight)
     assert "current_model_state" not in saved
 
@@ -179,10 +180,10 @@ def test_checkpoints_of_weights_have_the_average_alone(train, tmp_path):
 def test_what_is_saved_while_validation_uses_the_average_is_the_same(train, tmp_path):
     class Save(Callback):
         def on_validation_epoch_end(self, trainer, module):
-            trainer.save_checkpoint(tmp_path / "in.ckpt")
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
 
     record, weight = train(WeightAveraging(), Save())
-    saved = torch.load(tmp_path / "in.ckpt", weights_only=True)
+    saved = read_checkpoint(tmp_path / "1.ckpt")
     assert torch.equal(saved["state_dict"]["layer.weight"], weight)
     assert torch.equal(saved["current_model_state"]["layer.weight"], record.steps[-1])
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from dstrat import DataModule, TrainModule
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat.training.loggers.logger import Logger
+from dstrat.training.module.loading import read_checkpoint
 
 
 class Net(TrainModule):
@@ -72,7 +72,7 @@ def saved(quiet_trainer, line_class, loader, tmp_path):
         module.lr = 0.1
         data = {"datamodule": datamodule} if datamodule else {"train_dataloaders": loader()}
         quiet_trainer(max_steps=1).fit(module, **data)
-        return torch.load(tmp_path / "it.ckpt", weights_only=True)
+        return read_checkpoint(tmp_path / "it.ckpt")
 
     return save
 

@@ -138,6 +138,7 @@ class ModelCheckpoint(Callback):
         self._is_in_epoch = False
         self._comes_from_validation = False
         self._validated_at_step = -1
+        self._is_untold = False
         self._safe_state: dict[str, Any] | None = None
 
     @property
@@ -195,6 +196,7 @@ class ModelCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._background is not None:
             self._surface(self._background.wait)
+            self._tell_loggers(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
@@ -231,7 +233,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if self._background is not None:
             self._surface(self._background.check)
-        if self._times.after_batch(trainer):
+        if not self._times.counts_epochs and self._times.after_batch(trainer):
             self._is_due = True
             self._save(trainer)
 
@@ -276,11 +278,13 @@ class ModelCheckpoint(Callback):
             raise MisuseError(decision.error)
         self._is_due = False
         self._surface(partial(self._write, trainer, decision))
-        call_loggers(trainer.loggers, "after_save_checkpoint", self)
+        if self._background is None:
+            self._tell_loggers(trainer)
 
     def _write(self, trainer: Trainer, decision: Decision) -> None:
         if self._background is not None:
             self._background.wait()  # so that the state before is that of a save that has succeeded
+            self._tell_loggers(trainer)
         self._safe_state = self.state_dict()
         driven_out = self._record(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
         for path in dict.fromkeys((decision.path, decision.last_path)):
@@ -288,8 +292,15 @@ class ModelCheckpoint(Callback):
                 trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         for path in driven_out:
             remove_checkpoint(trainer.strategy, path)
+        self._is_untold = True
         if self._background is None:
             self._safe_state = None
+
+    def _tell_loggers(self, trainer: Trainer) -> None:
+        """Tell the loggers of a checkpoint that is complete."""
+        if self._is_untold:
+            self._is_untold = False
+            call_loggers(trainer.loggers, "after_save_checkpoint", self)
 
     def _surface(self, wait: Callable[[], None]) -> None:
         """Do something that saves or waits for it; where that failed, the callback's state is that of before."""

@@ -173,7 +173,7 @@ class WeightAveraging(Callback):
         if self._is_swapped:
             average, current = current, others
         checkpoint["state_dict"] = average
-        if "optimizer_states" in checkpoint:  # otherwise only weights are saved, and nothing can go on with them
+        if "loops" in checkpoint:  # otherwise only weights are saved, and nothing can go on with them
             checkpoint["current_model_state"] = current
             checkpoint["averaging_state"] = {"n_averaged": int(self._average.n_averaged)}
 

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from dstrat import Callback, LambdaCallback, ModelCheckpoint, TorchCheckpointIO
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.errors import CheckpointError
+from dstrat.training.module.loading import read_checkpoint
+
+IOS = [PortableCheckpointIO, TorchCheckpointIO]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("io", IOS)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_is_saved_in_the_background_is_what_was_trained_until_then(fit, averaging, tmp_path, io, devices):
+    def run(folder, **arguments):
+        callback = ModelCheckpoint(tmp_path / folder, "{step}", save_top_k=2, every_n_train_steps=1, **arguments)
+        options = {"devices": devices, "strategy": averaging() if devices > 1 else "auto", "plugins": [io()]}
+        fit(callback, validates=False, **options)
+        return callback
+
+    callback = run("async", async_save=True, save_last=True)
+    assert names(tmp_path / "async")[:2] == ["5.ckpt", "6.ckpt"]
+    assert callback.best_model_path == str(tmp_path / "async" / "6.ckpt")
+    for name in ("5.ckpt", "6.ckpt"):
+        assert read_checkpoint(tmp_path / "async" / name)["global_step"] == int(name[0])
+
+
+class Slow(TorchCheckpointIO):
+    """Waits until it may write, and fails where it shall."""
+
+    def __init__(self, fails_at=()):
+        self.fails_at, self.threads, self.go = fails_at, [], threading.Event()
+
+    def save_checkpoint(self, checkpoint, path):
+        self.threads.append(threading.current_thread())
+        assert self.go.wait(10)
+        if checkpoint["global_step"] in self.fails_at:
+            raise CheckpointError("no space left on device")
+        super().save_checkpoint(checkpoint, path)
+
+
+def test_training_goes_on_while_it_is_written_and_the_end_waits(fit, tmp_path):
+    io, seen = Slow(), []
+
+    def look(*_):
+        seen.append(names(tmp_path))
+
+    def let_go(*_):
+        threading.Timer(0.2, io.go.set).start()
+
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, async_save=True)
+    watch = LambdaCallback(on_train_batch_start=look, on_train_end=let_go)
+    trainer = fit([callback, watch], validates=False, plugins=[io], max_epochs=1, limit_train_batches=5)
+    assert not any(seen)
+    assert io.threads[0] is not threading.main_thread()
+    assert names(tmp_path) == ["3.ckpt"]
+    assert trainer.strategy.checkpoint_io is io
+
+
+def test_an_error_surfaces_at_a_later_step_and_the_save_before_is_what_is_known(fit, tmp_path):
+    io = Slow(fails_at=[2])
+    io.go.set()
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, async_save=True, save_last=True)
+    with pytest.raises(CheckpointError, match="was not written in the background: no space left on device"):
+        fit([callback, LambdaCallback(on_train_batch_start=lambda *_: time.sleep(0.05))], validates=False, plugins=[io])
+    assert names(tmp_path) == ["1.ckpt", "last.ckpt"]
+    assert callback.best_model_path == str(tmp_path / "1.ckpt")
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_a_save_that_fails_leaves_the_one_before_and_what_is_known_of_it(fit, tmp_path, io, monkeypatch):
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_last=True)
+    states = []
+
+    class Break(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.global_step == 3:
+                states.append(callback.state_dict())
+                monkeypatch.setattr(io, "save_checkpoint", fail)
+
+    def fail(self, checkpoint, path):
+        raise CheckpointError("no space left on device")
+
+    with pytest.raises(CheckpointError, match="no space left"):
+        fit([callback, Break()], validates=False, plugins=[io()], limit_train_batches=6)
+    assert callback.state_dict() == states[0]
+    assert read_checkpoint(callback.best_model_path)["global_step"] == 2
+    assert read_checkpoint(callback.last_model_path)["global_step"] == 2
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_exception_while_something_is_written_hangs_nobody(fit, averaging, tmp_path, devices):
+    class Break(Callback):
+        runs_last = saves_checkpoints = True
+
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 3 and trainer.global_rank == devices - 1:
+                raise ValueError("broken")
+
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, async_save=True, save_top_k=-1)
+    began = time.monotonic()
+    with pytest.raises((ValueError, RuntimeError), match="broken"):
+        fit([callback, Break()], validates=False, devices=devices, strategy=averaging() if devices > 1 else "auto")
+    assert time.monotonic() - began < 30
+    assert read_checkpoint(tmp_path / "last")["global_step"] in (2, 3)
+
+
+def test_an_exception_leaves_a_checkpoint_where_that_is_asked_for(fit, tmp_path):
+    class Break(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 3:
+                raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fit([ModelCheckpoint(tmp_path, save_on_exception=True), Break()], validates=False)
+    assert read_checkpoint(tmp_path / "on_exception.ckpt")["global_step"] == 3

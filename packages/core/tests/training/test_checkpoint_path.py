@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from dstrat import Callback, ModelCheckpoint, TorchCheckpointIO
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.errors import CheckpointError, MisuseError
+from dstrat.training.module.loading import read_checkpoint
+
+IOS = [PortableCheckpointIO, TorchCheckpointIO]
+
+
+@pytest.fixture
+def fit(quiet_trainer, make_line, loader):
+    """Fits for some epochs."""
+
+    def fit_(max_epochs, callback=None, ckpt_path=None, resume=None, **options):
+        trainer = quiet_trainer(max_epochs=max_epochs, callbacks=callback, enable_checkpointing=True, **options)
+        trainer.fit(make_line(), loader(), loader(), ckpt_path=ckpt_path, resume=resume)
+        return trainer
+
+    return fit_
+
+
+@pytest.mark.parametrize("io", IOS)
+@pytest.mark.parametrize("where", ["a folder of its own", "a logger's folder", "the root"])
+def test_auto_starts_anew_and_then_goes_on_from_the_newest(fit, tmp_path, caplog, io, where):
+    def run(max_epochs):
+        caplog.clear()
+        callback = ModelCheckpoint(tmp_path / "mine") if where == "a folder of its own" else None
+        options = {"logger": where == "a logger's folder", "plugins": [io()]}
+        trainer = fit(max_epochs, callback, resume="auto", **options)
+        messages = [message for message in caplog.messages if "resume" in message]
+        return trainer, messages
+
+    trainer, (message,) = run(1)
+    assert message.startswith("resume='auto': training starts anew, as there is no complete checkpoint in ")
+    saved = trainer.checkpoint_callback.best_model_path
+    trainer, (message,) = run(3)
+    assert message == f"resume='auto': training goes on from {saved}"
+    assert (trainer.current_epoch, trainer.global_step) == (3, 18)
+
+
+def test_auto_takes_no_checkpoint_that_is_incomplete(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(2, callback)
+    (tmp_path / "1.ckpt" / "tensors.json").unlink()
+    shutil.copytree(tmp_path / "1.ckpt", tmp_path / ".dstrat-0123.tmp")
+    seen = []
+
+    class See(Callback):
+        def on_train_start(self, trainer, module):
+            seen.append(trainer.global_step)
+
+    fit(3, [ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), See()], resume="auto")
+    assert seen == [6]
+
+
+def test_ranks_go_on_from_the_same_one(fit, averaging, tmp_path):
+    options = {"strategy": averaging, "devices": 2}
+    for max_epochs in (1, 2):
+        trainer = fit(max_epochs, ModelCheckpoint(tmp_path), resume="auto", **(options | {"strategy": averaging()}))
+    assert trainer.global_step == 6
+    assert fit(3, ModelCheckpoint(tmp_path), ckpt_path="last").global_step == 12  # on one device again
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_best_and_last_are_those_of_the_callback(fit, make_line, loader, tmp_path, io):
+    def callback():
+        return ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss", mode="max", save_last=True)
+
+    trainer = fit(3, callback(), plugins=[io()])
+    best, last = trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback.last_model_path
+    assert best.endswith("0.ckpt")  # as the loss falls
+    results = {path: trainer.validate(make_line(), loader(), ckpt_path=path) for path in ("best", "last", best, last)}
+    assert results["best"] == results[best] != results["last"] == results[last]
+    fresh = fit(3, callback(), ckpt_path="best", plugins=[io()])  # the newest one knows which is the best
+    assert fresh.global_step == 18
+    assert read_checkpoint(best)["epoch"] == 0
+
+
+def test_what_is_not_there_is_an_error_that_says_where_it_was_looked_for(fit, tmp_path):
+    for path in ("last", "best"):
+        with pytest.raises(CheckpointError, match=rf"ckpt_path='{path}', and there is no complete checkpoint in '"):
+            fit(1, ModelCheckpoint(tmp_path / "empty"), ckpt_path=path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"resume": "always"}, "resume='always' is not known: pass 'auto'"),
+        ({"resume": "auto", "ckpt_path": "last"}, "resume='auto' looks for a checkpoint, and ckpt_path='last' is one"),
+    ],
+)
+def test_a_wrong_wish_is_refused(fit, arguments, message):
+    with pytest.raises(MisuseError, match=message):
+        fit(1, **arguments)
+
+
+def test_the_pointer_beside_the_checkpoints_can_be_loaded(fit, tmp_path, line_class):
+    fit(2, ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1))
+    assert read_checkpoint(tmp_path / "last")["epoch"] == 1
+    assert fit(3, ckpt_path=tmp_path / "last").global_step == 18
+    line_class.load_from_checkpoint(tmp_path / "last")
