@@ -121,7 +121,7 @@ def test_the_first_program_of_the_guide_runs_on_two_processes(tmp_path: Path) ->
     program = tmp_path / "program.py"
     program.write_text(_blocks("trainer.md")[0])
     run = [sys.executable, "-W", "error", str(program)]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603 - ours
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("val_loss") == 1  # printed once for the job
     assert "{'width': 32, 'lr': 0.01}" in done.stdout
@@ -134,4 +134,4 @@ def test_the_other_programs_of_the_guide_run_one_after_the_other(
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "guide"}
     for number, block in enumerate(_blocks("trainer.md")):
-        exec(compile(block, f"trainer.md, program {number}", "exec"), names)  # noqa: S102 - our own document
+        exec(compile(block, f"trainer.md, program {number}", "exec"), names)
