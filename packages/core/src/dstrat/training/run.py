@@ -44,21 +44,29 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
         What the process that called the Trainer needs of this one.
     """
     _begin(trainer, module, sources)
+    try:
+        with numerics(deterministic=trainer.deterministic, benchmark=trainer.benchmark):
+            return _work(trainer, module, sources, ckpt_path)
+    finally:  # also after an interrupt while the run is cleaned up
+        _end(trainer)
+
+
+def _work(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Outcome:
+    """Prepare and do the stage's work, and free what it took."""
     work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[trainer.stage]
-    with numerics(deterministic=trainer.deterministic, benchmark=trainer.benchmark):
-        try:
-            _prepare(trainer, module, sources)
-            if (path := resolve_checkpoint(trainer, ckpt_path)) is not None:
-                restore_checkpoint(trainer, path)
-            result = work(trainer, module, sources)
-        except Interrupted as exception:
-            _on_exception(trainer, exception)
-            raise KeyboardInterrupt from None  # Python ends as a shell expects only for this very class
-        except BaseException as exception:
-            _on_exception(trainer, exception)
-            raise
-        outcome = Outcome.of(trainer, result)
-        _finish(trainer)
+    try:
+        _prepare(trainer, module, sources)
+        if (path := resolve_checkpoint(trainer, ckpt_path)) is not None:
+            restore_checkpoint(trainer, path)
+        result = work(trainer, module, sources)
+    except Interrupted as exception:
+        _on_exception(trainer, exception)
+        raise KeyboardInterrupt from None  # Python ends as a shell expects only for this very class
+    except BaseException as exception:
+        _on_exception(trainer, exception)
+        raise
+    outcome = Outcome.of(trainer, result)
+    _finish(trainer)
     return outcome
 
 
@@ -207,7 +215,6 @@ def _last_steps(trainer: Trainer, status: str) -> list[Callable[[], None]]:
         partial(_call_in_turn, trainer, "teardown", trainer.stage),
         trainer.strategy.teardown,
         *([trainer.profiler.finish] if trainer.profiler else []),
-        partial(_end, trainer),
     ]
 
 

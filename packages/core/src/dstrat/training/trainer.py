@@ -24,7 +24,7 @@ from dstrat.training.run import execute, execute_elsewhere
 from dstrat.training.state import RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from dstrat.interfaces.accelerator import Devices
@@ -364,7 +364,7 @@ class Trainer(RunState):
 
     def profiled_batches(self, batches: Iterable[B]) -> Iterable[B]:
         """Return the batches; the wait for each is measured where a profiler was asked for."""
-        return batches if self.profiler is None else iter(self.profiled("next_batch", iter(batches).__next__), None)
+        return batches if self.profiler is None else _each(self.profiled("next_batch", iter(batches).__next__))
 
     @property
     def writing_loggers(self) -> list[Logger]:
@@ -390,6 +390,11 @@ class Trainer(RunState):
         return self._launch(stage, module, sources, ckpt_path)
 
     def _launch(self, stage: Stage, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Any:
+        if self.is_running:
+            raise MisuseError(
+                f"this Trainer is in the middle of its {self.stage}, and {stage} was called: call it after the end, or "
+                "on another Trainer"
+            )
         self.stage, self.interrupted = stage, False
         self.module = module
         self.strategy.connect(module)
@@ -409,3 +414,13 @@ class Trainer(RunState):
             return None
         outcome.restore(self, module)
         return outcome.result
+
+
+def _each(following: Callable[[], B]) -> Iterator[B]:
+    """Yield what a function returns until it raises StopIteration."""
+    while True:
+        try:
+            item = following()
+        except StopIteration:
+            return
+        yield item

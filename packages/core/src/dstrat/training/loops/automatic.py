@@ -77,6 +77,10 @@ class AutomaticOptimization:
             return optimizer.zero_grad
         return lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer)
 
+    def start_group(self) -> None:
+        """Clear the gradients before the next batch, also those that wait for a step in vain."""
+        self._clears = True
+
     def go_on_accumulating(self) -> None:
         """Keep the gradients that there are for the next optimizer step, as those of a checkpoint."""
         self._clears = False

@@ -101,16 +101,18 @@ class EvaluationLoop:
             self.logged.start_epoch()
         self._outputs = []
         modes = [(part, part.training) for part in self._module.modules()]
-        getattr(self._module, f"on_{purpose}_model_eval")()
-        dispatch.call(f"on_{purpose}_start")
-        dispatch.call(f"on_{purpose}_epoch_start")
-        with self._no_gradients():
-            for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True)):
-                self._run_loader(dataloader_idx, loader, count)
-        trainer.publisher.publish_epoch(self.logged, dispatch.of(f"on_{purpose}_epoch_end"))
-        dispatch.call(f"on_{purpose}_end")
-        for part, was_training in modes:
-            part.training = was_training
+        try:
+            getattr(self._module, f"on_{purpose}_model_eval")()
+            dispatch.call(f"on_{purpose}_start")
+            dispatch.call(f"on_{purpose}_epoch_start")
+            with self._no_gradients():
+                for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True)):
+                    self._run_loader(dataloader_idx, loader, count)
+            trainer.publisher.publish_epoch(self.logged, dispatch.of(f"on_{purpose}_epoch_end"))
+            dispatch.call(f"on_{purpose}_end")
+        finally:  # also for a fit after one whose validation broke
+            for part, was_training in modes:
+                part.training = was_training
         getattr(self._module, f"on_{purpose}_model_train")()
         trainer.is_evaluating = False
 

@@ -254,10 +254,13 @@ class FitLoop:
         else:
             self._beginning = beginning
             loader = ContinuedLoader(loader, self._beginning, self.batches_done)
-            left = None if left is None else left - self.batches_done
+            left = None if left is None else max(0, left - self.batches_done)  # the limit may be lower now
         self._continuation = None
-        if self.in_group and isinstance(self._optimization, AutomaticOptimization):
-            self._optimization.go_on_accumulating()
+        if isinstance(self._optimization, AutomaticOptimization):
+            if self.in_group:
+                self._optimization.go_on_accumulating()
+            else:
+                self._optimization.start_group()  # on_train_batch_start may have ended an epoch within a group
         move = trainer.profiled("transfer_batch", batch_mover(trainer, self._module))
         batches = trainer.profiled_batches(Batches(loader, left, None if self.batches_done else "training"))
         return device_batches(batches, move, copies_ahead_to=device_to_copy_ahead_to(trainer, self._module))
