@@ -76,6 +76,7 @@ def test_best_and_last_are_those_of_the_callback(fit, make_line, loader, tmp_pat
     assert best.endswith("0.ckpt")  # as the loss falls
     results = {path: trainer.validate(make_line(), loader(), ckpt_path=path) for path in ("best", "last", best, last)}
     assert results["best"] == results[best] != results["last"] == results[last]
+    assert trainer.checkpoint_callback.last_model_path == last  # also after an older one was evaluated
     fresh = fit(3, callback(), ckpt_path="best", plugins=[io()])  # the newest one knows which is the best
     assert fresh.global_step == 18
     assert read_checkpoint(best)["epoch"] == 0

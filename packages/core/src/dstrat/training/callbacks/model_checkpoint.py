@@ -125,7 +125,7 @@ class ModelCheckpoint(Callback):
         self.save_on_exception, self.async_save = save_on_exception, async_save
         self._rescue: OnExceptionCheckpoint | None = None
         self._background: BackgroundSaves | None = None
-        self._is_running = False
+        self._is_running = self._is_evaluating = False
         self._begin()
 
     def _begin(self) -> None:
@@ -159,6 +159,8 @@ class ModelCheckpoint(Callback):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back the state; files in the folder of another run are remembered as best, but not removed any more."""
+        if self._is_evaluating and self.best_model_path:
+            return  # what is evaluated is older than what the callback has come to since
         self._begin()
         self._is_fresh = False
         self.best_model_path = state_dict["best_model_path"]
@@ -173,7 +175,8 @@ class ModelCheckpoint(Callback):
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if stage != "fit":
+        self._is_evaluating = stage != "fit"
+        if self._is_evaluating:
             return
         root = trainer.log_dir or trainer.default_root_dir
         self.dirpath = self._given_dirpath or root.absolute() / "checkpoints"
@@ -211,7 +214,7 @@ class ModelCheckpoint(Callback):
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         background, self._background = self._background, None
-        self._is_running = False
+        self._is_running = self._is_evaluating = False
         self._times.end()
         if background is not None:
             self._surface(background.end)
