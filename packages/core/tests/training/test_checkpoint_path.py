@@ -74,7 +74,7 @@ def test_best_and_last_are_those_of_the_callback(fit, make_line, loader, tmp_pat
     trainer = fit(3, callback(), plugins=[io()])
     best, last = trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback.last_model_path
     assert best.endswith("0.ckpt")  # as the loss falls
-    results = {path: trainer.validate(make_line(), loader(), ckpt_path=path) for path in ("best", "last", best, last)}
+    results = {path: trainer.validate(make_line(), loader(), ckpt_path=path) for path in ("last", "best", last, best)}
     assert results["best"] == results[best] != results["last"] == results[last]
     assert trainer.checkpoint_callback.last_model_path == last  # also after an older one was evaluated
     fresh = fit(3, callback(), ckpt_path="best", plugins=[io()])  # the newest one knows which is the best

@@ -75,6 +75,27 @@ def test_an_error_surfaces_at_a_later_step_and_the_save_before_is_what_is_known(
     assert callback.best_model_path == str(tmp_path / "1.ckpt")
 
 
+def test_an_error_does_not_wait_for_the_next_save(fit, tmp_path):
+    io, steps = Slow(fails_at=[2]), []
+    io.go.set()
+
+    def note(trainer, *_):
+        steps.append(trainer.global_step)
+        time.sleep(0.05)
+
+    callback = ModelCheckpoint(tmp_path, every_n_train_steps=2, async_save=True)
+    with pytest.raises(CheckpointError, match="no space left on device"):
+        fit([callback, LambdaCallback(on_train_batch_start=note)], validates=False, plugins=[io], limit_train_batches=6)
+    assert steps[-1] == 2
+
+
+def test_a_name_without_values_is_never_taken_twice(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "same", every_n_train_steps=1, async_save=True)
+    fit(callback, validates=False, limit_train_batches=6, max_epochs=2)
+    assert names(tmp_path) in (["same.ckpt"], ["same-v1.ckpt"], ["same-v2.ckpt"])
+    assert read_checkpoint(callback.best_model_path)["global_step"] == 12
+
+
 @pytest.mark.parametrize("io", IOS)
 def test_a_save_that_fails_leaves_the_one_before_and_what_is_known_of_it(fit, tmp_path, io, monkeypatch):
     callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_last=True)
