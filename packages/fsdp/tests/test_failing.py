@@ -2,7 +2,9 @@
 
 import os
 import time
+from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 from fsdp_loop import Net, batches, one_pass, parts, start
 from torch import nn
@@ -67,3 +69,29 @@ def test_teardown_before_setup_and_twice_is_harmless():
     strategy.teardown()
     strategy.teardown()
     assert strategy.model is strategy.module
+
+
+class Hanging(Net):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and dist.get_rank() == 1:
+            time.sleep(20)
+        return super().training_step(batch, batch_idx)
+
+
+def until_it_times_out(cluster, device_mesh):
+    strategy = FSDPStrategy(timeout=timedelta(seconds=4), device_mesh=device_mesh)
+    start(strategy, Hanging(), parts(cluster))
+    begun = time.monotonic()
+    try:
+        for index, batch in enumerate(batches(3)):
+            one_pass(strategy, batch, index, 1)
+    except Exception as error:
+        strategy.on_exception(error)
+        return time.monotonic() - begun
+    return None
+
+
+@pytest.mark.parametrize("device_mesh", [None, (1, 2)])
+def test_a_rank_that_hangs_is_waited_for_as_long_as_was_asked_on_every_mesh(ranks, device_mesh):
+    waited, _ = ranks(until_it_times_out, device_mesh=device_mesh)
+    assert 3 < waited < 15

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dstrat.errors import ConflictError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import timedelta
 
     from dstrat_fsdp.options import ShardingName
 
@@ -89,6 +91,21 @@ def parallel_sizes(data: int | str, tensor: int | str, *, world_size: int, per_m
     return data_size, tensor_size
 
 
-def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Open the groups of processes of a mesh; collective."""
-    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout: timedelta) -> DeviceMesh:
+    """Open the groups of processes of a mesh; collective.
+
+    Args:
+        device_type: Of the processes' devices.
+        shape: Number of processes along each dimension.
+        names: Of the dimensions.
+        timeout: How long a collective waits for the other ranks; torch's groups have its default otherwise.
+    """
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    for dimension in range(len(shape)):
+        distributed_c10d._set_pg_timeout(timeout, mesh.get_group(dimension))  # noqa: SLF001 - new groups take no other way
+    return mesh
+
+
+def release_mesh(mesh: DeviceMesh) -> None:
+    """Let go of the process groups of a mesh, which close only when nobody holds them; DTensors keep the mesh."""
+    getattr(mesh, "_pg_registry", {}).clear()

@@ -117,7 +117,7 @@ class ModelParallelStrategy(ShardedStrategy):
         return self.global_rank % self.tensor_parallel_size == 0
 
     def _open_mesh(self) -> DeviceMesh:
-        return open_mesh(self.root_device.type, self._sizes, (DATA_PARALLEL, TENSOR_PARALLEL))
+        return open_mesh(self.root_device.type, self._sizes, (DATA_PARALLEL, TENSOR_PARALLEL), self.timeout)
 
     # Sharding
 

@@ -15,6 +15,7 @@ from dstrat.interfaces.named_state import load_named_state
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp.clipping import clip_by_norm, clip_by_value
 from dstrat_fsdp.first_values import materialize, parameters_on_meta, take_from_first_rank
+from dstrat_fsdp.meshes import release_mesh
 from dstrat_fsdp.optimizer_check import check_optimizers
 from dstrat_fsdp.shards import ShardedModule
 from dstrat_fsdp.shards_at_rest import make_whole, put_to_rest, wake
@@ -136,9 +137,14 @@ class ShardedStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        self._end_sharding()
         super().on_exception(exception)
 
     def teardown(self) -> None:
+        self._end_sharding()
+        super().teardown()
+
+    def _end_sharding(self) -> None:
         if self._sharded is not None:
             self._sharded.undo()
             self._checkpointing.undo()
@@ -147,8 +153,10 @@ class ShardedStrategy(ParallelStrategy):
             else:
                 put_to_rest(self.module, self.device_mesh, can_go_on=self._can_go_on)
             self._sharded = None
-        self._mesh = None
-        super().teardown()
+            self.model = self.module
+        if self._mesh is not None:
+            release_mesh(self._mesh)
+            self._mesh = None
 
     # Steps: each of them gathers parameters, so that every rank takes part in every one
 

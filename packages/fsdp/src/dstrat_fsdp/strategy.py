@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from dstrat.errors import ConflictError
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT
 from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import (
         BackwardPrefetch,
         CPUOffload,
@@ -142,7 +143,9 @@ class FSDPStrategy(ShardedStrategy):
             per_machine=len(self.parallel_devices),
         )
         names = (SHARD,) if len(shape) == 1 else (REPLICATE, SHARD)
-        return open_mesh(self.root_device.type, shape, names)
+        if isinstance(self._asked_mesh, DeviceMesh):
+            return self._asked_mesh
+        return open_mesh(self.root_device.type, shape, names, self.timeout)
 
     def _sharding(self) -> Sharding:
         return Sharding(

@@ -27,15 +27,30 @@ def unwrap(unit: FSDPModule) -> None:
     for part in module.modules():
         for name in _MARKS:
             part.__dict__.pop(name, None)
+    _release_groups(state)
     for key in (STATE_KEY, REGISTRY_KEY):
         module.__dict__.pop(key, None)
     _module_state_mapping.pop(module, None)
 
 
+def _release_groups(state: Any) -> None:
+    """Let go of the process groups, which close when nobody holds them, also where a traceback keeps the unit.
+
+    Otherwise the other ranks would wait for one that has raised and lives on.
+    """
+    for group in _groups(state):
+        for holder in (group, *group.fsdp_params):
+            holder.mesh_info = holder.post_forward_mesh_info = None
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # noqa: SLF001 - one in torch 2.9
+    return [group for group in groups if group is not None]
+
+
 def _hooks(state: Any) -> list[Any]:
     handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]  # noqa: SLF001 - as above
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # noqa: SLF001 - one in torch 2.9
-    for group in filter(None, groups):
+    for group in _groups(state):
         handles += group._module_to_pre_save_state_dict_hook_handle.values()  # noqa: SLF001 - as above
         handles += group._module_to_pre_load_state_dict_hook_handle.values()  # noqa: SLF001 - as above
         handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]  # noqa: SLF001 - as above
