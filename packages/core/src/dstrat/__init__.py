@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from dstrat.training.profilers.profiler import Profiler as Profiler
     from dstrat.training.profilers.simple import SimpleProfiler as SimpleProfiler
     from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
+    from dstrat.training.random_state import seed_everything as seed_everything
     from dstrat.training.trainer import Trainer as Trainer
 
 _HOMES = {
@@ -103,6 +104,7 @@ _HOMES = {
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "hookimpl": "dstrat.plugins.hookspec",
     "read_predictions": "dstrat.training.callbacks.torch_prediction_writer",
+    "seed_everything": "dstrat.training.random_state",
 }
 
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604 - the keys of a table of strings

@@ -103,7 +103,7 @@ def check_arguments(trainer: Trainer) -> None:
     for name in _LIMITS:
         check_limit(getattr(trainer, name), name)
     for name, least in _AT_LEAST.items():
-        _check_count(getattr(trainer, name), name, least)
+        check_count(getattr(trainer, name), name, least)
     _check_order(trainer, "epochs")
     _check_order(trainer, "steps")
     _check_interval(trainer.val_check_interval, trainer.check_val_every_n_epoch)
@@ -119,7 +119,8 @@ def check_fast_dev_run(value: Any) -> None:
         raise RequestError(f"fast_dev_run={value!r} must be True, False, or a number of batches (int)")
 
 
-def _check_count(value: Any, name: str, least: int) -> None:
+def check_count(value: Any, name: str, least: int) -> None:
+    """Raise RequestError unless the value is an int of at least so much."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise RequestError(f"{name}={value!r} must be an int of at least {least}")
 
@@ -132,7 +133,7 @@ def _check_order(trainer: Trainer, unit: str) -> None:
 
 def _check_interval(value: Any, epochs: Any) -> None:
     if epochs is not None:
-        _check_count(epochs, "check_val_every_n_epoch", 1)
+        check_count(epochs, "check_val_every_n_epoch", 1)
     if value is None:
         return
     if not isinstance(value, int | float):

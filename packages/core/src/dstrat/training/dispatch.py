@@ -65,8 +65,12 @@ class Dispatch:
 
     def call_callbacks(self, name: str, *args: Any) -> None:
         """Call a hook of the callbacks alone."""
-        for hook in self._of_callbacks([*self._early, *self._late], name):
+        for hook in self.of_callbacks(name):
             hook(*args)
+
+    def of_callbacks(self, name: str) -> list[Callable[..., Any]]:
+        """Return the callables of a hook of the callbacks, without the module's."""
+        return self._of_callbacks([*self._early, *self._late], name)
 
     def _of_callbacks(self, callbacks: Sequence[Callback], name: str) -> list[Callable[..., Any]]:
         return [

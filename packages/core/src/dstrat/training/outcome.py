@@ -80,7 +80,9 @@ class Outcome:
             return
         trainer.fit_loop.load_state_dict(self.changes.counters)
         trainer.metrics.load_state_dict(self.changes.metrics)
-        trainer.callbacks = with_callbacks_of(module, trainer.callbacks)  # as the run did, in its own copy
+        trainer.callbacks = with_callbacks_of(
+            module, trainer.callbacks, saves=not trainer.fast_dev_run
+        )  # as the run did, in its own copy
         for callback in trainer.callbacks:
             if callback.state_key in self.changes.callbacks:
                 callback.load_state_dict(self.changes.callbacks[callback.state_key])

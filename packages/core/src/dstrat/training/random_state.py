@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import sys
 from dataclasses import dataclass
@@ -9,11 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dstrat.errors import RequestError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
     from typing_extensions import Self
+
+
+def seed_everything(seed: int) -> int:
+    """Let python, numpy (where it is installed) and torch draw the same random numbers in every run; return the seed.
+
+    Args:
+        seed: From 0 to 2**32 - 1; the same in every process, so that all of them create the same module.
+    """
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise RequestError(f"seed_everything({seed!r}) is not possible: give an int from 0 to {2**32 - 1}")
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy as np
+
+        np.random.seed(seed)
+    return seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +84,7 @@ def _plain(numpy_state: Any) -> Any:
     if numpy_state is None:
         return None
     name, keys, *rest = numpy_state
-    return [name, keys.tolist(), *rest]
+    return [name, [int(key) for key in keys], *rest]
 
 
 def _tuples(state: Any) -> Any:

@@ -83,7 +83,7 @@ def _begin(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     if sources.datamodule is not None:
         sources.datamodule.attach(trainer)
     trainer.strategy.module_backward = module.backward if overrides(module, "backward", TrainModule) else None
-    trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
+    trainer.callbacks = with_callbacks_of(module, trainer.callbacks, saves=not trainer.fast_dev_run)
     trainer.dispatch = Dispatch(trainer, module, trainer.callbacks)
     trainer.should_stop = trainer.sanity_checking = trainer.is_evaluating = False
     trainer.publisher.start()
@@ -91,6 +91,8 @@ def _begin(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
 
 
 def _end(trainer: Trainer) -> None:
+    if trainer.module is not None:
+        trainer.module.untoggle_optimizer()  # which a step that raised has left toggled
     for attached in (trainer.module, trainer.datamodule):
         if attached is not None:
             attached.attach(None)
@@ -182,11 +184,11 @@ def _on_exception(trainer: Trainer, exception: BaseException) -> None:
     status = "interrupted" if trainer.interrupted else "failed"
     tell: list[Callable[[], None]] = [
         partial(trainer.strategy.on_exception, exception),
-        partial(trainer.dispatch.call_callbacks, "on_exception", exception),
+        *(partial(hook, exception) for hook in trainer.dispatch.of_callbacks("on_exception")),
         *([partial(trainer.datamodule.on_exception, exception)] if trainer.datamodule else []),
     ]
     if isinstance(exception, Interrupted | Terminated):
-        tell.reverse()  # every process is here, so that callbacks may still communicate
+        tell.append(tell.pop(0))  # every process is here, so that callbacks may still communicate
     steps: list[Callable[[], None]] = [
         *tell,
         *_last_steps(trainer, status),
@@ -205,8 +207,11 @@ def _call_in_turn(trainer: Trainer, name: Literal["setup", "teardown"], stage: S
 
 
 def _finish(trainer: Trainer) -> None:
-    for error in _do_all(_last_steps(trainer, "success")):
-        raise error
+    errors = _do_all(_last_steps(trainer, "success"))
+    for other in errors[1:]:
+        _log.error("another part of the end of the run failed too", exc_info=other)
+    if errors:
+        raise errors[0]
 
 
 def _last_steps(trainer: Trainer, status: str) -> list[Callable[[], None]]:

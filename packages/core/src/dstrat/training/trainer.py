@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from dstrat.errors import MisuseError
 from dstrat.interfaces.optimization import Optimization, read_optimizers
 from dstrat.resolve import Request, build, make_plan
-from dstrat.training.arguments import check_arguments, check_fast_dev_run, choose_surroundings
+from dstrat.training.arguments import check_arguments, check_count, check_fast_dev_run, choose_surroundings
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.checkpoint import collect_checkpoint
 from dstrat.training.checkpoint_path import asked_checkpoint
@@ -155,6 +155,7 @@ class Trainer(RunState):
         barebones: bool = False,
     ) -> None:
         check_fast_dev_run(fast_dev_run)
+        check_count(max_steps, "max_steps", -1)
         given = {
             "logger": logger,
             "progress_bar": enable_progress_bar,

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dstrat import Callback
+from dstrat.builtin.precision.true import TruePrecision
 from dstrat.errors import MisuseError
 
 
@@ -90,3 +91,44 @@ def test_a_second_interrupt_while_a_run_is_cleaned_up_leaves_the_trainer_usable(
         trainer.validate(module, loader())
     module.is_patient = True
     assert trainer.validate(module, loader())
+
+
+def test_a_loss_scale_is_undone_where_the_module_steps_by_itself(quiet_trainer, make_line, line_class, loader):
+    class Stepping(line_class):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            assert isinstance(optimizer, torch.optim.SGD)
+            optimizer.step(closure=optimizer_closure)
+
+    class Halving(TruePrecision):
+        def optimizer_step(self, optimizer, closure, **kwargs):
+            loss = closure()
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad /= 2
+            optimizer.step(**kwargs)
+            return loss
+
+    own, plain = make_line(Stepping), make_line()
+    for module in (own, plain):
+        quiet_trainer(plugins=Halving("32-true"), max_epochs=1).fit(module, loader())
+    assert torch.equal(own.layer.weight, plain.layer.weight)
+
+
+def test_a_toggled_optimizer_of_a_step_that_raised_is_forgotten(quiet_trainer, line_class, loader):
+    class Toggling(line_class):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.other = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            self.toggle_optimizer(self.optimizers()[0])
+            raise ValueError("enough")
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.layer, self.other)]
+
+    module = Toggling()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="enough"):
+            quiet_trainer().fit(module, loader())
+    assert all(parameter.requires_grad for parameter in module.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,8 @@ class MixedPrecision(Precision):
             raise ConflictError(f"precision {flag!r} scales no loss, and a scaler was given: leave it out")
         self.flag = flag
         self.device = device
-        self._loss_scale = LossScale(scaler) if flag == "16-mixed" else None
+        self._scaler = scaler
+        self._loss_scale = self._new_loss_scale()
         self._module: Module | None = None
 
     @property
@@ -99,6 +101,10 @@ class MixedPrecision(Precision):
 
     def teardown(self) -> None:
         self._module = None
+        self._loss_scale = self._new_loss_scale()  # a step that broke has left the old one halfway
+
+    def _new_loss_scale(self) -> LossScale | None:
+        return LossScale(copy.deepcopy(self._scaler)) if self.flag == "16-mixed" else None
 
     def _module_device(self) -> str:
         if self._module is None:

@@ -51,13 +51,19 @@ def complete_callbacks(
     return _in_order(callbacks)
 
 
-def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
+def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback], *, saves: bool = True) -> list[Callback]:
     """Return the callbacks with those that a module configures, which replace those of the same class.
+
+    Args:
+        module: Configures some.
+        callbacks: Those that there are.
+        saves: Whether those that save checkpoints are among them.
 
     Raises:
         RequestError: Something that the module configures is no callback.
     """
     own = _as_list(module.configure_callbacks(), f"{type(module).__name__}.configure_callbacks")
+    own = [callback for callback in own if saves or not callback.saves_checkpoints]
     if not own:
         return list(callbacks)
     kept = [callback for callback in callbacks if not any(type(callback) is type(other) for other in own)]

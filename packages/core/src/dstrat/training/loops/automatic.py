@@ -9,7 +9,14 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.training.dispatch import overrides
-from dstrat.training.loops.steps import bind_backward, bind_optimizer_step, bind_step, bind_unscaling
+from dstrat.training.loops.optimizer_proxy import OptimizerProxy
+from dstrat.training.loops.steps import (
+    bind_backward,
+    bind_optimizer_step,
+    bind_step,
+    bind_unscaling,
+    steps_plainly,
+)
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
@@ -67,9 +74,8 @@ class AutomaticOptimization:
         module, trainer, optimizer = self._module, self._trainer, self._optimizer
         if not overrides(module, "optimizer_step", TrainModule):
             return bind_optimizer_step(self._strategy, module, optimizer)
-        return lambda closure: module.optimizer_step(
-            trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer, closure
-        )
+        given: Any = optimizer if steps_plainly(self._strategy) else OptimizerProxy(optimizer, self._strategy, module)
+        return lambda closure: module.optimizer_step(trainer.current_epoch, trainer.fit_loop.batch_idx, given, closure)
 
     def _find_zero_grad(self) -> Callable[[], None]:
         module, trainer, optimizer = self._module, self._trainer, self._optimizer

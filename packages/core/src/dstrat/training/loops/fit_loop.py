@@ -168,6 +168,14 @@ class FitLoop:
         self.logged.start_epoch()  # what on_train_start logs belongs to the first epoch
         trainer.dispatch.call("on_train_start")
         _tell_of_evaluation_mode(self._module)
+        if self.finished and trainer.is_global_zero:
+            _log.warning(
+                "nothing is left to train: %d of max_epochs=%d epochs and %d of max_steps=%d steps are done",
+                self.epochs_done,
+                trainer.max_epochs,
+                self.global_step,
+                trainer.max_steps,
+            )
         with Interruption() as self._interruption:
             self._stops = self._decide()
             while not (self.finished or self._stops or self.num_batches == 0):
@@ -333,7 +341,7 @@ class FitLoop:
             batches_seen=self.batches_seen,
         ):
             self.phase = "validated"
-            self._validate(frees_gradients=self.in_group == 0)
+            self._validate(frees_gradients=self.in_group == 0 and self.manual_optimization is None)
 
     def _validate(self, *, frees_gradients: bool = False) -> None:
         assert self._validation is not None  # noqa: S101 - it is due only when there is one

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError
+from dstrat.training.loops.optimizer_proxy import OptimizerProxy
 from dstrat.training.loops.steps import bind_step
 
 if TYPE_CHECKING:
@@ -59,37 +60,23 @@ class ManualOptimization:
             hook()
 
 
-class ManualOptimizer:
-    """An optimizer as manual optimization sees it: its ``step`` goes through the strategy, and is counted.
-
-    Everything else is that of the optimizer itself.
+class ManualOptimizer(OptimizerProxy):
+    """An optimizer as manual optimization sees it: its steps are counted too, and hooks come before them.
 
     Args:
         optimizer: One that ``configure_optimizers`` returned.
         trainer: Its strategy steps the optimizer.
         module: The module whose parameters it has.
-
-    Attributes:
-        optimizer: The optimizer itself.
     """
 
+    _module: TrainModule
+
     def __init__(self, optimizer: Optimizer, trainer: Trainer, module: TrainModule) -> None:
-        self.optimizer = optimizer
-        self._strategy, self._module = trainer.strategy, module
+        super().__init__(optimizer, trainer.strategy, module)
         self._loop = trainer.fit_loop
         self._before_step = trainer.dispatch.of("on_before_optimizer_step")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step the optimizer.
-
-        Args:
-            closure: Computes the loss and its gradients and returns the loss, for optimizers that need it.
-            **kwargs: Passed to the optimizer's ``step``.
-
-        Returns:
-            What the closure returned.
-        """
-
         def prepared() -> Any:
             loss = closure() if closure is not None else None
             self._strategy.unscale_gradients(self.optimizer)
@@ -97,7 +84,7 @@ class ManualOptimizer:
                 hook(self.optimizer)
             return loss
 
-        output = self._strategy.optimizer_step(self.optimizer, prepared, self._module, **kwargs)
+        output = super().step(prepared, **kwargs)
         self._loop.global_step += 1
         return output
 
@@ -114,12 +101,6 @@ class ManualOptimizer:
                 yield
         finally:
             self._module.untoggle_optimizer(self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
-
-    def __repr__(self) -> str:
-        return f"ManualOptimizer({self.optimizer!r})"
 
 
 def _check_arguments(trainer: Trainer, module: TrainModule) -> None:

@@ -62,6 +62,14 @@ def bind_optimizer_step(
     return lambda closure: step(optimizer, closure)
 
 
+def steps_plainly(strategy: Strategy) -> bool:
+    """Return whether neither strategy nor precision does anything in an optimizer's step."""
+    return not (
+        overrides(strategy, "optimizer_step", Strategy)
+        or overrides(strategy.precision_plugin, "optimizer_step", Precision)
+    )
+
+
 def count_arguments(step: Any) -> int:
     """Return how many of (batch, index of the batch, index of the loader) a step takes."""
     parameters = inspect.signature(step).parameters.values()

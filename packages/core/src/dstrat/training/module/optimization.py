@@ -77,7 +77,7 @@ class OptimizationMethods:
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any]
     ) -> None:
         """Run the closure, which computes the gradients, and step the optimizer."""
-        self.trainer.strategy.optimizer_step(optimizer, optimizer_closure, self)  # type: ignore[arg-type]  # a Module
+        self.trainer.strategy.optimizer_step(_plain(optimizer), optimizer_closure, self)  # type: ignore[arg-type]  # a Module
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Clear the gradients of an optimizer."""
@@ -142,7 +142,7 @@ class OptimizationMethods:
         for parameter in others:
             parameter.requires_grad_(False)
 
-    def untoggle_optimizer(self, optimizer: Optimizer | ManualOptimizer) -> None:
+    def untoggle_optimizer(self, optimizer: Optimizer | ManualOptimizer | None = None) -> None:
         """Undo :meth:`toggle_optimizer`."""
         for parameter, required in (self._was_trainable or {}).items():
             parameter.requires_grad_(required)
