@@ -24,7 +24,7 @@ HOOKS = [
 def recorded(make_line):
     """A module that notes each hook before it does what the hook does."""
 
-    def make(calls):
+    def make(calls, base=None):
         def noting(name, original):
             def hook(self, *args):
                 calls.append(name)
@@ -32,7 +32,7 @@ def recorded(make_line):
 
             return hook
 
-        base = type(make_line())
+        base = base or type(make_line())
         return make_line(type("Recorded", (base,), {name: noting(name, getattr(base, name)) for name in HOOKS}))
 
     return make
@@ -77,6 +77,62 @@ def test_the_order_of_a_fit(quiet_trainer, recorded, loader):
         "on_train_batch_end",
         "on_validation_model_zero_grad",
         *evaluation("validation", 1),
+        "on_train_epoch_end",
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+    ]
+
+
+def test_the_order_of_manual_optimization(quiet_trainer, recorded, line_class, loader):
+    class Manual(line_class):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [super().configure_optimizers(), super().configure_optimizers()]
+
+    calls = []
+    quiet_trainer(max_epochs=1, limit_train_batches=1).fit(recorded(calls, Manual), loader(24))
+    step = ["on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step"]
+    assert calls == [
+        *START,
+        "configure_optimizers",
+        "on_fit_start",
+        "on_train_start",
+        "on_train_epoch_start",
+        *TRANSFER,
+        *["on_train_batch_start", "training_step", *step, *step, "on_train_batch_end"],
+        "on_train_epoch_end",
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+    ]
+
+
+def test_the_order_of_a_fit_that_goes_on(quiet_trainer, recorded, line, loader, tmp_path):
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            trainer.save_checkpoint(tmp_path / "saved")
+            trainer.should_stop = True
+
+    quiet_trainer(callbacks=Saving()).fit(line, loader(24))
+    calls = []
+    quiet_trainer(max_epochs=1).fit(recorded(calls), loader(24), loader(24), ckpt_path=tmp_path / "saved")
+    assert calls == [
+        *START,
+        *["configure_optimizers", "on_load_checkpoint", "on_fit_start", "on_train_start", "on_train_epoch_start"],
+        *TRANSFER,
+        *["on_train_batch_start", "optimizer_step", "on_before_zero_grad", "optimizer_zero_grad", "training_step"],
+        *["on_before_backward", "backward", "on_after_backward"],
+        *["on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end"],
+        "on_validation_model_zero_grad",
+        *evaluation("validation", 2),
         "on_train_epoch_end",
         "on_train_end",
         "on_fit_end",

@@ -19,22 +19,28 @@ class ExplainedUnusedParameters:
     """A context that turns torch's error about an unfinished reduction into one that names parameters and a way out.
 
     Args:
-        model: Whose reduction may be unfinished.
+        model: Whose reduction may be unfinished; it has just been made.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
+        # Now, as torch numbers them: later some may be frozen for a while, as toggle_optimizer does.
+        self._reduced = [
+            name.removeprefix("module.")
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        ]
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RuntimeError) and _TORCH_SAYS in str(error) and not self._model.find_unused_parameters:
-            raise MisuseError(_explanation(self._model, str(error))) from error
+            raise MisuseError(_explanation(self._reduced, str(error))) from error
 
 
-def _explanation(model: DistributedDataParallel, message: str) -> str:
-    names = _unused_names(model, message)
+def _explanation(reduced: list[str], message: str) -> str:
+    names = _unused_names(reduced, message)
     shown = ", ".join(names[:_MOST_NAMES]) or "some parameters"
     more = " and others" if len(names) > _MOST_NAMES else ""
     return (
@@ -44,14 +50,8 @@ def _explanation(model: DistributedDataParallel, message: str) -> str:
     )
 
 
-def _unused_names(model: DistributedDataParallel, message: str) -> list[str]:
+def _unused_names(reduced: list[str], message: str) -> list[str]:
     found = _INDICES.search(message)
     if found is None:
         return []
-    reduced = [
-        name
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    ]
-    indices = [int(index) for index in found[1].split()]
-    return [reduced[index].removeprefix("module.") for index in indices if index < len(reduced)]
+    return [reduced[index] for index in map(int, found[1].split()) if index < len(reduced)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import RequestError
 from dstrat.training.loggers.logger import Logger
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -29,7 +29,9 @@ def complete_loggers(
         from dstrat.training.loggers.csv_logger import CSVLogger
 
         given = CSVLogger()
-    loggers = [given] if isinstance(given, Logger) else list(given) if isinstance(given, Sequence) else []
+    if given is False:
+        return []
+    loggers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise RequestError(
