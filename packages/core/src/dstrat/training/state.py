@@ -151,7 +151,7 @@ class RunState:
     @property
     def num_training_batches(self) -> int | None:
         """Number of training batches in an epoch; None where it is unknown."""
-        return self.fit_loop.num_batches
+        return self.fit_loop.data.num_batches
 
     @property
     def is_last_batch(self) -> bool:
@@ -171,9 +171,9 @@ class RunState:
         """
         if self.sources is None:
             raise MisuseError("estimated_stepping_batches is known during a fit: ask for it in configure_optimizers")
-        self.fit_loop.load(self.sources)
+        self.fit_loop.data.load(self.sources)
         most = math.inf if self.max_steps < 0 else self.max_steps
-        batches = self.fit_loop.num_batches
+        batches = self.fit_loop.data.num_batches
         if batches is None or self.max_epochs < 0:
             return most
         return min(most, math.ceil(batches / self.accumulate_grad_batches) * self.max_epochs)
@@ -181,7 +181,7 @@ class RunState:
     @property
     def train_dataloader(self) -> Any:
         """What this process trains from; None before it is known."""
-        return self.fit_loop.loader
+        return self.fit_loop.data.loader
 
     @property
     def val_dataloaders(self) -> list[Any]:

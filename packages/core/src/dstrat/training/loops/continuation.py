@@ -28,7 +28,7 @@ def rank_state(trainer: Trainer, beginning: Beginning | None, *, has_gradients: 
     return {
         "random": RandomState.capture().state_dict(),
         "device_random": strategy.accelerator.get_random_state(strategy.root_device),
-        "generators": generator_states(trainer.fit_loop.loader),
+        "generators": generator_states(trainer.fit_loop.data.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
         "logged": trainer.fit_loop.logged.state_dict(),
         "gradients": _gradients(trainer) if has_gradients else None,
@@ -87,9 +87,9 @@ class Continuation:
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if state["logged"] is not None:
             trainer.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
-        set_generator_states(trainer.fit_loop.loader, state["generators"])
+        set_generator_states(trainer.fit_loop.data.loader, state["generators"])
         if self.beginning is not None:
-            self.beginning.share_order(trainer.fit_loop.loader)
+            self.beginning.share_order(trainer.fit_loop.data.loader)
         if state["device_random"] is not None:
             strategy.accelerator.set_random_state(strategy.root_device, state["device_random"])
         if state["random"] is not None:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
-from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.training.data.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
-from dstrat.training.data.continued import Beginning, ContinuedLoader
 from dstrat.training.data.epochs import set_epoch
-from dstrat.training.data.loaders import length_of, limit_of, prepare_training_loader
-from dstrat.training.data.unshuffled import unshuffled
 from dstrat.training.loops.automatic import AutomaticOptimization
 from dstrat.training.loops.continuation import Continuation, rank_state
 from dstrat.training.loops.interruption import Interruption, stop_by
 from dstrat.training.loops.manual import ManualOptimization
 from dstrat.training.loops.schedulers import SchedulerSteps
 from dstrat.training.loops.steps import count_arguments
+from dstrat.training.loops.training_data import TrainingData
 from dstrat.training.loops.validation_schedule import ValidationSchedule
 from dstrat.training.loops.votes import Votes
 from dstrat.training.metrics.logged import LoggedValues
@@ -66,8 +61,7 @@ class FitLoop:
         in_group: Number of batches whose gradients wait for an optimizer step.
         scales_position: Whether the counters come from processes with another share of the data.
         phase: How much of what follows a batch or an epoch has been done.
-        num_batches: Number of batches in an epoch, None where the loader has no length or is not known yet.
-        loader: What this process trains from, None before it is known.
+        data: What this process trains from.
         logged: The values that the module logs while it trains.
     """
 
@@ -83,15 +77,12 @@ class FitLoop:
         self.in_group = 0
         self.steps_before = 0
         self.phase: Phase = "done"
-        self.num_batches: int | None = None
-        self.loader: Any = None
+        self.data = TrainingData(trainer)
         self.logged = LoggedValues(training=True)
         self._optimization: AutomaticOptimization | ManualOptimization | None = None
         self._validation: EvaluationLoop | None = None
-        self._loaded_in_epoch = 0
         self.scales_position = False
         self._saved_length: int | None = None
-        self._beginning: Beginning | None = None
         self._continuation: Continuation | None = None
         self._stops = False
         self._must_vote = False
@@ -137,18 +128,6 @@ class FitLoop:
         self._optimization = optimization(self._trainer, module)
         self._schedulers = SchedulerSteps(self._trainer, module)
 
-    def load(self, sources: Sources) -> None:
-        """Take the training loader from where the user gave it, unless that is done."""
-        trainer = self._trainer
-        if self.loader is None:
-            given = sources.loader("train")
-            self.loader = prepare_training_loader(
-                unshuffled(given) if trainer.overfit_batches else given,
-                trainer.strategy,
-                distribute=trainer.use_distributed_sampler,
-            )
-            self.num_batches = limit_of(trainer.limit_train_batches, length_of(self.loader), "limit_train_batches")
-
     def run(self, validation: EvaluationLoop | None) -> None:
         """Train until the asked epochs or steps are done, or something asks to stop.
 
@@ -157,12 +136,11 @@ class FitLoop:
         """
         trainer = self._trainer
         self._validation = validation
-        self.load(self._sources)
-        self.num_batches = _agreed_length(trainer, self.num_batches)
-        self._loaded_in_epoch = self.epoch
+        self.data.open(self._sources, self.epoch)
         if self.scales_position:
-            self._scale_position()
-        self._schedule = ValidationSchedule(trainer, self.num_batches)
+            self.batches_done = self.data.scaled(self.batches_done, self._saved_length)
+            self.scales_position = False
+        self._schedule = ValidationSchedule(trainer, self.data.num_batches)
         self._votes = Votes(trainer.strategy, self.batches_seen)
         trainer.publisher.follow(self.logged)
         self.logged.start_epoch()  # what on_train_start logs belongs to the first epoch
@@ -178,7 +156,7 @@ class FitLoop:
             )
         with Interruption() as self._interruption:
             self._stops = self._decide()
-            while not (self.finished or self._stops or self.num_batches == 0):
+            while not (self.finished or self._stops or self.data.num_batches == 0):
                 self._run_epoch()
                 self._stops = self._stops or self._decide()
         trainer.dispatch.call("on_train_end")
@@ -186,7 +164,7 @@ class FitLoop:
     def _run_epoch(self) -> None:
         trainer, dispatch = self._trainer, self._trainer.dispatch
         self._reload_when_due()
-        set_epoch(self.loader, self.epoch)
+        set_epoch(self.data.loader, self.epoch)
         continuation, goes_on = self._continuation, self.batches_done > 0
         if continuation is not None and not goes_on:
             continuation.restore()
@@ -207,21 +185,11 @@ class FitLoop:
             hook()
         self.epoch = self.epochs_done
 
-    def _scale_position(self) -> None:
-        """Find the part of the epoch that other processes had reached, with batches of another size."""
-        here, there = length_of(self.loader), self._saved_length
-        if here and there and here != there:
-            self.batches_done = self.batches_done * here // there
-        self.scales_position = False
-
     def _reload_when_due(self) -> None:
-        every = self._trainer.reload_dataloaders_every_n_epochs
-        if every and self.epoch - self._loaded_in_epoch >= every:
-            self.loader, self._loaded_in_epoch, before = None, self.epoch, self.num_batches
-            self.load(self._sources)
-            self.num_batches = _agreed_length(self._trainer, self.num_batches)
-            if self.num_batches != before:
-                self._schedule = ValidationSchedule(self._trainer, self.num_batches)
+        num_batches = self.data.num_batches
+        if self.data.reload_when_due(self._sources, self.epoch):
+            if self.data.num_batches != num_batches:
+                self._schedule = ValidationSchedule(self._trainer, self.data.num_batches)
             if self._validation is not None:
                 self._validation.load(self._sources.loader("val"))
 
@@ -254,24 +222,16 @@ class FitLoop:
 
     def _batches(self) -> Iterable[tuple[Any, bool]]:
         """Return the batches of the epoch that are left, on the device, each with whether it is the last."""
-        trainer, loader, left = self._trainer, self.loader, self.num_batches
         beginning = None if self._continuation is None else self._continuation.beginning
         if beginning is None or not self.batches_done:
             self.batches_done = self.in_group = 0
-            self._beginning = Beginning.of(loader)
-        else:
-            self._beginning = beginning
-            loader = ContinuedLoader(loader, self._beginning, self.batches_done)
-            left = None if left is None else max(0, left - self.batches_done)  # the limit may be lower now
         self._continuation = None
         if isinstance(self._optimization, AutomaticOptimization):
             if self.in_group:
                 self._optimization.go_on_accumulating()
             else:
                 self._optimization.start_group()  # on_train_batch_start may have ended an epoch within a group
-        move = trainer.profiled("transfer_batch", batch_mover(trainer, self._module))
-        batches = trainer.profiled_batches(Batches(loader, left, None if self.batches_done else "training"))
-        return device_batches(batches, move, copies_ahead_to=device_to_copy_ahead_to(trainer, self._module))
+        return self.data.batches(self._module, done=self.batches_done, beginning=beginning)
 
     def _look_up(self) -> None:
         """Find what is called for each batch, before the first of an epoch."""
@@ -321,10 +281,10 @@ class FitLoop:
     def _group_size(self, batch_idx: int) -> int:
         """Return the number of batches in this one's group; the last group of an epoch may have fewer."""
         accumulate = self._accumulate
-        if self.num_batches is None:
+        if self.data.num_batches is None:
             return accumulate
         start = batch_idx - batch_idx % accumulate
-        return min(accumulate, self.num_batches - start)
+        return min(accumulate, self.data.num_batches - start)
 
     def _publish_when_due(self) -> None:
         every = self._trainer.log_every_n_steps
@@ -369,7 +329,7 @@ class FitLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters for a checkpoint, the same in every process."""
-        return {name: getattr(self, name) for name in _COUNTERS} | {"loader_length": length_of(self.loader)}
+        return {name: getattr(self, name) for name in _COUNTERS} | {"loader_length": self.data.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the counters."""
@@ -381,7 +341,7 @@ class FitLoop:
     def rank_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this process alone."""
         has_gradients = self.in_group > 0 or self.manual_optimization is not None
-        return rank_state(self._trainer, self._beginning, has_gradients=has_gradients)
+        return rank_state(self._trainer, self.data.beginning, has_gradients=has_gradients)
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what a process had when the checkpoint was saved."""
@@ -391,23 +351,6 @@ class FitLoop:
 def _detached(outputs: Any) -> Any:
     """Return outputs that keep no graph alive."""
     return outputs.detach() if isinstance(outputs, Tensor) else apply_to_tensors(outputs, Tensor.detach)
-
-
-def _agreed_length(trainer: Trainer, num_batches: int | None) -> int | None:
-    """Return the number of batches that every process has, as none may train alone; collective."""
-    strategy = trainer.strategy
-    if strategy.world_size == 1:
-        return num_batches
-    mine = torch.tensor(-1 if num_batches is None else num_batches, device=strategy.root_device)
-    lengths = strategy.all_gather(mine).flatten().tolist()
-    if len(set(lengths)) == 1:
-        return num_batches
-    described = ", ".join(f"{'unknown' if n < 0 else n} on rank {rank}" for rank, n in enumerate(lengths))
-    if min(lengths) < 0:
-        raise MisuseError(f"the training loaders differ in their number of batches: {described}; give each a length")
-    if strategy.is_global_zero:
-        _log.warning("the training loaders differ in their number of batches: %s; the smallest is taken", described)
-    return int(min(lengths))
 
 
 def _tell_of_evaluation_mode(module: TrainModule) -> None:

@@ -1,0 +1,117 @@
+"""What a process trains from: its loader, how much of it, and the batches of an epoch."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.errors import MisuseError
+from dstrat.training.data.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
+from dstrat.training.data.continued import Beginning, ContinuedLoader
+from dstrat.training.data.loaders import length_of, limit_of, prepare_training_loader
+from dstrat.training.data.unshuffled import unshuffled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dstrat.training.data.sources import Sources
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingData:
+    """The training loader of this process.
+
+    Args:
+        trainer: Its strategy divides the data; its arguments limit it.
+
+    Attributes:
+        loader: What is read, None before it is known.
+        num_batches: Number of batches in an epoch, None where the loader has no length or is not known yet.
+        beginning: How the epoch began; None before the first.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.loader: Any = None
+        self.num_batches: int | None = None
+        self.beginning: Beginning | None = None
+        self._loaded_in_epoch = 0
+
+    @property
+    def length(self) -> int | None:
+        """Number of batches of the whole loader, without a limit; None where it is unknown."""
+        return length_of(self.loader)
+
+    def load(self, sources: Sources) -> None:
+        """Take the loader from where the user gave it, unless that is done; collective."""
+        trainer = self._trainer
+        if self.loader is None:
+            given = sources.loader("train")
+            self.loader = prepare_training_loader(
+                unshuffled(given) if trainer.overfit_batches else given,
+                trainer.strategy,
+                distribute=trainer.use_distributed_sampler,
+            )
+            self.num_batches = limit_of(trainer.limit_train_batches, self.length, "limit_train_batches")
+
+    def open(self, sources: Sources, epoch: int) -> None:
+        """Take the loader, and agree with the other processes on its length; collective."""
+        self.load(sources)
+        self._loaded_in_epoch = epoch
+        self.num_batches = _agreed_length(self._trainer, self.num_batches)
+
+    def reload_when_due(self, sources: Sources, epoch: int) -> bool:
+        """Take another loader where the Trainer was asked to, and return whether it was time; collective then."""
+        every = self._trainer.reload_dataloaders_every_n_epochs
+        if not every or epoch - self._loaded_in_epoch < every:
+            return False
+        self.loader = None
+        self.open(sources, epoch)
+        return True
+
+    def scaled(self, batches_done: int, other_length: int | None) -> int:
+        """Return how many batches are the part of an epoch that other processes had done, with another length of it."""
+        if not self.length or not other_length:
+            return batches_done
+        return batches_done * self.length // other_length
+
+    def batches(self, module: TrainModule, *, done: int, beginning: Beginning | None) -> Iterable[tuple[Any, bool]]:
+        """Return the batches of an epoch that are left, on the device, each with whether it is the last.
+
+        Args:
+            module: Whose hooks take part in the transfer.
+            done: Number of batches that have been trained on.
+            beginning: How the epoch began, where some have been.
+        """
+        trainer, loader, left = self._trainer, self.loader, self.num_batches
+        if done and beginning is not None:
+            self.beginning = beginning
+            loader = ContinuedLoader(loader, beginning, done)
+            left = None if left is None else max(0, left - done)
+        else:
+            self.beginning = Beginning.of(loader)
+        move = trainer.profiled("transfer_batch", batch_mover(trainer, module))
+        batches = trainer.profiled_batches(Batches(loader, left, None if done else "training"))
+        return device_batches(batches, move, copies_ahead_to=device_to_copy_ahead_to(trainer, module))
+
+
+def _agreed_length(trainer: Trainer, num_batches: int | None) -> int | None:
+    """Return the number of batches that every process has, as none may train alone; collective."""
+    strategy = trainer.strategy
+    if strategy.world_size == 1:
+        return num_batches
+    mine = torch.tensor(-1 if num_batches is None else num_batches, device=strategy.root_device)
+    lengths = strategy.all_gather(mine).flatten().tolist()
+    if len(set(lengths)) == 1:
+        return num_batches
+    described = ", ".join(f"{'unknown' if n < 0 else n} on rank {rank}" for rank, n in enumerate(lengths))
+    if min(lengths) < 0:
+        raise MisuseError(f"the training loaders differ in their number of batches: {described}; give each a length")
+    if strategy.is_global_zero:
+        _log.warning("the training loaders differ in their number of batches: %s; the smallest is taken", described)
+    return int(min(lengths))
