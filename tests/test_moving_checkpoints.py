@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, SingleDeviceStrategy, Trainer, TrainModule
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.errors import MisuseError
 from dstrat_ddp import DDPStrategy
-from dstrat_fsdp import FSDPStrategy
+from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
 
 GLOBAL_BATCH = 12  # which 1, 2, 3 and 4 processes divide
 STOPPED_AT, STEPS = 5, 15
@@ -26,12 +30,22 @@ class Place:
     name: str
     strategy: Any
     devices: int
+    shares: int | None = None  # of a batch; None is one for each device
+
+
+def _fairscale() -> Any:
+    from dstrat_fsdp import DDPShardedStrategy
+
+    return DDPShardedStrategy
 
 
 PLACES = [
     Place("single_device", SingleDeviceStrategy, 1),
     *(Place(f"ddp on {n}", lambda: DDPStrategy(start_method="fork"), n) for n in (1, 2, 3, 4)),
     *(Place(f"fsdp on {n}", lambda: FSDPStrategy(start_method="fork"), n) for n in (2, 4)),
+    Place("fsdp, two replicas", lambda: FSDPStrategy(start_method="fork", device_mesh=(2, 2)), 4),
+    Place("model_parallel", lambda: ModelParallelStrategy(start_method="fork", tensor_parallel_size=2), 4, shares=2),
+    *([Place("ddp_sharded", lambda: _fairscale()(start_method="fork"), 2)] if find_spec("fairscale") else []),
 ]
 NAMES = [place.name for place in PLACES]
 
@@ -41,6 +55,12 @@ class Net(TrainModule):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def configure_model(self):
+        with contextlib.suppress(MisuseError):  # which the strategies without a mesh raise
+            if "tensor_parallel" in self.device_mesh.mesh_dim_names:
+                mesh = self.device_mesh["tensor_parallel"]
+                parallelize_module(self.layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
     def training_step(self, batch, batch_idx):
         return nn.functional.mse_loss(self.layers(batch[0]), batch[1])
@@ -80,7 +100,9 @@ def fit(place, tmp_path, *, steps, callbacks=(), ckpt_path=None):
         enable_checkpointing=False,
         default_root_dir=tmp_path,
     )
-    trainer.fit(module, DataLoader(data, batch_size=GLOBAL_BATCH // place.devices), ckpt_path=ckpt_path)
+    trainer.fit(
+        module, DataLoader(data, batch_size=GLOBAL_BATCH // (place.shares or place.devices)), ckpt_path=ckpt_path
+    )
     assert trainer.global_step == steps
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
