@@ -80,7 +80,7 @@ def test_an_owner_that_does_not_offer_the_alias_is_an_error(site):
 def test_settings_that_cannot_be_understood_are_errors(site):
     assert site.ask("str(attempt(get_catalog))", DSTRAT_PREFER="ddp") == (
         "RequestError: 'ddp' in DSTRAT_PREFER is not understood: write alias=distribution, "
-        'for example DSTRAT_PREFER="ddp=acme-ddp,fsdp=dstrat-fsdp"'
+        'for example DSTRAT_PREFER="my_strategy=acme-strategies,other=dstrat-other"'
     )
     assert site.ask("str(attempt(get_catalog))", DSTRAT_PREFER="ddp=a,ddp=b") == (
         "RequestError: DSTRAT_PREFER names two distributions for 'ddp': a and b"

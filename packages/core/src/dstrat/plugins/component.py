@@ -34,7 +34,7 @@ class Component:
         target: Where the class is, as ``"package.module:Class"``.  In-process registration may give the class itself.
         summary: One line for tables.
         synonyms: Further names for the same component.
-        requires: Requirement strings (``"deepspeed>=0.16"``), checked against installed metadata.
+        requires: Requirement strings (``"acme-runtime>=1.2"``), checked against installed metadata.
         options: Constructor arguments that the alias presets.
         auto: Rank for the automatic choice, the highest available one wins; None is never chosen automatically.
         groups: Names that stand for several accelerators (``"gpu"``); the available one with the highest

@@ -71,6 +71,6 @@ def _preference(item: str) -> tuple[str, str]:
     if not (alias and separator and owner):
         raise RequestError(
             f"{item!r} in {PREFER} is not understood: write alias=distribution, "
-            f'for example {PREFER}="ddp=acme-ddp,fsdp=dstrat-fsdp"'
+            f'for example {PREFER}="my_strategy=acme-strategies,other=dstrat-other"'
         )
     return alias, normalized(owner)

@@ -10,24 +10,19 @@ if TYPE_CHECKING:
     import torch
 
 _TERA: Mapping[str, Mapping[str, float]] = {
-    "B200": {"16": 2250, "tf32": 1100, "32": 75},
-    "GH200": {"16": 989.4, "tf32": 494.7, "32": 66.9},
-    "H200 NVL": {"16": 835.5, "tf32": 417.5, "32": 60},
+    "H200 NVL": {},  # slower than the H200 below, by how much is not checked
     "H200": {"16": 989.4, "tf32": 494.7, "32": 66.9},
     "H100 PCIe": {"16": 756, "tf32": 378, "32": 51},
-    "H100 NVL": {"16": 835.5, "tf32": 417.5, "32": 60},
+    "H100 NVL": {},  # likewise
     "H100": {"16": 989.4, "tf32": 494.7, "32": 66.9},
     "A100": {"16": 312, "tf32": 156, "32": 19.5},
-    "A30": {"16": 165, "tf32": 82, "32": 10.3},
     "A40": {"16": 149.7, "tf32": 74.8, "32": 37.4},
     "A10": {"16": 125, "tf32": 62.5, "32": 31.2},
     "L40S": {"16": 362, "tf32": 183, "32": 91.6},
-    "L40": {"16": 181, "tf32": 90.5, "32": 90.5},
     "L4": {"16": 121, "tf32": 60, "32": 30.3},
     "V100-SXM2": {"float16": 125, "32": 15.7},
     "V100-PCIE": {"float16": 112, "32": 14},
     "T4": {"float16": 65, "32": 8.1},
-    "RTX 4090": {"16": 165.2, "tf32": 82.6, "32": 82.6},
     "RTX 3090": {"16": 71, "tf32": 35.6, "32": 35.6},
 }
 
@@ -36,8 +31,8 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, allows_tf32: bool) -> fl
     """Return the most operations per second that a GPU can do in matrix products, None where it is not in the table.
 
     The figures are those of dense matrices in NVIDIA's data sheets (which print the doubled ones for sparse matrices
-    since the A100; the RTX cards' are from the whitepapers of Ampere GA102 and Ada, with accumulation in float32),
-    and of the full clock: a card that is limited in power does not reach them.
+    since the A100; the RTX 3090's are from the whitepaper of Ampere GA102, with accumulation in float32), and of the
+    full clock: a card that is limited in power does not reach them.
 
     Args:
         device_name: As ``torch.cuda.get_device_name`` gives it, such as ``"NVIDIA H100 80GB HBM3"``.

@@ -75,8 +75,8 @@ class _Encoder:
             complex: lambda value, path, depth: _marked(
                 "complex", parts=[self._float(part, path, depth) for part in (value.real, value.imag)]
             ),
-            torch.dtype: lambda value, path, depth: _marked("dtype", name=dtype_name(value)),  # noqa: ARG005
-            torch.device: lambda value, path, depth: _marked("device", name=str(value)),  # noqa: ARG005
+            torch.dtype: lambda value, path, depth: _marked("dtype", name=dtype_name(value)),  # noqa: ARG005 - likewise
+            torch.device: lambda value, path, depth: _marked("device", name=str(value)),  # noqa: ARG005 - likewise
         }
 
     def encode(self, value: Any, path: str, depth: int) -> Any:

@@ -94,7 +94,7 @@ def _is_stored(entry: TensorEntry) -> bool:
 def _leaders(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, int]:
     """Return, for each tensor that is distributed over some of the ranks only, which mesh writes it, by its first rank.
 
-    Such a tensor may be there once for each mesh: a layer that FSDP shards inside of every tensor parallel group.
+    Such a tensor may be there once for each mesh: a layer that is sharded inside of every group of ranks.
     """
     mine = {
         name: int(tensor.device_mesh.mesh.min())
