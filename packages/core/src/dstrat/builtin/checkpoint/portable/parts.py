@@ -112,7 +112,7 @@ def _runs(tensor: Any, coordinate: Sequence[int], name: str) -> list[list[Run]]:
 def _shard(runs: Sequence[Run], position: int, count: int, factor: int) -> list[Run]:
     """Return one of ``count`` shards of the indices, cut as ``torch.chunk`` does.
 
-    With a factor they are first cut into so many chunks, each of which is sharded: as where a dimension is sharded twice.
+    With a factor they are first cut into so many chunks, each of which is sharded: two meshes share a dimension.
     """
     total = sum(size for _, size in runs)
     chunk = max(1, -(-total // factor))
