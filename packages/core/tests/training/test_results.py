@@ -229,7 +229,8 @@ def test_predictions_of_several_megabytes_come_back(elsewhere, line_class, loade
     assert torch.equal(predictions[:, 0], predictions[:, -1])
 
 
-SCRIPT = """
+SCRIPT = r"""
+import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from dstrat import Trainer, TrainModule, ParallelStrategy
@@ -256,7 +257,7 @@ class Net(TrainModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-print("started", flush=True)
+sys.stdout.write("started\n")  # at once, as below, so that ranks do not mix their lines
 torch.manual_seed(0)
 loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
 module = Net()
@@ -267,9 +268,9 @@ trainer = Trainer(
 trainer.fit(module, loader)
 results = trainer.test(module, loader)
 predictions = trainer.predict(module, DataLoader(torch.ones(8, 2), batch_size=2))
-print(
-    "rank", trainer.global_rank, "steps", trainer.global_step, "loss", sorted(trainer.callback_metrics),
-    "tested", len(results), "predicted", sum(map(len, predictions)), flush=True,
+sys.stdout.write(
+    f"rank {trainer.global_rank} steps {trainer.global_step} loss {sorted(trainer.callback_metrics)} "
+    f"tested {len(results)} predicted {sum(map(len, predictions))}\n"
 )
 """
 

@@ -19,6 +19,7 @@ from dstrat import ModelCheckpoint, Trainer
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from dstrat.training.callbacks.progress_bar import ProgressBar
+from dstrat.training.metrics import publisher
 
 NUMBER = r"[\d.e+-]+"
 BAR = r"[━╸╺]+"
@@ -189,8 +190,9 @@ def test_values_are_read_only_when_they_are_shown(telling, loader, tmp_path):
     assert Counting.reads == 2
 
 
-def test_bar_checkpoint_and_csv_cost_a_few_calls_per_batch(line_class, tmp_path):
-    """Counted rather than timed, so that a busy machine changes nothing."""
+def test_bar_checkpoint_and_csv_cost_a_few_calls_per_batch(line_class, tmp_path, monkeypatch):
+    """Counted rather than timed, and nothing is drawn or written because time has passed: load changes nothing."""
+    monkeypatch.setattr(publisher, "SECONDS_BETWEEN_SAVES", 1000)
 
     def calls(batches, *, enabled):
         module = line_class()
@@ -204,6 +206,7 @@ def test_bar_checkpoint_and_csv_cost_a_few_calls_per_batch(line_class, tmp_path)
         trainer = Trainer(
             accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, logger=enabled, log_every_n_steps=50,
             enable_progress_bar=enabled, enable_checkpointing=enabled, enable_model_summary=enabled,
+            callbacks=[ProgressBar(refresh_seconds=1000)] if enabled else [],
         )  # fmt: skip
         data = torch.utils.data.DataLoader([(torch.zeros(1, 8), torch.zeros(1, 1))] * batches, batch_size=None)
         sys.setprofile(on_call)
