@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO as TorchCheckpointIO
     from dstrat.builtin.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
+    from dstrat.data.combined_loader import CombinedLoader as CombinedLoader
+    from dstrat.data.random_state import seed_everything as seed_everything
+    from dstrat.data.sharded_dataset import ShardedIterableDataset as ShardedIterableDataset
     from dstrat.errors import DstratError as DstratError
     from dstrat.interfaces.accelerator import Accelerator as Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.launcher import Launcher as Launcher
     from dstrat.interfaces.precision import Precision as Precision
     from dstrat.interfaces.strategy import Strategy as Strategy
+    from dstrat.parallel.gradient_sync import GradientSyncStrategy as GradientSyncStrategy
     from dstrat.parallel.strategy import ParallelStrategy as ParallelStrategy
     from dstrat.plugins.component import Component as Component
     from dstrat.plugins.component import Tombstone as Tombstone
@@ -43,8 +47,6 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.torch_prediction_writer import read_predictions as read_predictions
     from dstrat.training.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from dstrat.training.callbacks.weight_averaging import WeightAveraging as WeightAveraging
-    from dstrat.training.data.combined_loader import CombinedLoader as CombinedLoader
-    from dstrat.training.data.sharded_dataset import ShardedIterableDataset as ShardedIterableDataset
     from dstrat.training.loggers.csv_logger import CSVLogger as CSVLogger
     from dstrat.training.loggers.logger import Logger as Logger
     from dstrat.training.loggers.mlflow_logger import MLFlowLogger as MLFlowLogger
@@ -55,7 +57,6 @@ if TYPE_CHECKING:
     from dstrat.training.profilers.profiler import Profiler as Profiler
     from dstrat.training.profilers.simple import SimpleProfiler as SimpleProfiler
     from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
-    from dstrat.training.random_state import seed_everything as seed_everything
     from dstrat.training.trainer import Trainer as Trainer
 
 _HOMES = {
@@ -65,7 +66,7 @@ _HOMES = {
     "Callback": "dstrat.training.callbacks.callback",
     "CheckpointIO": "dstrat.interfaces.checkpoint_io",
     "ClusterEnvironment": "dstrat.interfaces.cluster",
-    "CombinedLoader": "dstrat.training.data.combined_loader",
+    "CombinedLoader": "dstrat.data.combined_loader",
     "Component": "dstrat.plugins.component",
     "DataModule": "dstrat.training.module.data_module",
     "DeviceStatsMonitor": "dstrat.training.callbacks.device_stats_monitor",
@@ -74,6 +75,7 @@ _HOMES = {
     "EarlyStopping": "dstrat.training.callbacks.early_stopping",
     "GradientAccumulationScheduler": "dstrat.training.callbacks.gradient_accumulation_scheduler",
     "LambdaCallback": "dstrat.training.callbacks.lambda_callback",
+    "GradientSyncStrategy": "dstrat.parallel.gradient_sync",
     "Launcher": "dstrat.interfaces.launcher",
     "LearningRateMonitor": "dstrat.training.callbacks.learning_rate_monitor",
     "Logger": "dstrat.training.loggers.logger",
@@ -86,7 +88,7 @@ _HOMES = {
     "PredictionWriter": "dstrat.training.callbacks.prediction_writer",
     "Profiler": "dstrat.training.profilers.profiler",
     "ProgressBar": "dstrat.training.callbacks.progress_bar",
-    "ShardedIterableDataset": "dstrat.training.data.sharded_dataset",
+    "ShardedIterableDataset": "dstrat.data.sharded_dataset",
     "SimpleProfiler": "dstrat.training.profilers.simple",
     "SingleDeviceStrategy": "dstrat.builtin.strategies.single_device",
     "Strategy": "dstrat.interfaces.strategy",
@@ -104,7 +106,7 @@ _HOMES = {
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "hookimpl": "dstrat.plugins.hookspec",
     "read_predictions": "dstrat.training.callbacks.torch_prediction_writer",
-    "seed_everything": "dstrat.training.random_state",
+    "seed_everything": "dstrat.data.random_state",
 }
 
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604 - the keys of a table of strings

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dstrat.data.loaders import check_limit
 from dstrat.errors import ConflictError, RequestError
-from dstrat.training.data.loaders import check_limit
 from dstrat.training.duration import read_duration
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
+from dstrat.builtin.checkpoint.formats import io_for
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError
-from dstrat.training.checkpoint_path import io_for
 from dstrat.training.loops.continuation import moved_state
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, checkpoint_entries
 

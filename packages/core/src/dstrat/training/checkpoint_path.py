@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import zipfile
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
+from dstrat.builtin.checkpoint.formats import io_for
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.checkpoint.portable.layout import LAST
 from dstrat.builtin.checkpoint.portable.newest import newest_checkpoint
 from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
@@ -33,16 +32,6 @@ _PLACES = ("", "checkpoints", "*/checkpoints", "*/*/checkpoints")
 _log = logging.getLogger(__name__)
 
 
-def io_for(path: str | Path, own: CheckpointIO) -> CheckpointIO:
-    """Return what handles a checkpoint: the run's own, unless that is one of ours and the checkpoint the other's."""
-    inner = own.checkpoint_io if isinstance(own, AsyncCheckpointIO) else own
-    if type(inner) is TorchCheckpointIO and is_portable(path):
-        return PortableCheckpointIO()
-    if type(inner) is PortableCheckpointIO and Path(path).is_file() and not is_portable(path):
-        return TorchCheckpointIO()
-    return own
-
-
 def remove_checkpoint(strategy: Strategy, path: str) -> None:
     """Remove a checkpoint of either of our formats, whichever the run writes."""
     io = io_for(path, strategy.checkpoint_io)
@@ -50,12 +39,6 @@ def remove_checkpoint(strategy: Strategy, path: str) -> None:
         strategy.remove_checkpoint(path)
     elif strategy.is_global_zero:
         io.remove_checkpoint(path)
-
-
-def is_portable(path: str | Path) -> bool:
-    """Return whether a path is a checkpoint's folder, or the pointer to the newest one beside it."""
-    path = Path(path)
-    return path.is_dir() or (path.name == LAST and not zipfile.is_zipfile(path))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

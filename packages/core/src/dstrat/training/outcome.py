@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.callbacks.defaults import with_callbacks_of
-from dstrat.training.random_state import RandomState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from dstrat.data.random_state import RandomState
 from dstrat.training.anomaly import AnomalyDetection
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint import restore_checkpoint
@@ -18,7 +19,6 @@ from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule
 from dstrat.training.numerics import numerics
 from dstrat.training.outcome import Outcome
-from dstrat.training.random_state import RandomState
 
 _log = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.optimization import Optimization, read_optimizers
 from dstrat.resolve import Request, build, make_plan
@@ -19,7 +20,6 @@ from dstrat.training.loops.fit_loop import FitLoop
 from dstrat.training.metrics.latest import Metrics
 from dstrat.training.metrics.publisher import Publisher
 from dstrat.training.profilers.names import make_profiler
-from dstrat.training.random_state import RandomState
 from dstrat.training.run import execute, execute_elsewhere
 from dstrat.training.state import RunState
 

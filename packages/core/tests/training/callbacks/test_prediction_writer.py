@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 from dstrat import PredictionWriter, TorchPredictionWriter, TrainModule, read_predictions
+from dstrat.data.recorded_batches import record_batches, take_indices
 from dstrat.errors import MisuseError, RankFailedError, RequestError
-from dstrat.training.data.recorded_batches import record_batches, take_indices
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dstrat import SingleDeviceStrategy
+from dstrat.data.agreed_end import MOST_BATCHES_AHEAD, AgreedEnd
 from dstrat.errors import RankFailedError
-from dstrat.training.data.agreed_end import MOST_BATCHES_AHEAD, AgreedEnd
 
 
 class Together(SingleDeviceStrategy):

@@ -17,10 +17,9 @@ from torch.utils.data import (
 )
 
 from dstrat import CombinedLoader
-from dstrat.errors import MisuseError, RankFailedError, RequestError
-from dstrat.training.data.agreed_end import AgreedEnd
-from dstrat.training.data.epochs import set_epoch
-from dstrat.training.data.loaders import (
+from dstrat.data.agreed_end import AgreedEnd
+from dstrat.data.epochs import set_epoch
+from dstrat.data.loaders import (
     as_list,
     check_loaders,
     length_is_certain,
@@ -29,6 +28,7 @@ from dstrat.training.data.loaders import (
     prepare_evaluation_loader,
     prepare_training_loader,
 )
+from dstrat.errors import MisuseError, RankFailedError, RequestError
 
 
 class Stream(IterableDataset):

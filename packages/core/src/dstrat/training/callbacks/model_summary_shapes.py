@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from dstrat.training.random_state import RandomState
+from dstrat.data.random_state import RandomState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""From the user's loaders to the batches on this process's device."""
+"""From the loaders of a module or data module to the batches on this process's device."""

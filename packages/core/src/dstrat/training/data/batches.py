@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from dstrat.data.ahead import copied_ahead
+from dstrat.data.loaders import length_is_certain
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import mover_to
 from dstrat.interfaces.strategy import Strategy
-from dstrat.training.data.ahead import copied_ahead
-from dstrat.training.data.loaders import length_is_certain
 from dstrat.training.dispatch import overrides
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hooks import DataHooks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from dstrat.data.loaders import check_loaders
 from dstrat.errors import MisuseError
-from dstrat.training.data.loaders import check_loaders
 from dstrat.training.dispatch import overrides
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.train_module import TrainModule

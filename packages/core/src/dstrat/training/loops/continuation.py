@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dstrat.training.data.continued import Beginning, generator_states, set_generator_states
-from dstrat.training.random_state import RandomState
+from dstrat.data.continued import Beginning, generator_states, set_generator_states
+from dstrat.data.random_state import RandomState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from dstrat.data.epochs import set_epoch
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.training.data.epochs import set_epoch
 from dstrat.training.loops.automatic import AutomaticOptimization
 from dstrat.training.loops.continuation import Continuation, rank_state
 from dstrat.training.loops.interruption import Interruption, stop_by

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dstrat.data.continued import Beginning, ContinuedLoader
+from dstrat.data.loaders import length_of, limit_of, prepare_training_loader
+from dstrat.data.unshuffled import unshuffled
 from dstrat.errors import MisuseError
 from dstrat.training.data.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
-from dstrat.training.data.continued import Beginning, ContinuedLoader
-from dstrat.training.data.loaders import length_of, limit_of, prepare_training_loader
-from dstrat.training.data.unshuffled import unshuffled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from dstrat.data.loaders import limit_of
 from dstrat.errors import MisuseError
-from dstrat.training.data.loaders import limit_of
 from dstrat.training.duration import read_duration
 
 if TYPE_CHECKING:

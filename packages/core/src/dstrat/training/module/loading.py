@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dstrat.builtin.checkpoint.formats import io_for
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError
-from dstrat.training.checkpoint_path import io_for
 from dstrat.training.module.constructor import Constructor
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS
 from dstrat.training.module.plain_values import from_plain

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from dstrat import ShardedIterableDataset
-from dstrat.training.data.loaders import length_of, prepare_evaluation_loader, prepare_training_loader
+from dstrat.data.loaders import length_of, prepare_evaluation_loader, prepare_training_loader
 
 
 class Stream(IterableDataset):

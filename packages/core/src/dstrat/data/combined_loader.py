@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from dstrat.data.structure import describe, is_structure, leaves, map_leaves
 from dstrat.errors import MisuseError, RequestError
-from dstrat.training.data.structure import describe, is_structure, leaves, map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dstrat.training.data.combined_loader import CombinedLoader
+from dstrat.data.combined_loader import CombinedLoader
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from typing_extensions import Self
 
-from dstrat.training.data.division import sampler_of, with_parts
-from dstrat.training.random_state import RandomState
+from dstrat.data.division import sampler_of, with_parts
+from dstrat.data.random_state import RandomState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from dstrat.training.data.division import with_parts
+from dstrat.data.division import with_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

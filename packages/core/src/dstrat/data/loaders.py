@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from dstrat.data.agreed_end import AgreedEnd
+from dstrat.data.combined_loader import CombinedLoader
+from dstrat.data.continued import ContinuedLoader
+from dstrat.data.division import divide_evaluation, divide_training, is_divisible, with_parts
+from dstrat.data.recorded_batches import record_batches
+from dstrat.data.sharded_dataset import ShardedIterableDataset
+from dstrat.data.structure import describe, is_structure, leaves, map_leaves, named_leaves
 from dstrat.errors import MisuseError, RequestError
-from dstrat.training.data.agreed_end import AgreedEnd
-from dstrat.training.data.combined_loader import CombinedLoader
-from dstrat.training.data.continued import ContinuedLoader
-from dstrat.training.data.division import divide_evaluation, divide_training, is_divisible, with_parts
-from dstrat.training.data.recorded_batches import record_batches
-from dstrat.training.data.sharded_dataset import ShardedIterableDataset
-from dstrat.training.data.structure import describe, is_structure, leaves, map_leaves, named_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ def prepare_evaluation_loader(
         loader: A DataLoader or any other iterable, or a CombinedLoader.
         strategy: Says how many processes share the data, and which this one is.
         distribute: Whether dstrat may divide the data.
-        records_indices: Whether :func:`~dstrat.training.data.recorded_batches.take_indices` is going to be
+        records_indices: Whether :func:`~dstrat.data.recorded_batches.take_indices` is going to be
             asked which samples a batch holds.
 
     Raises:

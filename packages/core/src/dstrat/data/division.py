@@ -16,8 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from dstrat.errors import RequestError
-from dstrat.training.data.samplers import (
+from dstrat.data.samplers import (
     AgreedSampler,
     BroadcastOrder,
     RankBatchSampler,
@@ -26,11 +25,12 @@ from dstrat.training.data.samplers import (
     SequentialOrder,
     ShuffledOrder,
 )
-from dstrat.training.data.sharded_dataset import ShardedIterableDataset
+from dstrat.data.sharded_dataset import ShardedIterableDataset
+from dstrat.errors import RequestError
 
 if TYPE_CHECKING:
+    from dstrat.data.samplers import Order
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.training.data.samplers import Order
 
 _log = logging.getLogger(__name__)
 

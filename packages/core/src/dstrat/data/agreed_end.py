@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.training.data.epochs import set_epoch
+from dstrat.data.epochs import set_epoch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from dstrat.training.data.combined_loader import CombinedLoader
-from dstrat.training.data.division import sampler_of, with_parts, with_sampler
-from dstrat.training.data.structure import map_leaves
+from dstrat.data.combined_loader import CombinedLoader
+from dstrat.data.division import sampler_of, with_parts, with_sampler
+from dstrat.data.structure import map_leaves
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,37 @@
+"""What the tests of data share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dstrat import SingleDeviceStrategy
+
+
+@pytest.fixture(autouse=True)
+def hardware(request):
+    """Skip tests of hardware that is not there, and say so."""
+    if request.node.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} sees no CUDA device")
+
+
+class OneOfMany(SingleDeviceStrategy):
+    """A process of a job whose other processes do the same, so that whatever is agreed on is what this one has."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(device="cpu")
+        self._rank, self._world_size = rank, world_size
+
+    world_size = property(lambda self: self._world_size)
+    global_rank = property(lambda self: self._rank)
+    is_global_zero = property(lambda self: self._rank == 0)
+
+    @property
+    def distributed_sampler_kwargs(self):
+        return {"num_replicas": self._world_size, "rank": self._rank}
+
+
+@pytest.fixture
+def process():
+    """Makes the strategy as one process of several sees it."""
+    return OneOfMany
