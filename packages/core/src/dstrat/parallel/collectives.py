@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.utils import _sync_params_and_buffers
 
 from dstrat.errors import RequestError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 T = TypeVar("T")
+
+_BUCKET = 250 * 2**20  # bytes that are sent at once
 
 _OPERATIONS = {
     "mean": dist.ReduceOp.SUM,
@@ -73,3 +79,10 @@ def broadcast_object(obj: T, *, src: int = 0, group: dist.ProcessGroup | None = 
     objects = [obj]
     dist.broadcast_object_list(objects, src=src, group=group)
     return objects[0]
+
+
+def take_from_first_rank(tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors, which have the same shapes and dtypes on every rank, by those of global rank 0."""
+    values = [tensor.detach() for tensor in tensors]
+    if values and dist.group.WORLD is not None:
+        _sync_params_and_buffers(dist.group.WORLD, values, _BUCKET, 0)

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.agreement import check_same_catalog
-from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor
+from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor, take_from_first_rank
 from dstrat.parallel.process_group import abort_process_group, close_process_group, open_process_group
 from dstrat.plugins.catalog import get_catalog
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.interfaces.parts import Parts
+    from dstrat.interfaces.parts import Parts, TrainerLike
     from dstrat.interfaces.precision import Precision
 
 T = TypeVar("T")
@@ -35,18 +35,9 @@ DEFAULT_TIMEOUT = timedelta(seconds=1800)
 class ParallelStrategy(Strategy):
     """A strategy with one process per device, communicating through torch.distributed.
 
-    Everything but the synchronisation of gradients is here: a subclass overrides :meth:`wrap_model` and whatever
-    its wrapper changes.  For example, one that averages gradients by hand after each backward pass::
-
-        class Averaging(ParallelStrategy):
-            def optimizer_step(self, optimizer, closure, model=None, **kwargs):
-                def averaged():
-                    loss = closure()
-                    for parameter in self.module.parameters():
-                        parameter.grad = self.reduce(parameter.grad)
-                    return loss
-
-                return super().optimizer_step(optimizer, averaged, model, **kwargs)
+    Everything but the synchronisation of the processes is here: a subclass overrides :meth:`wrap_model` and whatever
+    its wrapper changes.  For gradients that are made one after the backward pass there is
+    :class:`~dstrat.parallel.gradient_sync.GradientSyncStrategy`.
 
     Args:
         accelerator: The hardware.
@@ -145,6 +136,10 @@ class ParallelStrategy(Strategy):
 
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
+
+    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - what is evaluated must be one module too
+        """Let all processes begin with the parameters and buffers of global rank 0."""
+        take_from_first_rank([*self.module.parameters(), *self.module.buffers()])
 
     def synchronize_batchnorm(self) -> None:
         layers = [name for name, part in self.module.named_modules() if isinstance(part, _BatchNorm)]

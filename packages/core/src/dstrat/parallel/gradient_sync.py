@@ -1,0 +1,76 @@
+"""The base class of strategies that keep a replica of the module in each process and make its gradients one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.parallel.collectives import take_from_first_rank
+from dstrat.parallel.strategy import ParallelStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+    from torch.nn import Parameter
+
+
+class GradientSyncStrategy(ParallelStrategy):
+    """A strategy of which only the synchronisation of gradients is left to say.
+
+    Each process has the whole module, and computes gradients from its own share of the data.  The smallest complete
+    subclass::
+
+        class Averaging(GradientSyncStrategy):
+            def synchronize_gradients(self, gradients):
+                for gradient in gradients:
+                    gradient.copy_(self.reduce(gradient))
+
+    Accumulation, clipping, loss scales, parameters that some processes leave without a gradient, the first values of
+    parameters and the buffers, which are those of global rank 0, are seen to.  Nothing is sent while the backward pass
+    computes: a strategy that overlaps the two wraps the module, see :meth:`wrap_model`.
+    """
+
+    _is_accumulating = False
+
+    @abstractmethod
+    def synchronize_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Overwrite the gradients of this process by those that all processes step with; collective.
+
+        It is called after a backward pass, before hooks and clipping see the gradients; where they accumulate, after
+        the last one of an optimizer step.
+
+        Args:
+            gradients: One for each trainable parameter, in the order of the module, of the same shapes in every
+                process; zeros where this process has none.  With a loss scale they are scaled.
+        """
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        if not self._is_accumulating:
+            self._synchronize([parameter for parameter in self.module.parameters() if parameter.requires_grad])
+            take_from_first_rank(self.module.buffers())
+
+    @contextmanager
+    def no_backward_sync(self) -> Iterator[None]:
+        was_accumulating, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = was_accumulating
+
+    def _synchronize(self, parameters: Sequence[Parameter]) -> None:
+        has_gradient = [parameter.grad is not None for parameter in parameters]
+        # Only a process that lacks a gradient looks at what the others say: reading it back makes a GPU wait.
+        anywhere = self.reduce(torch.tensor(has_gradient, dtype=torch.int32, device=self.root_device), reduce_op="max")
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.synchronize_gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if not all(has_gradient):
+            for parameter, is_used in zip(parameters, anywhere.tolist(), strict=True):
+                if not is_used:
+                    parameter.grad = None  # an optimizer would decay what nobody has used

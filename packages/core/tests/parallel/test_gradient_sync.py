@@ -1,0 +1,135 @@
+"""A strategy that only says how gradients become one trains as one device does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dstrat import GradientSyncStrategy, Trainer, TrainModule
+
+STEPS = 6
+
+
+class Averaging(GradientSyncStrategy):
+    start_method = "fork"
+
+    def synchronize_gradients(self, gradients):
+        for gradient in gradients:
+            gradient.copy_(self.reduce(gradient))
+
+
+class Forgetful(GradientSyncStrategy):
+    start_method = "fork"
+
+    def synchronize_gradients(self, gradients):
+        pass
+
+
+class Net(TrainModule):
+    """Has a tied parameter, one that no process uses, one that only some use, and a buffer."""
+
+    def __init__(self, optimizer=torch.optim.AdamW):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.sometimes = nn.Parameter(torch.ones(()))
+        self.register_buffer("largest", torch.tensor(-99.0))
+        self.register_buffer("flag", torch.tensor(False))
+        self.optimizer = optimizer
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        self.largest = torch.maximum(self.largest, x.max())
+        output = self.second(self.first(x).tanh()).sum(1)
+        uses = x[:, 0] > 0
+        if uses.any():
+            output = torch.where(uses, output * self.sometimes, output)
+        return nn.functional.mse_loss(output, x.sum(1))
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), lr=0.05)
+
+
+class Manual(Net):
+    """Sums the gradients of two batches by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        with self.no_backward_sync(enabled=batch_idx % 2 == 0):
+            self.manual_backward(super().training_step(batch, batch_idx) / 2)
+        if batch_idx % 2 == 1:
+            self.clip_gradients(self.optimizers(), 0.1)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def fit(module, batch_size, **options):
+    x = torch.randn(48, 4, generator=torch.Generator().manual_seed(3))
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=STEPS,
+        max_epochs=-1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **options,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(x), batch_size=batch_size))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def assert_same_weights(weights, others):
+    for name, value in weights.items():
+        if name != "largest":
+            torch.testing.assert_close(
+                others[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}])
+def test_the_weights_are_those_of_one_device(options, optimizer):
+    alone = fit(Net(optimizer), 2, strategy="single_device", **options)
+    assert_same_weights(alone, fit(Net(optimizer), 1, strategy=Averaging(), devices=2, **options))
+
+
+def test_gradients_that_are_accumulated_by_hand_are_averaged_once():
+    alone = fit(Manual(), 2, strategy="single_device")
+    assert_same_weights(alone, fit(Manual(), 1, strategy=Averaging(), devices=2))
+
+
+def test_without_synchronization_the_weights_differ():
+    alone = fit(Net(), 2, strategy="single_device")
+    weights = fit(Net(), 1, strategy=Forgetful(), devices=2)
+    assert not torch.allclose(alone["first.weight"], weights["first.weight"], rtol=1e-3)
+
+
+class DrawsOfItsOwn(Net):
+    """Has first values that differ between the processes, and shows what becomes of parameters and buffers."""
+
+    def setup(self, stage):
+        torch.manual_seed(self.trainer.global_rank)
+        nn.init.normal_(self.first.weight)
+        self.largest += self.trainer.global_rank
+
+    def on_train_start(self):
+        self.compare()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.compare()
+
+    def compare(self):
+        for tensor in (*self.parameters(), *self.buffers()):
+            everyone = self.all_gather(tensor.detach())
+            assert (everyone == everyone[0]).all()
+
+
+def test_first_values_and_buffers_are_those_of_the_first_rank():
+    fit(DrawsOfItsOwn(), 1, strategy=Averaging(), devices=2)
