@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+class OptionalTensors(dict[str, Any]):
+    """A part of a template whose tensors a checkpoint may lack, or have in another dtype, which is converted."""
+
+
 class CheckpointIO(ABC):
     """How a checkpoint reaches storage and comes back.
 

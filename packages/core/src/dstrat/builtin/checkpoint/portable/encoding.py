@@ -17,6 +17,7 @@ from dstrat.builtin.checkpoint.portable.layout import DEEPEST_NESTING
 from dstrat.builtin.checkpoint.portable.marks import MARK, joined
 from dstrat.builtin.checkpoint.portable.strict_json import dump_json
 from dstrat.errors import CheckpointError
+from dstrat.interfaces.flat_shard import FlatShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,7 +37,7 @@ class Encoded:
     """
 
     value: Any
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Any]
 
 
 def encode(value: Any, *, path: str = "") -> Encoded:
@@ -59,7 +60,7 @@ class _Encoder:
     """Walks through a value once."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Any] = {}
         self._by_type: dict[type, Callable[[Any, str, int], Any]] = {
             int: self._int,
             float: self._float,
@@ -84,7 +85,7 @@ class _Encoder:
             return value
         if depth > DEEPEST_NESTING:
             raise CheckpointError(f"{path[:200]!r} is nested more than {DEEPEST_NESTING} levels deep, or holds itself")
-        if isinstance(value, Tensor):
+        if isinstance(value, (Tensor, FlatShard)):
             return self._tensor(value, path)
         if isinstance(value, (np.generic, np.ndarray)):
             return _numpy(value, path)
@@ -116,7 +117,7 @@ class _Encoder:
             for key, item in value.items()
         ]
 
-    def _tensor(self, tensor: Tensor, path: str) -> Any:
+    def _tensor(self, tensor: Tensor | FlatShard, path: str) -> Any:
         if path in self.tensors:
             raise CheckpointError(f"two tensors of the checkpoint are called {path!r}: give one of them another key")
         self.tensors[path] = tensor

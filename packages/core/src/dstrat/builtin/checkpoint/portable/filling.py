@@ -31,13 +31,15 @@ class _Read:
     Attributes:
         file: Name of the file.
         begin: Position of the first byte.
-        shape: Of what is stored there.
+        dtype: Of what is stored there; the target's may be another.
+        shape: Likewise.
         box: What of it is wanted, one slice per dimension.
         target: Where that goes, of the box's shape.
     """
 
     file: str
     begin: int
+    dtype: torch.dtype
     shape: tuple[int, ...]
     box: tuple[slice, ...]
     target: Tensor
@@ -45,7 +47,9 @@ class _Read:
     @property
     def is_direct(self) -> bool:
         """Whether the bytes can be read to where they belong."""
-        return self.target.numel() == math.prod(self.shape) and self.target.is_contiguous() and self.target.is_cpu
+        target = self.target
+        same = target.numel() == math.prod(self.shape) and target.dtype == self.dtype
+        return same and target.is_contiguous() and target.is_cpu
 
 
 def fill(
@@ -87,7 +91,7 @@ def _read_all(folder: OpenedFolder, batch: list[_Read], advance: Callable[[int],
         if read.is_direct:
             folder.file(read.file).read_into(as_bytes(read.target).numpy().data, read.begin)
         else:
-            stored = torch.empty(read.shape, dtype=read.target.dtype)
+            stored = torch.empty(read.shape, dtype=read.dtype)
             folder.file(read.file).read_into(as_bytes(stored).numpy().data, read.begin)
             read.target.copy_(stored[read.box])
         if advance is not None:
@@ -97,7 +101,7 @@ def _read_all(folder: OpenedFolder, batch: list[_Read], advance: Callable[[int],
 def _reads(entry: TensorEntry, part: Part) -> Iterator[_Read]:
     """Yield what to read for a part, from each piece that overlaps it."""
     target = part.tensor if part.tensor.dim() else part.tensor.reshape(1)
-    starts = part.starts or (0,)
+    starts, dtype = part.starts or (0,), dtype_named(entry.dtype)
     for piece in entry.pieces:
         first, shape = piece.starts or (0,), piece.shape or (1,)
         low = tuple(map(max, starts, first))
@@ -108,12 +112,14 @@ def _reads(entry: TensorEntry, part: Part) -> Iterator[_Read]:
         if all(begin < end for begin, end in zip(low, high, strict=True)):
             within = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, starts, strict=True))
             box = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, first, strict=True))
-            yield from _rows(piece, shape, box, target[within])
+            yield from _rows(piece, dtype, shape, box, target[within])
 
 
-def _rows(piece: Piece, shape: tuple[int, ...], box: tuple[slice, ...], target: Tensor) -> Iterator[_Read]:
+def _rows(
+    piece: Piece, dtype: torch.dtype, shape: tuple[int, ...], box: tuple[slice, ...], target: Tensor
+) -> Iterator[_Read]:
     """Yield reads of whole rows: rows of at most a block where that is possible, at most a bucket of them at once."""
-    strides = [math.prod(shape[dimension + 1 :]) * target.element_size() for dimension in range(len(shape))]
+    strides = [math.prod(shape[dimension + 1 :]) * dtype.itemsize for dimension in range(len(shape))]
     split = next(
         dimension for dimension, stride in enumerate(strides) if stride <= BLOCK or dimension == len(shape) - 1
     )
@@ -126,6 +132,7 @@ def _rows(piece: Piece, shape: tuple[int, ...], box: tuple[slice, ...], target: 
             yield _Read(
                 file=piece.file,
                 begin=piece.begin + begin,
+                dtype=dtype,
                 shape=(count, *shape[split + 1 :]),
                 box=(slice(0, count), *box[split + 1 :]),
                 target=inner[first - box[split].start :][:count],

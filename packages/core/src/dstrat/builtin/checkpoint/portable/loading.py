@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dstrat.builtin.checkpoint.portable.opened import damaged
 from dstrat.builtin.checkpoint.portable.decoding import decode
 from dstrat.builtin.checkpoint.portable.dtypes import dtype_name
 from dstrat.builtin.checkpoint.portable.filling import empty_tensor, fill
 from dstrat.builtin.checkpoint.portable.layout import INDEX, PER_RANK, STATE, rank_file
 from dstrat.builtin.checkpoint.portable.marks import insert, joined, split, without_tensors
-from dstrat.builtin.checkpoint.portable.opened import damaged
 from dstrat.builtin.checkpoint.portable.parts import local_parts
 from dstrat.errors import CheckpointError
+from dstrat.interfaces.checkpoint_io import OptionalTensors
+from dstrat.interfaces.flat_shard import FlatShard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping
 
     from dstrat.builtin.checkpoint.portable.index import TensorEntry
     from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
@@ -53,8 +55,9 @@ def load_into(folder: OpenedFolder, template: Mapping[str, Any], *, rank: int, w
         CheckpointError: It is damaged, lacks a tensor of the template, or has it in another shape or dtype.
     """
     index = folder.index()
-    targets, skipped = _targets(template)
-    check_fits(folder, index, targets)
+    targets, optional, skipped = _targets(template)
+    targets = {name: tensor for name, tensor in targets.items() if name in index or name not in optional}
+    check_fits(folder, index, targets, converted=optional)
     fill(folder, [(_stored(index, name), local_parts(tensor, name)) for name, tensor in targets.items()])
     rest = [name for name in _of_the_job(index) if name not in targets and not name.startswith(skipped)]
     tensors = {**read_tensors(folder, rest), **targets}
@@ -66,32 +69,50 @@ def _of_the_job(index: Mapping[str, TensorEntry]) -> list[str]:
     return [name for name in index if not name.startswith(_OWN)]
 
 
-def _targets(template: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return the tensors of a template by name, and what the names begin with that it does not want."""
-    targets: dict[str, Tensor] = {}
+def _targets(template: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], tuple[str, ...]]:
+    """Return the tensors of a template by name, which are optional, and what the names begin with that are unwanted."""
+    targets: dict[str, Any] = {}
+    optional: set[str] = set()
     skipped = []
-    places: list[tuple[str, Any]] = [("", template)]
+    places: list[tuple[str, Any, bool]] = [("", template, False)]
     while places:
-        path, value = places.pop()
-        if isinstance(value, Tensor):
+        path, value, is_optional = places.pop()
+        is_optional = is_optional or isinstance(value, OptionalTensors)
+        if isinstance(value, (Tensor, FlatShard)):
             targets[path] = value
+            if is_optional:
+                optional.add(path)
         elif value is None:
             skipped.append(joined(path, ""))
         elif isinstance(value, dict | list | tuple):
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            places += [(joined(path, key), item) for key, item in items]
-    return targets, tuple(skipped)
+            places += [(joined(path, key), item, is_optional) for key, item in items]
+    return targets, optional, tuple(skipped)
 
 
-def check_fits(folder: OpenedFolder, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> None:
-    """Raise :class:`CheckpointError` where tensors are missing from the checkpoint, or are of another kind in it."""
+def check_fits(
+    folder: OpenedFolder,
+    index: Mapping[str, TensorEntry],
+    targets: Mapping[str, Any],
+    *,
+    converted: Container[str] = (),
+) -> None:
+    """Raise :class:`CheckpointError` where tensors are missing from the checkpoint, or are of another kind in it.
+
+    Args:
+        folder: The checkpoint.
+        index: Its tensors.
+        targets: Where they are wanted.
+        converted: Names of targets that may have another dtype.
+    """
     missing = sorted(name for name in targets if name not in index)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CheckpointError(f"checkpoint {str(folder.path)!r} has no tensor {', '.join(missing[:5])}{more}")
     for name, tensor in targets.items():
         entry = index[name]
-        if (entry.shape, entry.dtype) != (tuple(tensor.shape), dtype_name(tensor.dtype)):
+        fits = name in converted or entry.dtype == dtype_name(tensor.dtype)
+        if not fits or entry.shape != tuple(tensor.shape):
             raise CheckpointError(
                 f"tensor {name!r} is {entry.dtype} of shape {entry.shape} in checkpoint {str(folder.path)!r}, and "
                 f"{dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)} here"

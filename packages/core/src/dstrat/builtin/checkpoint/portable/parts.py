@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from dstrat.errors import CheckpointError
+from dstrat.interfaces.flat_shard import FlatShard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 Run = tuple[int, int]
 """The first index of some that follow each other, and how many they are."""
@@ -31,13 +33,20 @@ class Part:
     starts: tuple[int, ...]
 
 
-def is_distributed(tensor: Tensor) -> bool:
+def is_distributed(tensor: Tensor | FlatShard) -> bool:
     """Return whether the tensor is a ``DTensor``."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
-def check_kind(tensor: Tensor, name: str) -> None:
+def is_sharded(tensor: Tensor | FlatShard) -> bool:
+    """Return whether each process has its own part of the tensor."""
+    return isinstance(tensor, FlatShard) or is_distributed(tensor)
+
+
+def check_kind(tensor: Tensor | FlatShard, name: str) -> None:
     """Raise :class:`CheckpointError` for a tensor that no checkpoint can hold: sparse, quantized, without memory ..."""
+    if isinstance(tensor, FlatShard):
+        tensor = tensor.local
     kind = type(tensor)
     reason = None
     if not is_distributed(tensor) and kind not in (Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)):
@@ -54,12 +63,14 @@ def check_kind(tensor: Tensor, name: str) -> None:
         raise CheckpointError(f"tensor {name!r} {reason}: a checkpoint holds dense tensors and DTensors only")
 
 
-def local_parts(tensor: Tensor, name: str = "") -> list[Part]:
+def local_parts(tensor: Tensor | FlatShard, name: str = "") -> list[Part]:
     """Return the boxes of the tensor that this process holds; none of them is empty.
 
     Raises:
         CheckpointError: It is a DTensor with partial sums, or its local tensor is not what its placements say.
     """
+    if isinstance(tensor, FlatShard):
+        return _flat_boxes(tensor)
     if not is_distributed(tensor):
         return [Part(tensor=tensor.detach(), starts=(0,) * tensor.dim())] if tensor.numel() else []
     distributed: Any = tensor
@@ -75,6 +86,34 @@ def local_parts(tensor: Tensor, name: str = "") -> list[Part]:
             f"{distributed.placements} of a shape of {tuple(tensor.shape)}: only DTensors made by torch can be saved"
         )
     return _boxes(local.detach(), runs)
+
+
+def _flat_boxes(shard: FlatShard) -> list[Part]:
+    """Return the boxes that a run of elements consists of: ends of rows, whole rows between them."""
+    parts, passed, local = [], 0, shard.local.detach()
+    for starts, sizes in _flat_extents(shard.shape, shard.start, shard.start + local.numel()):
+        size = math.prod(sizes)
+        parts.append(Part(tensor=local[passed : passed + size].view(sizes), starts=starts))
+        passed += size
+    return parts
+
+
+def _flat_extents(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield first index and size of the boxes that elements ``begin`` to ``end`` fill, in their order."""
+    if begin == end:
+        return
+    if len(shape) < 2:
+        yield ((begin,), (end - begin,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    if begin % row or end - begin < row:  # a part of one row
+        stop = min(end, (begin // row + 1) * row)
+        for starts, sizes in _flat_extents(shape[1:], begin % row, begin % row + stop - begin):
+            yield (begin // row, *starts), (1, *sizes)
+    else:
+        stop = begin + (end - begin) // row * row
+        yield (begin // row, *(0,) * (len(shape) - 1)), ((stop - begin) // row, *shape[1:])
+    yield from _flat_extents(shape, stop, end)
 
 
 def _boxes(local: Tensor, runs: Sequence[Sequence[Run]]) -> list[Part]:

@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 from dstrat.builtin.checkpoint.portable.dtypes import DTYPES, dtype_name
 from dstrat.builtin.checkpoint.portable.index import TensorEntry
 from dstrat.builtin.checkpoint.portable.layout import MEBIBYTE
-from dstrat.builtin.checkpoint.portable.parts import Part, check_kind, holders, is_distributed, local_parts
+from dstrat.builtin.checkpoint.portable.parts import (
+    Part,
+    check_kind,
+    holders,
+    is_distributed,
+    is_sharded,
+    local_parts,
+)
 from dstrat.builtin.checkpoint.portable.payload import Payload
 from dstrat.builtin.checkpoint.portable.strict_json import dump_json, parse_json
 from dstrat.errors import CheckpointError
+from dstrat.interfaces.flat_shard import FlatShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -55,7 +63,7 @@ def plan(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], ranks: Ranks)
     with ranks.together("save its tensors"):
         payloads = [Payload(name, part) for name in own if _is_stored(entries[name]) for part in local_parts(own[name])]
         payloads += _distributed(tensors, entries, leaders)
-        shared = {name: entries[name] for name, tensor in tensors.items() if not is_distributed(tensor)}
+        shared = {name: entries[name] for name, tensor in tensors.items() if not is_sharded(tensor)}
     everyone = _hear(shared, sum(payload.num_bytes for payload in payloads), ranks)
     payloads += [Payload(name, part) for name, part in _assigned(tensors, everyone, ranks)]
     return Plan(payloads=payloads, entries=entries)
@@ -79,6 +87,8 @@ def _entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 
 def _memory(tensor: Any, name: str) -> Any:
     """Return what two tensors have in common when one is the other."""
+    if isinstance(tensor, FlatShard):
+        return id(tensor)
     local = tensor.to_local() if is_distributed(tensor) else tensor
     if local.numel() == 0:
         return name
@@ -113,7 +123,10 @@ def _distributed(
 ) -> Iterable[Payload]:
     """Yield this rank's shards; of those that several ranks hold, each rank takes its turn."""
     for turn, (name, tensor) in enumerate(tensors.items()):
-        if not is_distributed(tensor) or not _is_stored(entries[name]):
+        if not is_sharded(tensor) or not _is_stored(entries[name]):
+            continue
+        if isinstance(tensor, FlatShard):
+            yield from (Payload(name, part) for part in local_parts(tensor, name))
             continue
         if name in leaders and int(tensor.device_mesh.mesh.min()) != leaders[name]:
             continue
