@@ -1,0 +1,159 @@
+"""The configuration that DeepSpeed is given: the options, the Trainer's settings, and the user's own over them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import ConflictError, RequestError
+from dstrat_deepspeed.config_keys import check_keys
+
+if TYPE_CHECKING:
+    from dstrat.interfaces.parts import TrainerLike
+    from dstrat_deepspeed.config_source import GivenConfig
+    from dstrat_deepspeed.options import Options
+
+AUTO = "auto"
+"""What a configuration says where the Trainer's setting is meant."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """A value that the Trainer, or another part of the request, decides.
+
+    Attributes:
+        path: The keys of the configuration that lead to it.
+        value: What it is.
+        place: Where the user has set it, or not.
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    place: str
+
+
+def zero_stage(options: Options, given: GivenConfig) -> int:
+    """Return the stage of ZeRO: that of the user's configuration, or of the option.
+
+    Raises:
+        RequestError: There is no such stage.
+    """
+    section = given.values.get("zero_optimization")
+    if isinstance(section, dict) and section.get("stage", AUTO) != AUTO:
+        stage = section["stage"]
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+            raise RequestError(f"{given.place} asks for stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
+        return int(stage)
+    if isinstance(section, dict) and given.values:
+        return options.zero.stage
+    return options.zero.stage if options.zero.zero_optimization else 0
+
+
+def from_options(options: Options, stage: int) -> dict[str, Any]:
+    """Return the configuration that the options stand for."""
+    config: dict[str, Any] = {
+        "zero_allow_untested_optimizer": options.zero.zero_allow_untested_optimizer,
+        "zero_optimization": {"stage": stage, **_zero_section(options, stage)},
+        "steps_per_print": None,
+    }
+    if dataclasses.asdict(options.activations) != dataclasses.asdict(type(options.activations)()):
+        config["activation_checkpointing"] = dataclasses.asdict(options.activations)
+    if "nvme" in (options.offload.offload_optimizer_device, options.offload.offload_params_device):
+        config["aio"] = dataclasses.asdict(options.files)
+    return config
+
+
+def _zero_section(options: Options, stage: int) -> dict[str, Any]:
+    zero = dataclasses.asdict(options.zero)
+    unlisted = {"stage", "zero_optimization", "zero_allow_untested_optimizer"}
+    section = {name: value for name, value in zero.items() if name not in unlisted}
+    if stage != 3:
+        section.pop("sub_group_size")
+    if stage > 0 and options.offload.offload_optimizer:
+        section["offload_optimizer"] = _offload_optimizer(options)
+    if stage == 3 and options.offload.offload_parameters:
+        section["offload_param"] = _offload_parameters(options)
+    return section
+
+
+def _offload_optimizer(options: Options) -> dict[str, Any]:
+    offload = options.offload
+    section: dict[str, Any] = {
+        "device": offload.offload_optimizer_device,
+        "buffer_count": offload.optimizer_buffer_count,
+        "pin_memory": offload.pin_memory,
+    }
+    if offload.offload_optimizer_device == "nvme":
+        section["nvme_path"] = offload.nvme_path
+    return section
+
+
+def _offload_parameters(options: Options) -> dict[str, Any]:
+    offload = options.offload
+    section: dict[str, Any] = {
+        "device": offload.offload_params_device,
+        "buffer_count": offload.params_buffer_count,
+        "buffer_size": offload.params_buffer_size,
+        "max_in_cpu": offload.max_in_cpu,
+        "pin_memory": offload.pin_memory,
+    }
+    if offload.offload_params_device == "nvme":
+        section["nvme_path"] = offload.nvme_path
+    return section
+
+
+def settings_of(trainer: TrainerLike) -> list[Setting]:
+    """Return what the Trainer decides."""
+    accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+    return [
+        Setting(
+            path=("gradient_accumulation_steps",),
+            value=accumulate,
+            place=f"the Trainer's accumulate_grad_batches={accumulate!r}",
+        ),
+        Setting(
+            path=("gradient_clipping",), value=float(clip or 0.0), place=f"the Trainer's gradient_clip_val={clip!r}"
+        ),
+    ]
+
+
+def merged(base: dict[str, Any], given: GivenConfig, settings: list[Setting]) -> dict[str, Any]:
+    """Return the whole configuration.
+
+    Args:
+        base: What follows from the options.
+        given: The user's, which is merged over it, section by section; the value ``"auto"`` changes nothing.
+        settings: What is decided elsewhere.
+
+    Raises:
+        ConflictError: The user's configuration contradicts a setting; both places are named.
+        RequestError: It has keys that DeepSpeed does not know.
+    """
+    check_keys(given)
+    config = _over(base, given.values)
+    for setting in settings:
+        _apply(config, setting, given.place)
+    return config
+
+
+def _over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in values.items():
+        if isinstance(value, str) and value == AUTO:
+            continue
+        below = result.get(key)
+        result[key] = _over(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
+    return result
+
+
+def _apply(config: dict[str, Any], setting: Setting, place: str) -> None:
+    *sections, key = setting.path
+    for section in sections:
+        config = config.setdefault(section, {})
+    if key in config and config[key] != setting.value:
+        raise ConflictError(
+            f"{place} says {'.'.join(setting.path)}: {config[key]!r}, and {setting.place} says otherwise: "
+            "leave one of them out, or let both say the same"
+        )
+    config[key] = setting.value

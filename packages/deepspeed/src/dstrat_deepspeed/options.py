@@ -1,0 +1,183 @@
+"""The options of DeepSpeed that have a name of their own, in groups; each group knows its part of a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrat.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Device = Literal["cpu", "nvme"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroOptions:
+    """What ZeRO shards, and how it communicates.
+
+    Attributes:
+        zero_optimization: Whether anything is sharded; False is stage 0.
+        stage: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        contiguous_gradients: Whether gradients are copied into one buffer as they are computed.
+        overlap_comm: Whether gradients are reduced while others are still computed.
+        allgather_partitions: Whether updated parameters are collected by all-gather, rather than by broadcasts.
+        reduce_scatter: Whether gradients are reduced by reduce-scatter, rather than by all-reduce.
+        allgather_bucket_size: Elements that are gathered at a time.
+        reduce_bucket_size: Elements that are reduced at a time.
+        sub_group_size: Parameters that stage 3 updates at a time.
+        zero_allow_untested_optimizer: Whether optimizers that DeepSpeed does not know are allowed.
+    """
+
+    zero_optimization: bool = True
+    stage: int = 2
+    contiguous_gradients: bool = True
+    overlap_comm: bool = True
+    allgather_partitions: bool = True
+    reduce_scatter: bool = True
+    allgather_bucket_size: int = 200_000_000
+    reduce_bucket_size: int = 200_000_000
+    sub_group_size: int = 1_000_000_000
+    zero_allow_untested_optimizer: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadOptions:
+    """What is kept on the CPU or in files instead of on the device.
+
+    Attributes:
+        offload_optimizer: Whether optimizer state and step are elsewhere.
+        offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
+        offload_parameters: Whether stage 3 keeps its shards of parameters elsewhere.
+        offload_params_device: ``"cpu"`` or ``"nvme"``.
+        remote_device: Where ``configure_model`` puts parameters under stage 3: ``"cpu"`` or ``"nvme"``; None follows
+            from ``offload_parameters``.
+        nvme_path: Folder of the files.
+        params_buffer_count: Buffers for parameters that are read from files.
+        params_buffer_size: Elements in each of them.
+        max_in_cpu: Elements of parameters that stay in memory when the rest is in files.
+        optimizer_buffer_count: Buffers for optimizer state that is read from files.
+        pin_memory: Whether what is on the CPU is in page-locked memory.
+    """
+
+    offload_optimizer: bool = False
+    offload_optimizer_device: Device = "cpu"
+    offload_parameters: bool = False
+    offload_params_device: Device = "cpu"
+    remote_device: Device | None = None
+    nvme_path: str = "/local_nvme"
+    params_buffer_count: int = 5
+    params_buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
+    optimizer_buffer_count: int = 4
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileOptions:
+    """How files on NVMe are read and written.
+
+    Attributes:
+        block_size: Bytes of a request.
+        queue_depth: Requests under way at a time.
+        single_submit: Whether requests are submitted one by one.
+        overlap_events: Whether they are submitted while others are waited for.
+        thread_count: Threads of each rank.
+    """
+
+    block_size: int = 1_048_576
+    queue_depth: int = 8
+    single_submit: bool = False
+    overlap_events: bool = True
+    thread_count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScaleOptions:
+    """How the loss is scaled with precision ``"16-mixed"``.
+
+    Attributes:
+        loss_scale: The scale; 0 lets it adapt itself.
+        initial_scale_power: The first scale is two to this power.
+        loss_scale_window: Steps without overflow before the scale is doubled.
+        hysteresis: Overflows before it is halved.
+        min_loss_scale: The least scale.
+    """
+
+    loss_scale: float = 0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    min_loss_scale: float = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationOptions:
+    """How ``deepspeed.checkpointing.checkpoint`` keeps activations.
+
+    Attributes:
+        partition_activations: Whether they are divided over model-parallel ranks.
+        cpu_checkpointing: Whether they are kept on the CPU.
+        contiguous_memory_optimization: Whether they are copied into one buffer.
+        synchronize_checkpoint_boundary: Whether the device is waited for at each checkpoint.
+    """
+
+    partition_activations: bool = False
+    cpu_checkpointing: bool = False
+    contiguous_memory_optimization: bool = False
+    synchronize_checkpoint_boundary: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """All groups."""
+
+    zero: ZeroOptions = field(default_factory=ZeroOptions)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
+    files: FileOptions = field(default_factory=FileOptions)
+    loss_scale: LossScaleOptions = field(default_factory=LossScaleOptions)
+    activations: ActivationOptions = field(default_factory=ActivationOptions)
+
+
+_GROUPS: dict[str, type] = {
+    "zero": ZeroOptions,
+    "offload": OffloadOptions,
+    "files": FileOptions,
+    "loss_scale": LossScaleOptions,
+    "activations": ActivationOptions,
+}
+_GROUP_OF = {option.name: name for name, group in _GROUPS.items() for option in dataclasses.fields(group)}
+
+
+def read_options(given: Mapping[str, Any]) -> Options:
+    """Put options into their groups.
+
+    Args:
+        given: By name.
+
+    Raises:
+        RequestError: There is no such option, or a value makes no sense.
+    """
+    grouped: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
+    for name, value in given.items():
+        if name not in _GROUP_OF:
+            near = difflib.get_close_matches(name, _GROUP_OF, n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}" if near else "pass what has no name here in config="
+            raise RequestError(f"DeepSpeedStrategy has no option {name!r}: {hint}")
+        grouped[_GROUP_OF[name]][name] = value
+    options = Options(**{name: _GROUPS[name](**values) for name, values in grouped.items()})
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
+    stage, offload = options.zero.stage, options.offload
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise RequestError(f"stage {stage!r} of ZeRO is not possible: choose 0, 1, 2 or 3")
+    for name in ("offload_optimizer_device", "offload_params_device", "remote_device"):
+        value = getattr(offload, name)
+        if value not in ("cpu", "nvme") and not (name == "remote_device" and value is None):
+            raise RequestError(f"{name} {value!r} is not possible: choose 'cpu' or 'nvme'")

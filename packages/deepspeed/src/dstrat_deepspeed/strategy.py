@@ -1,0 +1,237 @@
+"""Training with DeepSpeed's ZeRO: optimizer state, gradients and parameters sharded, by its stage."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import MisuseError, RequestError
+from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
+from dstrat_deepspeed.config import Setting, from_options, merged, settings_of, zero_stage
+from dstrat_deepspeed.config_source import read_config
+from dstrat_deepspeed.engine import Engine
+from dstrat_deepspeed.options import read_options
+from dstrat_deepspeed.runtime import join_process_group, leave_process_group, load_deepspeed, quiet_warnings
+from dstrat_deepspeed.step_module import StepModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import timedelta
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.parts import TrainerLike
+    from dstrat.interfaces.precision import ClipAlgorithm, Precision
+
+
+class DeepSpeedStrategy(ParallelStrategy):
+    """Training with DeepSpeed's ZeRO, on CPUs and GPUs, on one or several machines.
+
+    Stage 1 shards the optimizer's state over the ranks, stage 2 gradients too, stage 3 parameters too; each can be kept
+    on the CPU, and with stage 3 in files.  Losses are those of one device.
+
+    Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: Where the job runs.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        config: DeepSpeed's own configuration, merged over the options: a dict or the path of a JSON file.  None reads
+            the file that the environment names in ``DSTRAT_DEEPSPEED_CONFIG_PATH``, if it does.
+        logging_level: The least level of DeepSpeed's own messages.
+        logging_batch_size_per_gpu: Samples of a batch on one device, for DeepSpeed's own figures only; ``"auto"``
+            takes that of the loader.
+        timeout: How long a collective waits for the other ranks before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        **options: Options of :mod:`dstrat_deepspeed.options`, such as ``stage`` and ``offload_optimizer``.
+
+    Raises:
+        RequestError: There is no such option, or a value is none of its own.
+        ConflictError: Two options exclude each other.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
+        logging_level: int = logging.WARNING,
+        logging_batch_size_per_gpu: int | str = "auto",
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+            start_method,
+        )
+        self._options = read_options(options)
+        self._given_config = read_config(config, os.environ)
+        self.stage = zero_stage(self._options, self._given_config)
+        self._logging_level = logging_level
+        self._batch_size = logging_batch_size_per_gpu
+        self._deepspeed: Any = None
+        self._engine: Engine | None = None
+
+    # What follows from the stage
+
+    @property
+    def replicates_state(self) -> bool:  # type: ignore[override]  # not the same for all stages
+        """Whether each process holds all of parameters and optimizer state."""
+        return self.stage == 0
+
+    @property
+    def evaluates_together(self) -> bool:  # type: ignore[override]  # not the same for all stages
+        """Whether evaluation gathers parameters."""
+        return self.stage == 3
+
+    @property
+    def allows_inference_mode(self) -> bool:  # type: ignore[override]  # not the same for all stages
+        """Whether parameters stay usable after a forward pass in inference mode."""
+        return self.stage != 3
+
+    # The life cycle
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine, from ``setup`` to ``teardown``; stages 0 to 2 evaluate without one.
+
+        Raises:
+            MisuseError: There is none.
+        """
+        return self._ready.engine
+
+    @property
+    def _ready(self) -> Engine:
+        if self._engine is None:
+            raise MisuseError(f"{type(self).__name__} has no engine: it is there from setup to teardown of a training")
+        return self._engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_deepspeed": None, "_engine": None}
+
+    def setup_environment(self) -> None:
+        self._deepspeed = load_deepspeed(self.root_device.type, self._logging_level)
+        super().setup_environment()
+        with quiet_warnings():
+            join_process_group(self._deepspeed)
+
+    def wrap_model(self, trainer: TrainerLike) -> None:
+        if not trainer.is_fitting and self.stage == 3:
+            self._open_engine(trainer, None)
+
+    def setup_optimizers(self, trainer: TrainerLike) -> None:
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) > 1:
+            raise RequestError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, and DeepSpeed trains with one: "
+                "put the parameters into groups of a single optimizer"
+            )
+        self._open_engine(trainer, self.optimizers[0])
+
+    def _open_engine(self, trainer: TrainerLike, optimizer: Optimizer | None) -> None:
+        config = merged(from_options(self._options, self.stage), self._given_config, self._settings(trainer))
+        steps = StepModule(self.module, self.precision_plugin.forward_context)
+        manual = not getattr(self.module, "automatic_optimization", True)
+        self._engine = Engine(self._deepspeed, steps, optimizer, config, local_rank=self.local_rank, is_manual=manual)
+        self.model = self._engine.engine
+
+    def _settings(self, trainer: TrainerLike) -> list[Setting]:
+        batch_size = 1 if self._batch_size == "auto" else int(self._batch_size)
+        return [
+            *settings_of(trainer),
+            Setting(
+                path=("train_micro_batch_size_per_gpu",),
+                value=batch_size,
+                place=f"logging_batch_size_per_gpu={self._batch_size!r}",
+            ),
+        ]
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._close_engine()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        self._close_engine()
+        super().teardown()
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine, self.model = None, self.module
+        leave_process_group()
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ready.train(self.module.training_step, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(self.module.validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(self.module.test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(self.module.predict_step, *args, **kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.stage == 3:
+            return self._ready.evaluate(step, *args, **kwargs)
+        with self.precision_plugin.forward_context():
+            return step(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._ready.backward(loss, *args, **kwargs)
+
+    def no_backward_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients accumulate until a backward pass outside of it."""
+        return nullcontext() if self._engine is None else self._accumulating()
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        self._ready.set_boundary(False)
+        try:
+            yield
+        finally:
+            self._ready.set_boundary(True)
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:  # noqa: ARG002 - there is one
+        """Let the engine clip in its next step, which is where it knows the norm of all gradients."""
+        if algorithm != "norm":
+            raise RequestError(
+                f"gradient_clip_algorithm={algorithm!r} is not possible with DeepSpeed, which clips by norm only: "
+                "leave it out, or train with another strategy"
+            )
+        self._ready.clip(clip_val)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,  # noqa: ARG002 - there is one
+        closure: Callable[[], Any],
+        model: Module | None = None,  # noqa: ARG002 - there is one
+        **kwargs: Any,  # noqa: ARG002 - the engine's step takes none
+    ) -> Any:
+        output = closure()
+        self._ready.step()
+        return output
