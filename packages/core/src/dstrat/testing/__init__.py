@@ -1,0 +1,55 @@
+"""The conformance kit: standard tests that an author's own test class inherits, and that prove a component.
+
+A package's tests need no more than this::
+
+    from dstrat.testing import StrategySuite
+
+
+    class TestMyStrategy(StrategySuite):
+        alias = "my_strategy"
+
+``dstrat test my_strategy`` runs the same and prints a table.  It needs ``pip install "dstrat[testing]"``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dstrat.testing.accelerator import AcceleratorSuite as AcceleratorSuite
+    from dstrat.testing.checkpoint_io import CheckpointIOSuite as CheckpointIOSuite
+    from dstrat.testing.cluster import ClusterEnvironmentSuite as ClusterEnvironmentSuite
+    from dstrat.testing.plugin import PluginSuite as PluginSuite
+    from dstrat.testing.precision import PrecisionSuite as PrecisionSuite
+    from dstrat.testing.strategy.suite import StrategySuite as StrategySuite
+
+_HOMES = {
+    "AcceleratorSuite": "dstrat.testing.accelerator",
+    "CheckpointIOSuite": "dstrat.testing.checkpoint_io",
+    "ClusterEnvironmentSuite": "dstrat.testing.cluster",
+    "PluginSuite": "dstrat.testing.plugin",
+    "PrecisionSuite": "dstrat.testing.precision",
+    "StrategySuite": "dstrat.testing.strategy.suite",
+}
+
+__all__ = [
+    "AcceleratorSuite",
+    "CheckpointIOSuite",
+    "ClusterEnvironmentSuite",
+    "PluginSuite",
+    "PrecisionSuite",
+    "StrategySuite",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

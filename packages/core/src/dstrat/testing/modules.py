@@ -1,0 +1,148 @@
+"""The modules that the kit trains, and their data: small, quick to learn, and each with one thing that can go wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dstrat.training.module.train_module import TrainModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GLOBAL_BATCH = 8
+_WIDTH = 6
+_OUTPUTS = 3
+
+
+class Net(TrainModule):
+    """A regression of which every batch is noted: which samples, and what loss.
+
+    Args:
+        shape: The samples, the optimizer and the like, see :class:`~dstrat.testing.fits.Fit`.
+        configure: What the author wants done in ``configure_model``.
+    """
+
+    def __init__(self, shape: Any, configure: Callable[[TrainModule], None] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shape = shape
+        self.configure = configure
+        self.losses: list[float] = []
+        self.seen: list[list[int]] = []
+        self.make_layers()
+
+    def make_layers(self) -> None:
+        """Create the layers."""
+        self.layers = nn.Sequential(nn.Linear(_WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map ``(batch, 6)`` to ``(batch, 3)``."""
+        outputs: Tensor = self.layers(inputs)
+        return outputs
+
+    def configure_model(self) -> None:
+        if self.configure is not None:
+            self.configure(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002 - modules derived from it use it
+        inputs, targets, numbers = batch
+        loss = nn.functional.mse_loss(self(inputs), targets)
+        self.seen.append(numbers.tolist())
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - as above
+        inputs, targets, numbers = batch
+        self.seen.append(numbers.tolist())
+        self.log("mean_loss", nn.functional.mse_loss(self(inputs), targets), batch_size=len(numbers))
+        self.log("samples", float(len(numbers)), reduce_fx="sum")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[float]:  # noqa: ARG002 - as above
+        inputs, _, numbers = batch
+        self.seen.append(numbers.tolist())
+        numbered: list[float] = numbers.tolist()
+        self(inputs)
+        return numbered
+
+    def configure_optimizers(self) -> Any:
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if self.shape.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=1.0)
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.shape.samples, shuffle=self.shape.shuffle)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.shape.evaluated, shuffle=False)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def _loader(self, samples: int, *, shuffle: bool) -> DataLoader[Any]:
+        readers = self.trainer.strategy.distributed_sampler_kwargs.get("num_replicas", 1)
+        return DataLoader(dataset(samples), batch_size=max(1, GLOBAL_BATCH // readers), shuffle=shuffle)
+
+
+class Tied(Net):
+    """Two layers share their weight."""
+
+    def make_layers(self) -> None:
+        first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+        second.weight = first.weight
+        self.layers = nn.Sequential(nn.Linear(_WIDTH, 16), nn.Tanh(), first, nn.Tanh(), second, nn.Linear(16, 3))
+
+
+class Unused(Net):
+    """One layer never takes part."""
+
+    def make_layers(self) -> None:
+        super().make_layers()
+        self.never_used = nn.Linear(2, 2)
+
+
+class Frozen(Net):
+    """The first layer is not trained."""
+
+    def make_layers(self) -> None:
+        super().make_layers()
+        self.layers[0].requires_grad_(requires_grad=False)
+
+
+class Random(Net):
+    """Draws random numbers in each step, as dropout does."""
+
+    def make_layers(self) -> None:
+        super().make_layers()
+        self.layers.insert(2, nn.Dropout(0.2))
+
+
+class Tall(Net):
+    """A single layer, so that gradients are easy to compare."""
+
+    def make_layers(self) -> None:
+        self.layers = nn.Sequential(nn.Linear(_WIDTH, _OUTPUTS))
+
+
+NETS: dict[str, type[Net]] = {
+    "plain": Net,
+    "tied": Tied,
+    "unused": Unused,
+    "frozen": Frozen,
+    "random": Random,
+    "linear": Tall,
+}
+
+
+def dataset(samples: int) -> TensorDataset:
+    """Return inputs ``(samples, 6)``, targets ``(samples, 3)`` and the samples' numbers; of uneven sizes."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, _WIDTH, generator=generator)
+    inputs *= torch.linspace(0.5, 1.5, samples)[:, None]  # so that no two ranks have gradients of one size
+    return TensorDataset(inputs, inputs[:, :3] - inputs[:, 3:], torch.arange(samples))

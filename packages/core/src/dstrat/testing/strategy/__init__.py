@@ -1,0 +1,1 @@
+"""The suite for strategies, a part for each capability."""

@@ -1,0 +1,98 @@
+"""What every part of the strategy suite uses: the strategy, its declarations, and jobs of several ranks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import pytest
+
+from dstrat.testing.jobs import DEFAULT_SECONDS, run_job
+from dstrat.testing.subject import Subject
+from dstrat.testing.suite import Suite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dstrat.training.module.train_module import TrainModule
+
+T = TypeVar("T")
+
+_shared: dict[str, Any] = {}
+
+
+class StrategyTests(Suite):
+    """What the author of a strategy declares beside the facts of its record.
+
+    Attributes:
+        world_sizes: Numbers of processes to try.
+        accelerator: Where everything runs.
+        gives_losses_of_one_device: Whether the training is that of one device with the same global batches; not so for
+            an algorithm that lets its ranks drift apart.
+        tolerance: Largest relative difference of losses.
+        configure_model: What the module has to do in its ``configure_model``, as a function of the module; for
+            strategies that split layers.
+        seconds: How long a job of a few steps may take.
+    """
+
+    kind = "strategy"
+    settings = Suite.settings | {
+        "accelerator",
+        "configure_model",
+        "gives_losses_of_one_device",
+        "seconds",
+        "tolerance",
+        "world_sizes",
+    }
+
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
+    accelerator: ClassVar[str] = "cpu"
+    gives_losses_of_one_device: ClassVar[bool] = True
+    tolerance: ClassVar[float] = 1e-5
+    configure_model: ClassVar[Callable[[TrainModule], None] | None] = None
+    seconds: ClassVar[float] = DEFAULT_SECONDS
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Try each number of processes that the author declares."""
+        if "world_size" in metafunc.fixturenames:
+            metafunc.parametrize("world_size", metafunc.cls.world_sizes)
+        if "several" in metafunc.fixturenames:
+            metafunc.parametrize("several", [size for size in metafunc.cls.world_sizes if size > 1])
+
+    @property
+    def subject(self) -> Subject:
+        """The strategy that is tested, as ranks get it."""
+        configure = inspect.getattr_static(type(self), "configure_model")
+        return Subject(
+            component=self.component,
+            options=dict(self.options),
+            configure_model=configure.__func__ if isinstance(configure, staticmethod) else configure,
+        )
+
+    def job(self, function: Callable[..., T], world_size: int, **arguments: Any) -> list[T]:
+        """Return what a function returns in each rank, where the strategy can have so many."""
+        __tracebackhide__ = True
+        self.need_processes(world_size)
+        return run_job(function, world_size, seconds=self.seconds, **arguments)
+
+    def shared_job(self, function: Callable[..., T], world_size: int, **arguments: Any) -> list[T]:
+        """Return the same for all tests that ask for the same."""
+        __tracebackhide__ = True
+        key = f"{function.__module__}.{function.__qualname__} {world_size} {arguments}"
+        if key not in _shared:
+            _shared[key] = self.job(function, world_size, **arguments)
+        found: list[T] = _shared[key]
+        return found
+
+    def need_processes(self, world_size: int) -> None:
+        """Skip the test where the record says that there cannot be so many processes."""
+        facts = self.component
+        if world_size > 1 and not facts.starts_processes:
+            pytest.skip(f"{self.alias} runs in one process (starts_processes=False)")
+        if facts.max_devices is not None and world_size > facts.max_devices:
+            pytest.skip(f"{self.alias} uses at most {facts.max_devices} devices (max_devices)")
+
+    def need_losses_of_one_device(self) -> None:
+        """Skip the test where the strategy declares another algorithm."""
+        if not self.gives_losses_of_one_device:
+            pytest.skip(f"{self.alias} declares gives_losses_of_one_device = False")
