@@ -247,6 +247,9 @@ class Strategy(ABC):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
+    def finish_training(self) -> None:
+        """Bring the processes together, where they have trained apart; called after the last step; collective."""
+
     # Steps
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -261,6 +264,13 @@ class Strategy(ABC):
         """Run the module's ``training_step``."""
         with self.precision_plugin.forward_context():
             return self.module.training_step(*args, **kwargs)
+
+    def evaluation_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a whole validation, test or prediction with its hooks; entering it is collective.
+
+        In it the module has the weights that count, where those that the processes train differ for a while.
+        """
+        return nullcontext()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``validation_step``."""
@@ -381,6 +391,23 @@ class Strategy(ABC):
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective."""
         load_named_state(optimizer, self.module, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must be in a checkpoint beside the module and its optimizers, the same in every process."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned, on any number of processes; module and optimizers are loaded."""
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what only this process has, and must have again to go on exactly."""
+        return {}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`rank_state` returned, after :meth:`load_state_dict`.
+
+        It is not called where another number of processes goes on.
+        """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write a checkpoint once for the whole job; every process calls it and waits until it is there."""

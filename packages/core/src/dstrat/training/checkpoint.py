@@ -98,6 +98,7 @@ def _training(trainer: Trainer) -> dict[str, Any]:
         "metrics": trainer.metrics.state_dict(),
         "lr_schedulers": [config.scheduler.state_dict() for config in strategy.lr_schedulers],
         "precision": strategy.precision_plugin.state_dict(),
+        "strategy": {"name": type(strategy).__name__, "state": strategy.state_dict()},
         "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
         "datamodule": trainer.datamodule.state_dict() if trainer.datamodule else {},
     }
@@ -105,7 +106,8 @@ def _training(trainer: Trainer) -> dict[str, Any]:
 
 def _of_each_rank(trainer: Trainer) -> dict[str, Any]:
     """Return what belongs to single processes: only this one's where each saves its own part; collective."""
-    strategy, own = trainer.strategy, trainer.fit_loop.rank_state()
+    strategy = trainer.strategy
+    own = {**trainer.fit_loop.rank_state(), "strategy": strategy.rank_state()}
     if strategy.checkpoint_io.is_collective:
         return {"per_rank": own}
     return {"ranks": [strategy.broadcast(own, src=rank) for rank in range(strategy.world_size)]}
@@ -167,6 +169,21 @@ def _restore_training(trainer: Trainer, checkpoint: Mapping[str, Any], path: str
     for config, state in zip(strategy.lr_schedulers, checkpoint["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     strategy.precision_plugin.load_state_dict(checkpoint["precision"])
+    if _is_of_this_strategy(trainer, checkpoint):
+        strategy.load_state_dict(checkpoint["strategy"]["state"])
+    elif checkpoint.get("strategy", {}).get("state") and trainer.is_global_zero:
+        _log.warning(
+            "%s has a state of %s, which %s begins without",
+            path,
+            checkpoint["strategy"]["name"],
+            type(strategy).__name__,
+        )
+
+
+def _is_of_this_strategy(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
+    """Return whether a strategy of the same class has saved the checkpoint; another one begins without its state."""
+    saved: str = checkpoint.get("strategy", {}).get("name", "")
+    return saved == type(trainer.strategy).__name__
 
 
 def _restore_ranks(trainer: Trainer, checkpoint: Mapping[str, Any], io: CheckpointIO, path: str | Path) -> None:
@@ -180,6 +197,8 @@ def _restore_ranks(trainer: Trainer, checkpoint: Mapping[str, Any], io: Checkpoi
         own = ranks[trainer.global_rank] if ranks else checkpoint.get("per_rank")
         if own is not None:
             loop.load_rank_state(own)
+            if _is_of_this_strategy(trainer, checkpoint):
+                trainer.strategy.load_rank_state(own["strategy"])
         return
     io = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
     if not ranks and isinstance(io, PortableCheckpointIO):

@@ -131,6 +131,7 @@ def _fit(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
         if validation is not None and sanity_checks:
             _sanity_check(trainer, validation)
         loop.run(validation)
+        trainer.strategy.finish_training()
         dispatch.call("on_fit_end")
 
 

@@ -93,6 +93,10 @@ class EvaluationLoop:
         Args:
             at_most: Number of batches to take of each loader, below the Trainer's limit.
         """
+        with self._trainer.strategy.evaluation_context():
+            self._run(at_most)
+
+    def _run(self, at_most: int | None) -> None:
         trainer, dispatch, purpose = self._trainer, self._trainer.dispatch, self._purpose
         trainer.publisher.follow(self.logged)
         trainer.evaluation_loop, trainer.is_evaluating = self, True

@@ -58,7 +58,8 @@ def plan(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], ranks: Ranks)
         CheckpointError: A tensor cannot be saved, or differs between ranks.
     """
     with ranks.together("save its tensors"):
-        entries = _entries({**tensors, **own})
+        # Apart: what differs between ranks is not another name for the tensor of all of them that it shares memory with.
+        entries = _entries(tensors) | _entries(own)
     leaders = _leaders(tensors, ranks)
     with ranks.together("save its tensors"):
         payloads = [Payload(name, part) for name in own if _is_stored(entries[name]) for part in local_parts(own[name])]
