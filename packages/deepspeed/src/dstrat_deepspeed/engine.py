@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dstrat_deepspeed.runtime import environment, quiet_warnings
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,7 +24,6 @@ class Engine:
         steps: What the engine wraps.
         optimizer: The user's; None evaluates only.
         config: DeepSpeed's configuration.
-        local_rank: Rank of this process on its machine.
         is_manual: Whether the module computes gradients within its steps.
 
     Attributes:
@@ -40,7 +37,6 @@ class Engine:
         optimizer: Optimizer | None,
         config: dict[str, Any],
         *,
-        local_rank: int,
         is_manual: bool,
     ) -> None:
         self._steps = steps
@@ -48,10 +44,9 @@ class Engine:
         self._clip_val: float | None = None
         self._has_gradients = False
         self.skipped_steps = 0
-        with environment({"LOCAL_RANK": str(local_rank)}), quiet_warnings():
-            self.engine, *_ = deepspeed.initialize(
-                model=steps, optimizer=optimizer, config=config, dist_init_required=False
-            )
+        self.engine, *_ = deepspeed.initialize(
+            model=steps, optimizer=optimizer, config=config, dist_init_required=False
+        )
         if optimizer is not None:
             self.engine.set_gradient_accumulation_boundary(True)
             self._take_over_zero_grad(optimizer)
@@ -79,8 +74,7 @@ class Engine:
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Compute gradients of a loss (a scalar tensor)."""
         self._has_gradients = True
-        with quiet_warnings():
-            self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward pass is the last one before the optimizer's step."""
@@ -92,8 +86,7 @@ class Engine:
 
     def step(self) -> None:
         """Apply the gradients."""
-        with quiet_warnings():
-            self.engine.step()
+        self.engine.step()
         self._has_gradients = False
         self._clip_val = None
 

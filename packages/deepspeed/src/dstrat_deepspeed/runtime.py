@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dstrat.errors import ConflictError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from types import ModuleType
 
 _ACCELERATOR_VARIABLE = "DS_ACCELERATOR"
-_SHM_COMM = "deepspeed_shm_comm"
+_COMPATIBLE = "__compatible_ops__"
+_NOT_OURS: tuple[tuple[str, type[Warning]], ...] = (
+    # torch 2.13 has other names for the collectives
+    (r".torch\.distributed\.\w+. is deprecated", FutureWarning),
+)
 
 
 def load_deepspeed(device_type: str, logging_level: int) -> Any:
@@ -56,43 +58,53 @@ def _follow_our_log(level: int) -> None:
     logger.setLevel(level)
 
 
-def join_process_group(deepspeed: Any) -> None:
-    """Let DeepSpeed communicate through the process group that is open."""
-    # Its shared-memory communication, which it would compile, is for inference.
-    compatible = {_SHM_COMM: False}
-    module = vars(deepspeed.ops)
-    before = module.get("__compatible_ops__")
-    module["__compatible_ops__"] = {**(before or {}), **compatible}
+@contextmanager
+def running(deepspeed: Any, *, local_rank: int) -> Iterator[None]:
+    """Let DeepSpeed communicate, in a ``with`` block, through the process group that is open.
+
+    Args:
+        deepspeed: The library.
+        local_rank: Rank of this process on its machine, which DeepSpeed asks the environment for.
+    """
+    with environment({"LOCAL_RANK": str(local_rank)}), quiet_warnings():
+        with _without_shared_memory(deepspeed):
+            deepspeed.comm.init_distributed(
+                deepspeed.accelerator.get_accelerator().communication_backend_name(),
+                auto_mpi_discovery=False,
+                dist_init_required=False,
+                verbose=False,
+            )
+        try:
+            yield
+        finally:
+            _forget_process_group()
+
+
+@contextmanager
+def _without_shared_memory(deepspeed: Any) -> Iterator[None]:
+    """Keep DeepSpeed from compiling its communication through shared memory, which is for inference."""
+    known = vars(deepspeed.ops)
+    before = known.get(_COMPATIBLE)
+    known[_COMPATIBLE] = {**(before or {}), "deepspeed_shm_comm": False}
     try:
-        deepspeed.comm.init_distributed(
-            deepspeed.accelerator.get_accelerator().communication_backend_name(),
-            auto_mpi_discovery=False,
-            dist_init_required=False,
-            verbose=False,
-        )
+        yield
     finally:
         if before is None:
-            del module["__compatible_ops__"]
+            del known[_COMPATIBLE]  # found out by DeepSpeed, with compilers, when it is asked for
         else:
-            module["__compatible_ops__"] = before
+            known[_COMPATIBLE] = before
 
 
-def leave_process_group() -> None:
+def _forget_process_group() -> None:
     """Let DeepSpeed forget the process group and those that it has made of it; nothing is closed."""
-    comm: Any = _imported("deepspeed.comm.comm")
-    if comm is None:
-        return
-    import_module("deepspeed.utils.groups")._release_process_group_references()  # noqa: SLF001 - it is called only where the group is closed too
+    import_module("deepspeed.utils.groups")._release_process_group_references()  # noqa: SLF001 - the public way closes the group too
+    comm: Any = import_module("deepspeed.comm.comm")
     comm.cdb = None
-
-
-def _imported(name: str) -> ModuleType | None:
-    return sys.modules.get(name)
 
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables in a ``with`` block, which DeepSpeed reads there."""
+    """Set environment variables in a ``with`` block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -107,8 +119,14 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def quiet_warnings() -> Iterator[None]:
-    """Silence in a ``with`` block what DeepSpeed does with newer versions of torch, and users cannot change."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*|deepspeed.*")
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
+    """Silence in a ``with`` block the warnings about how DeepSpeed uses torch, which its users cannot change."""
+    before = list(warnings.filters)
+    for message, category in _NOT_OURS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+    added = [entry for entry in warnings.filters if entry not in before]
+    try:
         yield
+    finally:
+        for entry in added:
+            if entry in warnings.filters:
+                cast("list[Any]", warnings.filters).remove(entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError, RequestError
@@ -13,7 +13,7 @@ from dstrat_deepspeed.config import Setting, from_options, merged, settings_of, 
 from dstrat_deepspeed.config_source import read_config
 from dstrat_deepspeed.engine import Engine
 from dstrat_deepspeed.options import read_options
-from dstrat_deepspeed.runtime import join_process_group, leave_process_group, load_deepspeed, quiet_warnings
+from dstrat_deepspeed.runtime import load_deepspeed, running
 from dstrat_deepspeed.step_module import StepModule
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._batch_size = logging_batch_size_per_gpu
         self._deepspeed: Any = None
         self._engine: Engine | None = None
+        self._running = ExitStack()
 
     # What follows from the stage
 
@@ -128,13 +129,13 @@ class DeepSpeedStrategy(ParallelStrategy):
         return self._engine
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_deepspeed": None, "_engine": None}
+        return {**super().__getstate__(), "_deepspeed": None, "_engine": None, "_running": ExitStack()}
 
     def setup_environment(self) -> None:
         self._deepspeed = load_deepspeed(self.root_device.type, self._logging_level)
         super().setup_environment()
-        with quiet_warnings():
-            join_process_group(self._deepspeed)
+        self._running = ExitStack()
+        self._running.enter_context(running(self._deepspeed, local_rank=self.local_rank))
 
     def wrap_model(self, trainer: TrainerLike) -> None:
         if not trainer.is_fitting and self.stage == 3:
@@ -153,7 +154,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         config = merged(from_options(self._options, self.stage), self._given_config, self._settings(trainer))
         steps = StepModule(self.module, self.precision_plugin.forward_context)
         manual = not getattr(self.module, "automatic_optimization", True)
-        self._engine = Engine(self._deepspeed, steps, optimizer, config, local_rank=self.local_rank, is_manual=manual)
+        self._engine = Engine(self._deepspeed, steps, optimizer, config, is_manual=manual)
         self.model = self._engine.engine
 
     def _settings(self, trainer: TrainerLike) -> list[Setting]:
@@ -179,7 +180,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         if self._engine is not None:
             self._engine.close()
             self._engine, self.model = None, self.module
-        leave_process_group()
+        self._running.close()
 
     # Steps
 
