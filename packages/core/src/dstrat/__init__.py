@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.launcher import Launcher as Launcher
     from dstrat.interfaces.precision import Precision as Precision
     from dstrat.interfaces.strategy import Strategy as Strategy
+    from dstrat.own_loop.building import build as build
+    from dstrat.own_loop.loop import OwnLoop as OwnLoop
     from dstrat.parallel.gradient_sync import GradientSyncStrategy as GradientSyncStrategy
     from dstrat.parallel.strategy import ParallelStrategy as ParallelStrategy
     from dstrat.plugins.component import Component as Component
@@ -83,6 +85,7 @@ _HOMES = {
     "ModelCheckpoint": "dstrat.training.callbacks.model_checkpoint",
     "ModelSummary": "dstrat.training.callbacks.model_summary",
     "OnExceptionCheckpoint": "dstrat.training.callbacks.on_exception_checkpoint",
+    "OwnLoop": "dstrat.own_loop.loop",
     "ParallelStrategy": "dstrat.parallel.strategy",
     "Precision": "dstrat.interfaces.precision",
     "PredictionWriter": "dstrat.training.callbacks.prediction_writer",
@@ -104,6 +107,7 @@ _HOMES = {
     "Trainer": "dstrat.training.trainer",
     "WandbLogger": "dstrat.training.loggers.wandb_logger",
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
+    "build": "dstrat.own_loop.building",
     "hookimpl": "dstrat.plugins.hookspec",
     "read_predictions": "dstrat.training.callbacks.torch_prediction_writer",
     "seed_everything": "dstrat.data.random_state",

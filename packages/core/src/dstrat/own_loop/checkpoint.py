@@ -1,0 +1,129 @@
+"""What a checkpoint of a hand-written loop holds, and how the loop goes on from it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
+from dstrat.builtin.checkpoint.formats import io_for
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.builtin.checkpoint.strategy_state import (
+    check_same_number,
+    is_of_same_strategy,
+    module_entries,
+    optimization_entries,
+    read_checkpoint,
+    restore_optimization,
+)
+from dstrat.data.random_state import RandomState
+from dstrat.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.own_loop.loaders import TrainingLoader
+
+_log = logging.getLogger(__name__)
+
+
+def save(strategy: Strategy, path: str | Path, state: Mapping[str, Any], loaders: Sequence[TrainingLoader]) -> None:
+    """Write module, optimizers, schedulers, the place in the data, random numbers and a state; collective.
+
+    Args:
+        strategy: Has set up the module.
+        path: Where there is nothing yet.
+        state: The loop's own: plain values and tensors, the same in every process.
+        loaders: What the loop trains from.
+    """
+    own = _rank_state(strategy, loaders)
+    checkpoint = {
+        **module_entries(strategy),
+        **optimization_entries(strategy),
+        "own_loop": {"state": dict(state), "loaders": [loader.state_dict() for loader in loaders]},
+    }
+    if strategy.checkpoint_io.is_collective:
+        checkpoint["per_rank"] = own
+    else:
+        checkpoint["ranks"] = [strategy.broadcast(own, src=rank) for rank in range(strategy.world_size)]
+    strategy.save_checkpoint(checkpoint, path)
+
+
+def load(strategy: Strategy, path: str | Path, loaders: Sequence[TrainingLoader]) -> dict[str, Any]:
+    """Bring everything to where it was when a checkpoint was saved; collective.
+
+    Returns:
+        The loop's own state.
+
+    Raises:
+        CheckpointError: It cannot be read, or does not fit this loop.
+    """
+    io = io_for(path, strategy.checkpoint_io)
+    checkpoint = read_checkpoint(strategy, io, path, has_optimizers=bool(strategy.optimizers))
+    if "own_loop" not in checkpoint:
+        raise CheckpointError(
+            f"{path} was not saved by OwnLoop.save_checkpoint: it has the weights, which are loaded, and no place in "
+            "the data to go on from"
+        )
+    entry = checkpoint["own_loop"]
+    if strategy.optimizers:
+        restore_optimization(strategy, checkpoint, path)
+        check_same_number("training loaders", list(loaders), entry["loaders"], path)
+        for loader, position in zip(loaders, entry["loaders"], strict=True):
+            loader.load_state_dict(position)
+        _restore_ranks(strategy, checkpoint, io, path, loaders)
+    return dict(entry["state"])
+
+
+def _rank_state(strategy: Strategy, loaders: Sequence[TrainingLoader]) -> dict[str, Any]:
+    """Return what this process has for itself."""
+    return {
+        "loaders": [loader.rank_state() for loader in loaders],
+        "strategy": strategy.rank_state(),
+        "device_random": strategy.accelerator.get_random_state(strategy.root_device),
+        "random": RandomState.capture().state_dict(),
+    }
+
+
+def _restore_ranks(
+    strategy: Strategy,
+    checkpoint: Mapping[str, Any],
+    io: CheckpointIO,
+    path: str | Path,
+    loaders: Sequence[TrainingLoader],
+) -> None:
+    """Take back what this process had; on another number of processes, the order of the data alone."""
+    is_exact = checkpoint["world_size"] == strategy.world_size
+    own = _saved_by(strategy.global_rank if is_exact else 0, checkpoint, io, path)
+    if own is None:
+        return
+    for loader, state in zip(loaders, own["loaders"], strict=True):
+        loader.load_rank_state(state)
+    if is_exact:
+        if is_of_same_strategy(strategy, checkpoint):
+            strategy.load_rank_state(own["strategy"])
+        if own["device_random"] is not None:
+            strategy.accelerator.set_random_state(strategy.root_device, own["device_random"])
+        RandomState.from_state_dict(own["random"]).restore()
+    elif strategy.is_global_zero:
+        _log.warning(
+            "%s was saved by %d processes and is continued by %d: weights, optimizer and counters are the same; random "
+            "numbers start anew, and the data goes on at the same part of the epoch",
+            path,
+            checkpoint["world_size"],
+            strategy.world_size,
+        )
+
+
+def _saved_by(rank: int, checkpoint: Mapping[str, Any], io: CheckpointIO, path: str | Path) -> dict[str, Any] | None:
+    """Return what a process had for itself, None where the checkpoint's io does not keep it for others."""
+    if "ranks" in checkpoint:
+        own: dict[str, Any] = checkpoint["ranks"][rank]
+        return own
+    if "per_rank" in checkpoint:
+        return checkpoint["per_rank"]  # type: ignore[no-any-return]  # what _rank_state returned
+    inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
+    return inner.load_rank(path, rank) if isinstance(inner, PortableCheckpointIO) else None

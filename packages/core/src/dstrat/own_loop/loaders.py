@@ -1,0 +1,109 @@
+"""The loaders of a hand-written loop: this process's part of the data, on its device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dstrat.data.continued import Beginning, ContinuedLoader, generator_states, set_generator_states
+from dstrat.data.epochs import set_epoch
+from dstrat.data.loaders import length_of, prepare_evaluation_loader, prepare_training_loader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from dstrat.interfaces.strategy import Strategy
+
+
+class TrainingLoader:
+    """This process's batches of a training loader, epoch after epoch.
+
+    Each loop over it reads what is left of an epoch, so that one that was ended early, or that goes on from a
+    checkpoint, begins with the batch after the last.
+
+    Args:
+        loader: The loader of the whole job.
+        strategy: Says how many processes share the data, and brings batches to the device.
+
+    Attributes:
+        epoch: Index of the epoch, from 0; it grows when the last batch of one has been used.
+        batches_done: Number of batches of the epoch that have been handed out.
+    """
+
+    def __init__(self, loader: Any, strategy: Strategy) -> None:
+        self._loader = prepare_training_loader(loader, strategy, distribute=True)
+        self._strategy = strategy
+        self._beginning: Beginning | None = None
+        self.epoch = 0
+        self.batches_done = 0
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole epoch in this process."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        set_epoch(self._loader, self.epoch)
+        loader = self._loader
+        if self.batches_done and self._beginning is not None:
+            loader = ContinuedLoader(loader, self._beginning, self.batches_done)
+        else:
+            self._beginning, self.batches_done = Beginning.of(loader), 0
+        for batch in loader:
+            self.batches_done += 1
+            yield self._strategy.batch_to_device(batch)
+        self.epoch, self.batches_done = self.epoch + 1, 0
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it is, the same in every process."""
+        return {"epoch": self.epoch, "batches_done": self.batches_done, "length": length_of(self._loader)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on there, or at the same part of the epoch where this process has another number of batches."""
+        self.epoch, self.batches_done = state["epoch"], state["batches_done"]
+        length = length_of(self._loader)
+        if length and state["length"]:
+            self.batches_done = self.batches_done * length // state["length"]
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what the order of the batches of this process follows from."""
+        return {
+            "generators": generator_states(self._loader),
+            "beginning": None if self._beginning is None else self._beginning.state_dict(),
+        }
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`rank_state` returned in this process, or in the first where their number differs."""
+        set_generator_states(self._loader, state["generators"])
+        if state["beginning"] is not None:
+            self._beginning = Beginning.from_state_dict(state["beginning"])
+            self._beginning.share_order(self._loader)
+
+
+class EvaluationLoader:
+    """This process's batches of a loader for evaluation; in the whole job each sample is read once.
+
+    A strategy whose processes evaluate together must run as many steps in each: where batches cannot be divided
+    evenly, every process then reads all of them.
+
+    Args:
+        loader: The loader of the whole job.
+        strategy: Says how many processes share the data, and brings batches to the device.
+
+    Attributes:
+        is_divided: Whether each process reads a part; otherwise each reads everything.
+    """
+
+    def __init__(self, loader: Any, strategy: Strategy) -> None:
+        replicas = strategy.distributed_sampler_kwargs.get("num_replicas", 1)
+        is_even = (length_of(loader) or 1) % replicas == 0
+        distribute = is_even or not strategy.evaluates_together
+        self._loader, self.is_divided = prepare_evaluation_loader(loader, strategy, distribute=distribute)
+        self._strategy = strategy
+
+    def __len__(self) -> int:
+        """Return the number of batches in this process."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._strategy.batch_to_device, self._loader)

@@ -1,0 +1,252 @@
+"""What an own loop does on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dstrat
+from dstrat import OwnLoop, SingleDeviceStrategy, TrainModule
+
+
+def make_loop(**options):
+    return OwnLoop(dstrat.build(**{"strategy": "single_device", "accelerator": "cpu", "devices": 1} | options))
+
+
+def adam(net):
+    return torch.optim.Adam(net.parameters(), lr=0.05)
+
+
+def numbers(batch_size=4, **options):
+    x = torch.randn(24, 3, generator=torch.Generator().manual_seed(3))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size, **options)
+
+
+def line():
+    torch.manual_seed(0)
+    return nn.Linear(3, 1)
+
+
+def squares(net, x, y):
+    return nn.functional.mse_loss(net(x), y)
+
+
+def train(loop, steps=12, **options):
+    """Train a line; return the losses of all batches."""
+    net, losses = line(), []
+    loop.setup(net, adam, **options)
+    batches = loop.training_loader(numbers())
+    while loop.steps_done < steps:
+        for x, y in batches:
+            loss = loop.compute(squares, net, x, y)
+            loop.backward(loss)
+            losses.append(loss.item())
+            loop.step()
+    return losses
+
+
+def by_hand(accumulate=1, clip=None, steps=12):
+    net, losses = line(), []
+    optimizer = adam(net)
+    loader = numbers(shuffle=False)
+    while len(losses) < steps * accumulate:
+        for x, y in loader:
+            loss = squares(net, x, y)
+            losses.append(loss.item())
+            (loss / accumulate).backward()
+            if len(losses) % accumulate == 0:
+                if clip:
+                    nn.utils.clip_grad_norm_(net.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, 0.1), (1, 0.1)])
+def test_the_losses_are_those_of_plain_torch_to_the_last_bit(accumulate, clip):
+    losses = make_loop().launch(train, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+    assert losses == by_hand(accumulate, clip)
+
+
+def test_a_strategy_of_the_users_own_is_completed():
+    assert OwnLoop(dstrat.build(strategy=SingleDeviceStrategy(device="cpu"))).launch(train) == by_hand()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_steps_run_in_the_precision_that_was_asked_for(precision):
+    seen = []
+
+    def look(loop):
+        net = nn.Linear(3, 1)
+        loop.setup(net, adam)
+
+        def loss(x):
+            out = net(x)
+            seen.append(out.dtype)
+            return out.sum()
+
+        for x, _ in loop.training_loader(numbers()):
+            seen.append(x.dtype)
+            loop.backward(loop.compute(loss, x))
+            loop.step()
+            break
+
+    make_loop(precision=precision).launch(look)
+    mixed = [torch.float32, torch.bfloat16]
+    assert seen == (mixed if precision == "bf16-mixed" else [torch.float64] * 2)
+
+
+def test_a_step_whose_gradients_are_not_finite_is_skipped_in_float16(caplog):
+    def overflow(loop):
+        net = line()
+        loop.setup(net, adam)
+        before = net.weight.clone()
+        loop.backward(loop.compute(net, torch.ones(3)).sum() * torch.inf)
+        assert loop.step()
+        return torch.equal(before, net.weight)
+
+    assert make_loop(precision="16-mixed").launch(overflow)
+    assert "step skipped" in caplog.text
+
+
+def test_evaluation_has_no_gradients_and_leaves_the_modes_as_they_were():
+    def evaluate(loop):
+        net = nn.Sequential(nn.Linear(3, 1), nn.Dropout(1.0))
+        net[0].eval()
+        loop.setup(net, adam)
+        with loop.evaluation():
+            out = loop.compute(net, torch.ones(3))
+            assert out.abs().sum() > 0  # the dropout is off
+            assert not out.requires_grad
+        return [part.training for part in net]
+
+    assert make_loop().launch(evaluate) == [False, True]
+
+
+def test_a_loader_goes_on_where_a_loop_over_it_was_left():
+    def read(loop):
+        batches = loop.training_loader(numbers(shuffle=True))
+        whole = [x for x, _ in batches]
+        seen = []
+        for _ in range(3):
+            for x, _ in batches:
+                seen.append(x)
+                if len(seen) in (2, 4):
+                    break
+        assert batches.epoch == 2
+        return whole, seen
+
+    whole, seen = make_loop().launch(read)
+    assert len(whole) == len(seen) == 6
+    assert torch.equal(torch.cat(seen).sort(0).values, torch.cat(whole).sort(0).values)  # each sample once
+    assert not torch.equal(torch.cat(seen), torch.cat(whole))  # another epoch has another order
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("save_at", [4, 6, 8])  # in an epoch of 6, at its end, in the next
+def test_a_resumed_loop_goes_on_to_the_last_bit(tmp_path, save_at, num_workers):
+    def with_dropout():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 1))
+
+    def run(loop, path, stop=12):
+        torch.manual_seed(17 if path is None else 99)
+        net = with_dropout()
+        loop.setup(net, adam)
+        batches = loop.training_loader(numbers(shuffle=True, num_workers=num_workers))
+        losses = [] if path is None else loop.load_checkpoint(path)["losses"]
+        while loop.steps_done < stop:
+            for x, y in batches:
+                loss = loop.compute(squares, net, x, y)
+                loop.backward(loss)
+                losses.append(loss.item())
+                loop.step()
+                if path is None and loop.steps_done == save_at:
+                    loop.save_checkpoint(tmp_path / "saved", {"losses": losses})
+        return losses, net
+
+    losses, net = make_loop().launch(run, None)
+    resumed, other = make_loop().launch(run, tmp_path / "saved")
+    assert len(losses) == 12
+    assert resumed == losses
+    assert torch.equal(net[1].weight, other[1].weight)
+
+
+def test_schedulers_that_are_made_with_the_optimizers_are_saved(tmp_path):
+    def make(net):
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    def run(loop, path=None):
+        net = line()
+        loop.setup(net, make)
+        if path:
+            loop.load_checkpoint(path)
+        loop.backward(loop.compute(net, torch.ones(3)).sum())
+        loop.step()
+        loop.schedulers[0].step()
+        if path is None:
+            loop.save_checkpoint(tmp_path / "saved")
+        return loop.optimizers[0].param_groups[0]["lr"]
+
+    assert make_loop().launch(run) == 0.5
+    assert make_loop().launch(run, tmp_path / "saved") == 0.25
+
+
+def test_weights_alone_are_loaded_for_evaluation(tmp_path):
+    def save(loop):
+        net = line()
+        loop.setup(net, adam)
+        loop.save_checkpoint(tmp_path / "saved", {"name": "first"})
+
+    def load(loop):
+        net = nn.Linear(3, 1)
+        loop.setup(net)
+        return loop.load_checkpoint(tmp_path / "saved"), net
+
+    make_loop().launch(save)
+    state, net = make_loop().launch(load)
+    assert state == {"name": "first"}
+    assert torch.equal(net.weight, line().weight)
+
+
+def test_two_optimizers_are_stepped_one_by_one():
+    def both(loop):
+        net = line()
+        loop.setup(net, lambda net: [torch.optim.SGD([parameter], lr=1.0) for parameter in net.parameters()])
+        loop.backward(loop.compute(net, torch.ones(3)).sum())
+        assert loop.step(loop.optimizers[0])
+        changed = not torch.equal(net.weight, line().weight), not torch.equal(net.bias, line().bias)
+        assert loop.step(loop.optimizers[1])
+        return changed, not torch.equal(net.bias, line().bias)
+
+    assert make_loop().launch(both) == ((True, False), True)
+
+
+def test_a_module_of_the_trainer_has_its_own_steps_again_afterwards():
+    class Own(TrainModule):
+        def training_step(self, batch):
+            return "own"
+
+    def run(loop, module):
+        module.layer = nn.Linear(3, 1)
+        loop.setup(module, adam)
+        loop.backward(loop.compute(lambda: module.layer(torch.ones(3)).sum()))
+        loop.step()
+
+    module = Own()
+    make_loop().launch(run, module)
+    assert module.training_step(None) == "own"
+
+
+def test_what_a_launched_function_raises_comes_out_and_the_strategy_is_torn_down():
+    def broken(loop):
+        loop.setup(line(), adam)
+        raise ZeroDivisionError("mine")
+
+    loop = make_loop()
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        loop.launch(broken)
+    assert loop.optimizers == []

@@ -1,0 +1,257 @@
+"""A strategy in a loop that is written by hand: the same losses, resumed, moved and supervised, without the Trainer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dstrat
+from dstrat import Callback, OwnLoop, Trainer
+from dstrat.errors import RankFailedError
+from dstrat_ddp import DDPStrategy
+from dstrat_fsdp import FSDPStrategy
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from dstrat import Strategy
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = ROOT / "examples" / "own_loop" / "train.py"
+STEPS, GLOBAL_BATCH = 12, 12
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x), y)
+
+
+def data() -> TensorDataset:
+    x = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :3] - x[:, 3:])
+
+
+def adam(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+def train(
+    loop: OwnLoop,
+    *,
+    path: Path | None = None,
+    save_at: int = 0,
+    load: bool = False,
+    shuffle: bool = False,
+    accumulate: int = 1,
+    clip: float | None = None,
+) -> list[float]:
+    """Train for some steps in epochs of four; return the loss of each step over all processes."""
+    strategy, net = loop.strategy, Net()
+    torch.manual_seed(3)  # the order of the data
+    size = GLOBAL_BATCH // accumulate // strategy.distributed_sampler_kwargs.get("num_replicas", 1)
+    loop.setup(net, adam, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+    loader = loop.training_loader(DataLoader(data(), batch_size=size, shuffle=shuffle))
+    losses, group = [], []
+    if load:
+        assert path is not None
+        losses = loop.load_checkpoint(path)["losses"]
+    while loop.steps_done < STEPS:
+        for x, y in loader:
+            loss = loop.compute(net.loss, x, y)
+            loop.backward(loss)
+            group.append(loss.detach())
+            if not loop.step():
+                continue
+            losses.append(strategy.reduce(torch.stack(group).mean()).item())
+            group = []
+            if loop.steps_done == save_at:
+                assert path is not None
+                loop.save_checkpoint(path, {"losses": losses})
+            if loop.steps_done == STEPS:
+                break
+    return losses
+
+
+def strategies() -> dict[str, Strategy]:
+    return {
+        "ddp": DDPStrategy(start_method="fork"),
+        "fsdp": FSDPStrategy(start_method="fork"),
+    }
+
+
+def loop_of(name: str, devices: int, **options: Any) -> OwnLoop:
+    strategy: Any = strategies().get(name, name)
+    return OwnLoop(dstrat.build(strategy=strategy, accelerator="cpu", devices=devices, **options))
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return loop_of("single_device", 1).launch(train)
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, 0.05)])
+@pytest.mark.parametrize("name", strategies())
+def test_the_losses_are_those_of_one_device(name: str, accumulate: int, clip: float | None, expected: Any) -> None:
+    if clip is not None:
+        expected = loop_of("single_device", 1).launch(train, clip=clip)
+    assert loop_of(name, 2).launch(train, accumulate=accumulate, clip=clip) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", strategies())
+def test_mixed_precision_stays_near_the_losses_of_one_device(name: str, precision: str, expected: Any) -> None:
+    losses = loop_of(name, 2, precision=precision).launch(train)
+    assert losses == pytest.approx(expected, rel=0.05)
+    assert losses != pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("save_at", [4, 6])  # at the end of an epoch, and in the middle of one
+@pytest.mark.parametrize("name", strategies())
+def test_a_resumed_loop_has_the_same_losses_to_the_last_bit(name: str, save_at: int, tmp_path: Path) -> None:
+    whole = loop_of(name, 2).launch(train, path=tmp_path / "saved", shuffle=True, save_at=save_at)
+    resumed = loop_of(name, 2).launch(train, path=tmp_path / "saved", shuffle=True, load=True)
+    assert len(whole) == STEPS
+    assert resumed == whole
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("ddp", 2), ("single_device", 1)), (("single_device", 1), ("fsdp", 2)), (("fsdp", 2), ("ddp", 4))],
+)
+def test_a_loop_moves_between_strategies_in_the_middle_of_an_epoch(
+    first: tuple[str, int], second: tuple[str, int], tmp_path: Path, expected: list[float]
+) -> None:
+    loop_of(*first).launch(train, path=tmp_path / "saved", save_at=6)
+    moved = loop_of(*second).launch(train, path=tmp_path / "saved", load=True)
+    assert moved == pytest.approx(expected, rel=1e-5)
+
+
+def fails(loop: OwnLoop, how: str) -> None:
+    loop.setup(Net(), adam)
+    if loop.strategy.global_rank == 1:
+        if how == "dies":
+            os._exit(7)
+        raise ValueError("what is this batch?")
+    loop.strategy.barrier()
+
+
+@pytest.mark.parametrize(("how", "message"), [("raises", "ValueError: what is this batch"), ("dies", "code 7")])
+def test_a_rank_that_fails_ends_the_job_and_is_named(how: str, message: str) -> None:
+    with pytest.raises(RankFailedError, match=message) as caught:
+        loop_of("ddp", 2).launch(fails, how)
+    assert caught.value.rank == 1
+
+
+def test_a_loop_is_launched_again_in_one_program(expected: list[float]) -> None:
+    loop = loop_of("ddp", 2)
+    assert loop.launch(train) == loop.launch(train) == pytest.approx(expected, rel=1e-5)
+
+
+def run_program(*arguments: str, cwd: Path) -> str:
+    command = [sys.executable, "-W", "error", str(PROGRAM), "--accelerator", "cpu", *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_trains_on_processes_that_run_the_script_and_goes_on_on_one_device(tmp_path: Path) -> None:
+    first = run_program("--strategy", "ddp", "--devices", "2", "--epochs", "1", cwd=tmp_path)
+    assert first.startswith("epoch 1, step 64: ")
+    second = run_program("--strategy", "single_device", "--devices", "1", "--epochs", "2", cwd=tmp_path)
+    assert second.startswith("epoch 2, step 128: ")
+
+
+def test_nothing_of_an_own_loop_imports_the_trainer(tmp_path: Path) -> None:
+    program = (
+        f"import runpy, sys; sys.argv = ['train.py', '--accelerator', 'cpu', '--devices', '1', '--epochs', '1']\n"
+        f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')\n"
+        "print([name for name in sys.modules if name.startswith('dstrat.training')])"
+    )
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# The GPT of the demo
+
+
+@pytest.fixture
+def gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "gpt"))
+    import model
+
+    return model  # type: ignore[no-any-return]  # mypy does not know the folder
+
+
+def make_gpt(gpt: ModuleType) -> Any:
+    torch.manual_seed(0)
+    return gpt.GPT(gpt.Shape(layers=2, width=32, heads=2, context=16), learning_rate=1e-2, steps=10, warmup=3)
+
+
+def text() -> DataLoader[Any]:
+    text = (Path(torch.__file__).parent / "optim" / "adam.py").read_bytes()[: 17 * 40]
+    return DataLoader(torch.frombuffer(bytearray(text), dtype=torch.uint8).view(40, 17), batch_size=4, shuffle=True)
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(trainer.strategy.reduce(outputs).item())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.losses = state_dict["losses"]
+
+
+def train_gpt(loop: OwnLoop, net: Any) -> list[float]:
+    loop.setup(net, type(net).configure_optimizers, gradient_clip_val=1.0)
+    loader, losses = loop.training_loader(text()), []
+    while loader.epoch < 2:
+        for windows in loader:
+            loss = loop.compute(net.loss, windows)
+            loop.backward(loss)
+            loop.step()
+            loop.schedulers[0].step()
+            losses.append(loop.strategy.reduce(loss.detach()).item())
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_gpt_of_the_demo_has_the_losses_of_the_trainer_to_the_last_bit(gpt: ModuleType, precision: str) -> None:
+    losses = Losses()
+    trainer = Trainer(
+        strategy="ddp_fork",
+        accelerator="cpu",
+        devices=2,
+        precision=precision,
+        max_epochs=2,
+        gradient_clip_val=1.0,
+        callbacks=losses,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(make_gpt(gpt), text())
+    net = make_gpt(gpt)
+    own = OwnLoop(dstrat.build(strategy="ddp_fork", accelerator="cpu", devices=2, precision=precision))
+    by_hand = own.launch(train_gpt, net)
+    assert len(by_hand) == 10
+    assert by_hand == losses.losses
