@@ -6,7 +6,6 @@ import dataclasses
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,10 +15,13 @@ from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.agreement import check_same_catalog
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor, take_from_first_rank
 from dstrat.parallel.process_group import abort_process_group, close_process_group, open_process_group
+from dstrat.parallel.synchronized_norm import SynchronizedNorm
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
@@ -71,6 +73,7 @@ class ParallelStrategy(Strategy):
         )
         self.parts = self.given_parts
         self._root_device: torch.device | None = None
+        self._synchronized_norm: SynchronizedNorm | None = None
         self.process_group_backend = process_group_backend
         self.timeout = timeout or DEFAULT_TIMEOUT
         if start_method is not None:
@@ -148,13 +151,16 @@ class ParallelStrategy(Strategy):
                 f"sync_batchnorm=True cannot work on the accelerator 'cpu', where torch has no SyncBatchNorm, and the "
                 f"module has batch-norm layers ({layers[0]!r}): leave it out, or train on GPUs"
             )
-        self._module = self.model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
+        self._synchronized_norm = SynchronizedNorm(self.module)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         abort_process_group()
 
     def teardown(self) -> None:
+        if self._synchronized_norm is not None:
+            self._synchronized_norm.undo()
+            self._synchronized_norm = None
         super().teardown()
         close_process_group()
 
