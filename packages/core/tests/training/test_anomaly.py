@@ -178,3 +178,25 @@ def test_a_trainer_that_detects_anomalies_says_where_they_were(quiet_trainer, lo
     with pytest.raises(AnomalyError, match=said):
         quiet_trainer(detect_anomaly=True).fit(Fails(in_layer=in_layer), loader())
     assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.parametrize(
+    ("checked", "loaders", "place"),
+    [
+        (0, 1, "epoch 1, validation batch 2, rank 0"),
+        (0, 2, "epoch 1, validation batch 2 of loader 0, rank 0"),
+        (-1, 1, "epoch 0, sanity check batch 2, rank 0"),
+    ],
+)
+def test_an_anomaly_in_validation_is_found_there(quiet_trainer, loader, checked, loaders, place):
+    class FailsInValidation(Fails):
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch[0]).square().mean()
+
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            if self.trainer.sanity_checking or self.current_epoch == 1:
+                super().training_step(batch, batch_idx)
+
+    trainer = quiet_trainer(detect_anomaly=True, num_sanity_val_steps=checked)
+    with pytest.raises(AnomalyError, match=rf"^the output of 'log_of' \(Log\) has NaN \({place}\)"):
+        trainer.fit(FailsInValidation(in_layer=True), loader(), [loader() for _ in range(loaders)])

@@ -577,13 +577,40 @@ class TestWrongUse:
         with pytest.raises(MisuseError, match=r"has finished its fit \(epoch 2 of 2, step 12\)"):
             trainer.fit(line, loader())
 
-    def test_a_step_without_a_loss(self, quiet_trainer, make_line, loader):
+    @pytest.mark.parametrize(
+        ("outputs", "message"),
+        [
+            (lambda loss: {"los": loss}, r"a dict with 'los' and without 'loss': return the loss, a tensor"),
+            (lambda loss: {"loss": None}, r"a dict whose 'loss' is NoneType: return the loss"),
+            (lambda loss: loss.item(), r"\d+\.\d+ \(float\): return the loss, a tensor with one element"),
+            (lambda loss: [loss], r"list: return the loss"),
+            (lambda loss: loss.expand(8, 1), r"a loss of shape \(8, 1\): return one number, such as loss.mean\(\)"),
+            (lambda loss: {"loss": loss.expand(2)}, r"a loss of shape \(2,\): return one number"),
+            (lambda loss: loss.detach(), r"a loss of shape \(\) that does not depend on the parameters, .* detach\(\)"),
+            (lambda loss: loss * 1j, r"a loss of shape \(\) and torch.complex64: return a real number"),
+        ],
+    )
+    @pytest.mark.parametrize("accumulate", [1, 4])
+    def test_a_step_without_a_loss(self, quiet_trainer, make_line, loader, outputs, message, accumulate):
         class Strange(type(make_line())):
             def training_step(self, batch, batch_idx):
-                return {"los": 1}
+                return outputs(self.loss(batch))
 
-        with pytest.raises(MisuseError, match="returned dict without a loss"):
-            quiet_trainer().fit(make_line(Strange), loader())
+        with pytest.raises(MisuseError, match=f"^training_step returned {message}"):
+            quiet_trainer(accumulate_grad_batches=accumulate).fit(make_line(Strange), loader())
+
+    def test_a_loss_of_a_module_that_is_frozen(self, quiet_trainer, line, loader):
+        line.requires_grad_(False)
+        with pytest.raises(MisuseError, match="as no parameter of Line requires them: unfreeze some"):
+            quiet_trainer().fit(line, loader())
+
+    def test_an_error_of_the_backward_pass_that_is_not_the_losss_fault(self, quiet_trainer, make_line, loader):
+        class Failing(type(make_line())):
+            def on_before_backward(self, loss):
+                raise RuntimeError("out of something")
+
+        with pytest.raises(RuntimeError, match=r"^out of something$"):
+            quiet_trainer().fit(make_line(Failing), loader())
 
     def test_several_optimizers(self, quiet_trainer, make_line, loader):
         class Two(type(make_line())):

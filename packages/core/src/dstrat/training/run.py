@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.data.random_state import RandomState
-from dstrat.training.anomaly import AnomalyDetection
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint import restore_checkpoint
 from dstrat.training.checkpoint_path import resolve_checkpoint
 from dstrat.training.dispatch import Dispatch, overrides
+from dstrat.training.fit_anomalies import watched_fit
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.interruption import Interrupted, Terminated
 from dstrat.training.module.hyperparameters import log_hyperparameters
@@ -23,7 +22,7 @@ from dstrat.training.outcome import Outcome
 _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from dstrat.training.checkpoint_path import Asked
     from dstrat.training.data.sources import Sources
@@ -120,14 +119,16 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
 
 def _fit(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     dispatch, loop = trainer.dispatch, trainer.fit_loop
-    with _anomaly_detection(trainer, module):
+    with watched_fit(trainer, module):
         loop.setup(module, sources)
         dispatch.call("on_fit_start")
         validates = sources.has("val") and sources.has_step("validation_step") and trainer.limit_val_batches != 0
         sanity_checks = validates and trainer.num_sanity_val_steps != 0 and loop.batches_seen == 0  # and not resumed
         if sanity_checks:
             dispatch.call_callbacks("on_sanity_check_start")
-        validation = EvaluationLoop(trainer, module, sources.loader("val"), "validation") if validates else None
+        validation = None
+        if validates:
+            validation = EvaluationLoop(trainer, module, sources.loader("val", may_be_none=True), "validation")
         if validation is not None and sanity_checks:
             _sanity_check(trainer, validation)
         loop.run(validation)
@@ -135,25 +136,12 @@ def _fit(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
         dispatch.call("on_fit_end")
 
 
-@contextmanager
-def _anomaly_detection(trainer: Trainer, module: TrainModule) -> Iterator[None]:
-    if not trainer.detect_anomaly:
-        yield
-        return
-
-    def position() -> str:
-        return f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}, rank {trainer.global_rank}"
-
-    with AnomalyDetection(module, position) as anomalies:
-        trainer.dispatch.insert("on_before_backward", anomalies.check_loss)
-        yield
-
-
 def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
     """Try a few validation batches."""
     random_state = RandomState.capture()  # so that training draws the same numbers with and without the check
     trainer.sanity_checking = True
-    validation.run(None if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps)
+    with trainer.interruption:
+        validation.run(None if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps)
     trainer.dispatch.call_callbacks("on_sanity_check_end")
     trainer.sanity_checking = False
     random_state.restore()
@@ -165,14 +153,16 @@ def _evaluate(trainer: Trainer, module: TrainModule, sources: Sources) -> list[d
         loop = EvaluationLoop(trainer, module, sources.loader("val"), "validation")
     else:
         loop = EvaluationLoop(trainer, module, sources.loader("test"), "test")
-    loop.run()
+    with trainer.interruption:
+        loop.run()
     return trainer.publisher.results(len(loop.num_batches))
 
 
 def _predict(trainer: Trainer, module: TrainModule, sources: Sources) -> list[Any]:
     loop = EvaluationLoop(trainer, module, sources.loader("predict"), "predict")
     loop.keeps_outputs = trainer.return_predictions
-    loop.run()
+    with trainer.interruption:
+        loop.run()
     if not trainer.return_predictions:
         return []
     predictions = loop.predictions()

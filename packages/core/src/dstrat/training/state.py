@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.errors import MisuseError
+from dstrat.training.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
+    from dstrat.training.loops.interruption import Interruption
     from dstrat.training.metrics.latest import Metrics
     from dstrat.training.metrics.logged import LoggedValues
     from dstrat.training.metrics.publisher import Publisher
@@ -40,6 +42,7 @@ class RunState:
         barebones: Whether everything beside training is off.
         sanity_checking: Whether the validation batches at the start of a fit are tried.
         interrupted: Whether the last run was ended by a signal.
+        interruption: Keeps signals that come while batches are read.
         callbacks: In the order in which they are called.
         loggers: All of them.
         module: The user's module; the last run's after its end.
@@ -56,6 +59,7 @@ class RunState:
     should_stop: bool
     sanity_checking: bool
     interrupted: bool
+    interruption: Interruption
     callbacks: list[Callback]
     loggers: list[Logger]
     module: TrainModule | None
@@ -176,7 +180,14 @@ class RunState:
         batches = self.fit_loop.data.num_batches
         if batches is None or self.max_epochs < 0:
             return most
-        return min(most, math.ceil(batches / self.accumulate_grad_batches) * self.max_epochs)
+        return min(most, self._steps_of(batches, self.max_epochs))
+
+    def _steps_of(self, batches: int, epochs: int) -> int:
+        """Return the number of optimizer steps in so many epochs, of so many batches each."""
+        for callback in self.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):
+                return callback.count_steps(batches, epochs)
+        return math.ceil(batches / self.accumulate_grad_batches) * epochs
 
     @property
     def train_dataloader(self) -> Any:

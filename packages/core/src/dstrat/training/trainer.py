@@ -17,6 +17,7 @@ from dstrat.training.creation import creating_modules
 from dstrat.training.data.sources import Source, Sources
 from dstrat.training.loggers.defaults import complete_loggers
 from dstrat.training.loops.fit_loop import FitLoop
+from dstrat.training.loops.interruption import Interruption
 from dstrat.training.metrics.latest import Metrics
 from dstrat.training.metrics.publisher import Publisher
 from dstrat.training.profilers.names import make_profiler
@@ -213,6 +214,7 @@ class Trainer(RunState):
 
         self.stage: Stage = "fit"
         self.should_stop = self.sanity_checking = self.interrupted = False
+        self.interruption = Interruption()
         self.fit_loop = FitLoop(self)
         self.evaluation_loop: EvaluationLoop | None = None
         self.metrics = Metrics()

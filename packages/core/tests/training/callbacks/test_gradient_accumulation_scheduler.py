@@ -27,6 +27,23 @@ def test_weights_equal_those_of_a_fixed_number(fit, make_line, quiet_trainer, lo
     assert torch.equal(scheduled.layer.weight, fixed.layer.weight)
 
 
+@pytest.mark.parametrize("max_epochs", [1, 3, 5])
+def test_the_steps_are_known_before_training(fit, make_line, line_class, max_epochs):
+    expected = []
+
+    class Asking(line_class):
+        def configure_optimizers(self):
+            expected.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    callback = GradientAccumulationScheduler({3: 4, 1: 3, 9: 1})
+    options = {"validates": False, "limit_train_batches": 5}
+    trainer = fit(callback, module=make_line(Asking), max_epochs=max_epochs, **options)
+    assert expected == [trainer.global_step]
+    trainer = fit(callback, module=make_line(Asking), max_epochs=max_epochs, max_steps=4, **options)
+    assert expected[1] == trainer.global_step == min(4, expected[0])
+
+
 def test_the_number_of_an_epoch_can_be_asked_for():
     callback = GradientAccumulationScheduler({8: 1, 2: 8, 4: 4})
     assert [callback.get_accumulate_grad_batches(epoch) for epoch in range(10)] == [1, 1, 8, 8, 4, 4, 4, 4, 1, 1]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from dstrat import ModelCheckpoint, Trainer
+from dstrat import Callback, ModelCheckpoint, Trainer
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from dstrat.training.callbacks.progress_bar import ProgressBar
@@ -104,6 +104,25 @@ def test_the_speed_of_training_leaves_validation_out(quiet_trainer, line_class, 
 def test_the_end_by_max_steps_is_the_end_of_the_bar(shown, line):
     lines = shown(line, max_epochs=None, max_steps=4, accumulate_grad_batches=1)
     assert matches(lines, r"Epoch 1: 4/4 batches, SPEED")
+
+
+@pytest.mark.parametrize("steps", [{"max_epochs": 1}, {"max_epochs": None, "max_steps": 5}])
+def test_an_epoch_that_is_continued_begins_where_it_was(quiet_trainer, line, loader, capfd, tmp_path, steps):
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 3:
+                trainer.save_checkpoint(tmp_path / "saved")
+
+    quiet_trainer(callbacks=Saving(), **steps).fit(line, loader())
+    capfd.readouterr()
+    trainer = quiet_trainer(enable_progress_bar=True, callbacks=ProgressBar(refresh_seconds=0), **steps)
+    trainer.fit(line, loader(), ckpt_path=tmp_path / "saved")
+    lines = capfd.readouterr().err.splitlines()
+    total = steps.get("max_steps", 6)
+    done = [re.search(r"(\d)/(\d) batches", line).groups() for line in lines]
+    assert done == [(str(n), str(total)) for n in (*range(4, total + 1), total)]
+    assert "it/s" not in lines[0]
+    assert "s/it" not in lines[0]  # nothing has been done in this run
 
 
 def test_accumulated_batches_count_until_the_last_step(shown, line):

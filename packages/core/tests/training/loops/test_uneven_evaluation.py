@@ -1,10 +1,12 @@
-"""Evaluation by strategies whose steps communicate, when processes have different numbers of batches."""
+"""Evaluation when processes have different numbers of batches, also by strategies whose steps communicate."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torchmetrics
+
+from dstrat.training.loops import votes
 
 
 @pytest.fixture
@@ -59,7 +61,13 @@ def test_predictions_come_once_and_in_order(quiet_trainer, line, loader, communi
     torch.testing.assert_close(torch.cat(together), torch.cat(alone))
 
 
-def test_iterables_of_unknown_length_end_together(quiet_trainer, line_class, communicating):
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+@pytest.mark.parametrize("waits", [True, False])
+def test_iterables_of_unknown_length_end_together(
+    quiet_trainer, line_class, averaging, communicating, seconds, waits, monkeypatch
+):
+    monkeypatch.setattr(votes, "SECONDS_BETWEEN_VOTES", seconds)  # 0 lets the processes vote after every batch
+
     class Uneven(line_class):
         def val_dataloader(self):
             generator = torch.Generator().manual_seed(self.global_rank)
@@ -68,4 +76,5 @@ def test_iterables_of_unknown_length_end_together(quiet_trainer, line_class, com
         def validation_step(self, batch, batch_idx):
             self.log("batches", 1.0, reduce_fx="sum")
 
-    assert quiet_trainer(strategy=communicating(), devices=2).validate(Uneven()) == [{"batches": 5.0}]
+    strategy = communicating() if waits else averaging()
+    assert quiet_trainer(strategy=strategy, devices=2).validate(Uneven()) == [{"batches": 5.0}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -41,6 +43,14 @@ class GradientAccumulationScheduler(Callback):
     def get_accumulate_grad_batches(self, epoch: int) -> int:
         """Return the number of batches for an optimizer step in an epoch."""
         return next((self.scheduling[first] for first in reversed(self.scheduling) if first <= epoch), 1)
+
+    def count_steps(self, batches: int, epochs: int) -> int:
+        """Return the number of optimizer steps in so many epochs, of so many batches each."""
+        firsts = sorted({0, epochs, *(first for first in self.scheduling if first < epochs)})
+        return sum(
+            (end - first) * math.ceil(batches / self.get_accumulate_grad_batches(first))
+            for first, end in itertools.pairwise(firsts)
+        )
 
     @override
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:

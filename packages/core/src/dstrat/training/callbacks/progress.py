@@ -14,15 +14,16 @@ class Progress:
     Args:
         title: What the loop does.
         total: Number of its batches, None where it is unknown.
+        done: Number of batches that are done already, as where an epoch is continued.
 
     Attributes:
         done: Number of batches that are done.
     """
 
-    def __init__(self, title: str, total: int | None) -> None:
-        self.title, self.total, self.done = title, total, 0
+    def __init__(self, title: str, total: int | None, done: int = 0) -> None:
+        self.title, self.total, self.done = title, total, done
         self._start = monotonic()
-        self._samples = deque([(self._start, 0)], maxlen=_SAMPLES)
+        self._samples = deque([(self._start, done)], maxlen=_SAMPLES)
 
     def reach(self, done: int) -> None:
         """Take the number of batches that are done now."""

@@ -65,8 +65,9 @@ class ProgressBar(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish_epoch(trainer)
-        self._batches_before = trainer.fit_loop.batches_seen
-        self._training = Progress(_epoch_title(trainer), _batches_of_epoch(trainer))
+        done = trainer.fit_loop.batches_done  # not 0 where the epoch is continued
+        self._batches_before = trainer.fit_loop.batches_seen - done
+        self._training = Progress(_epoch_title(trainer), _batches_of_epoch(trainer), done)
         self._update_when_due(trainer)
 
     @override
@@ -256,5 +257,7 @@ def _batches_of_epoch(trainer: Trainer) -> int | None:
     of_epoch = trainer.num_training_batches
     if trainer.max_steps < 0:
         return of_epoch
-    of_steps = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+    loop = trainer.fit_loop
+    left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches - loop.in_group
+    of_steps = loop.batches_done + left
     return of_steps if of_epoch is None else min(of_epoch, of_steps)

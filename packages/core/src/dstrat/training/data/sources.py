@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.data.loaders import check_loaders
+from dstrat.data.structure import is_structure, leaves
 from dstrat.errors import MisuseError
 from dstrat.training.dispatch import overrides
 from dstrat.training.module.data_module import DataModule
@@ -41,8 +42,10 @@ class Sources:
             check_loaders(loaders, f"the {source} loader")
 
     def has(self, source: Source) -> bool:
-        """Return whether there is a loader."""
-        return source in self._passed or self._owner(source) is not None
+        """Return whether there is a loader; an empty list is none."""
+        if source in self._passed:
+            return not _is_empty(self._passed[source])
+        return self._owner(source) is not None
 
     def has_step(self, name: str) -> bool:
         """Return whether the module implements a step."""
@@ -53,7 +56,9 @@ class Sources:
         name = type(self._module).__name__
         if step != "predict_step" and not self.has_step(step):
             getattr(self._module, step)()
-        if not self.has(source):
+        if source in self._passed:
+            _check_any(self._passed[source], f"what was passed as the {source} loader")
+        elif not self.has(source):
             raise MisuseError(
                 f"there is no {source} loader: pass one, pass a datamodule, or define {name}.{source}_dataloader"
             )
@@ -63,14 +68,25 @@ class Sources:
         if not overrides(self._module, "configure_optimizers", TrainModule):
             self._module.configure_optimizers()
 
-    def loader(self, source: Source) -> Any:
-        """Return the loader, or the structure of them."""
+    def loader(self, source: Source, *, may_be_none: bool = False) -> Any:
+        """Return the loader, or the structure of them.
+
+        Args:
+            source: Which.
+            may_be_none: Whether a hook may return None, or a structure without a loader.
+
+        Raises:
+            MisuseError: What a hook returned is no loader.
+        """
         if source in self._passed:
             return self._passed[source]
         owner = self._owner(source)
         loaders = getattr(owner, f"{source}_dataloader")()
-        if loaders is not None or source == "train":
-            check_loaders(loaders, f"what {type(owner).__name__}.{source}_dataloader returned")
+        place = f"what {type(owner).__name__}.{source}_dataloader returned"
+        if not may_be_none:
+            _check_any(loaders, place)
+        if loaders is not None:
+            check_loaders(loaders, place)
         return loaders
 
     def _owner(self, source: Source) -> DataModule | TrainModule | None:
@@ -87,6 +103,15 @@ class Sources:
     @property
     def _owners(self) -> list[DataModule | TrainModule]:
         return [owner for owner in (self.datamodule, self._module) if owner is not None]
+
+
+def _is_empty(loaders: Any) -> bool:
+    return loaders is None or (is_structure(loaders) and not list(leaves(loaders)))
+
+
+def _check_any(loaders: Any, place: str) -> None:
+    if _is_empty(loaders):
+        raise MisuseError(f"{place} is {loaders!r}, which has no loader: pass a DataLoader, or a list or dict of them")
 
 
 def _check_module(module: Any) -> None:

@@ -61,7 +61,7 @@ class Logger(ABC):
 
         Args:
             metrics: Plain numbers.
-            step: Number of optimizer steps taken.
+            step: Number of optimizer steps taken; of values of evaluation steps, the number of batches evaluated.
         """
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:

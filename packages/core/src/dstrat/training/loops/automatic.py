@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.training.dispatch import overrides
+from dstrat.training.loops.loss import no_loss, unusable_loss
 from dstrat.training.loops.optimizer_proxy import OptimizerProxy
 from dstrat.training.loops.steps import (
     bind_backward,
@@ -111,6 +112,10 @@ class AutomaticOptimization:
             applies = applies and not self._clears
             if applies:  # earlier batches of the group have gradients
                 self._optimizer_step(self._prepare_step)
+        except RuntimeError as error:
+            if (explained := unusable_loss(self._outputs, self._module)) is not None:
+                raise explained from error
+            raise
         finally:
             outputs, self._outputs, self._arguments = self._outputs, None, ()
         if applies:
@@ -144,10 +149,7 @@ class AutomaticOptimization:
         if isinstance(loss, Tensor):
             return loss if self._group_size == 1 else loss / self._group_size
         if outputs is not None:
-            raise MisuseError(
-                f"training_step returned {type(outputs).__name__} without a loss: "
-                "return the loss (a scalar tensor), or a dict with it as 'loss'"
-            )
+            raise no_loss(outputs)
         if self._strategy.world_size > 1:
             raise MisuseError(
                 f"training_step returned None on rank {self._strategy.global_rank} of {self._strategy.world_size}: "

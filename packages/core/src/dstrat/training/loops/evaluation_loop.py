@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,6 +14,8 @@ from dstrat.data.loaders import as_list, length_of, limit_of, prepare_evaluation
 from dstrat.data.recorded_batches import take_indices
 from dstrat.errors import MisuseError
 from dstrat.training.data.batches import batch_mover, device_batches, device_to_copy_ahead_to
+from dstrat.training.loops.evaluation_votes import EvaluationVotes
+from dstrat.training.loops.interruption import stop_by
 from dstrat.training.loops.steps import bind_step, count_arguments
 from dstrat.training.loops.uncounted_steps import uncounted, with_company
 from dstrat.training.metrics.logged import LoggedValues
@@ -60,6 +63,8 @@ class EvaluationLoop:
         self.logged = LoggedValues(training=False)
         self.keeps_outputs = purpose == "predict"
         self._outputs: list[list[Any]] = []
+        self._votes: EvaluationVotes | None = None
+        self._batches_seen = Counter[int]()
         self._records_indices = purpose == "predict" and any(
             callback.reads_batch_indices for callback in trainer.callbacks
         )
@@ -90,11 +95,14 @@ class EvaluationLoop:
     def run(self, at_most: int | None = None) -> None:
         """Evaluate; the values over the epoch are then published, predictions come from :meth:`predictions`.
 
+        Without a loader nothing happens, as where a module's ``val_dataloader`` returned None.
+
         Args:
             at_most: Number of batches to take of each loader, below the Trainer's limit.
         """
-        with self._trainer.strategy.evaluation_context():
-            self._run(at_most)
+        if self.loaders:
+            with self._trainer.strategy.evaluation_context():
+                self._run(at_most)
 
     def _run(self, at_most: int | None) -> None:
         trainer, dispatch, purpose = self._trainer, self._trainer.dispatch, self._purpose
@@ -104,6 +112,7 @@ class EvaluationLoop:
         if purpose != "predict":
             self.logged.start_epoch()
         self._outputs = []
+        self._votes = EvaluationVotes(trainer.strategy, trainer.interruption) if trainer.world_size > 1 else None
         modes = [(part, part.training) for part in self._module.modules()]
         try:
             getattr(self._module, f"on_{purpose}_model_eval")()
@@ -112,6 +121,8 @@ class EvaluationLoop:
             with self._no_gradients():
                 for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True)):
                     self._run_loader(dataloader_idx, loader, count)
+                if self._votes is not None:
+                    self._votes.finish()
             trainer.publisher.publish_epoch(self.logged, dispatch.of(f"on_{purpose}_epoch_end"))
             dispatch.call(f"on_{purpose}_end")
         finally:  # also for a fit after one whose validation broke
@@ -161,6 +172,8 @@ class EvaluationLoop:
         takes_index = self._num_arguments > 1
         index_for_step = index_of_loader if self._num_arguments > 2 else ()
         logged, step, keeps = self.logged, self._step, self.keeps_outputs
+        is_alone, interruption = self._votes is None, self._trainer.interruption
+        publishes = bool(self._trainer.log_every_n_steps and self._trainer.loggers)
         batch_start = self._trainer.dispatch.of(f"on_{self._purpose}_batch_start")
         batch_end = self._trainer.dispatch.of(f"on_{self._purpose}_batch_end")
         logged.in_step, logged.dataloader_idx = True, dataloader_idx if index_of_loader else None
@@ -175,22 +188,37 @@ class EvaluationLoop:
                 hook(outputs, batch, batch_idx, *index_of_loader)
             if keeps:
                 outputs_of_loader.append(outputs)
+            if logged.writes_steps and publishes:
+                self._publish_step(dataloader_idx)
+            if is_alone and interruption.requested:
+                stop_by(interruption.requested)
         logged.in_step, logged.dataloader_idx, logged.batch = False, None, None
 
+    def _publish_step(self, dataloader_idx: int) -> None:
+        self._batches_seen[dataloader_idx] += not self._trainer.sanity_checking
+        self._trainer.publisher.publish_evaluation_step(self.logged, self._batches_seen[dataloader_idx])
+
     def _batches(self, dataloader_idx: int, loader: Any, count: int | None) -> Iterable[Any]:
-        """Return the batches of a loader, on the device; on the CPU nothing of ours runs between them."""
-        trainer = self._trainer
-        host_batches = trainer.profiled_batches(itertools.islice(loader, count))
-        ahead = device_to_copy_ahead_to(trainer, self._module)
-        if trainer.strategy.evaluates_together and trainer.world_size > 1:
-            return self._batches_together(dataloader_idx, host_batches)
+        """Return the batches of a loader, on the device; several processes vote between them."""
+        host_batches = self._trainer.profiled_batches(itertools.islice(loader, count))
+        if self._votes is None:
+            return self._own_batches(dataloader_idx, host_batches)
+        if self._trainer.strategy.evaluates_together:
+            return self._batches_together(dataloader_idx, host_batches, self._votes)
+        return self._votes.between(self._own_batches(dataloader_idx, host_batches))
+
+    def _own_batches(self, dataloader_idx: int, host_batches: Iterable[Any]) -> Iterable[Any]:
+        """Return the batches on the device; on the CPU nothing of ours runs between them."""
+        ahead = device_to_copy_ahead_to(self._trainer, self._module)
         if ahead is None:
             return map(self._mover, host_batches, itertools.repeat(dataloader_idx))
         pairs = ((batch, False) for batch in host_batches)
         copied = device_batches(pairs, self._mover, dataloader_idx=dataloader_idx, copies_ahead_to=ahead)
         return (batch for batch, _ in copied)
 
-    def _batches_together(self, dataloader_idx: int, host_batches: Iterable[Any]) -> Iterator[Any]:
+    def _batches_together(
+        self, dataloader_idx: int, host_batches: Iterable[Any], votes: EvaluationVotes
+    ) -> Iterator[Any]:
         """Yield the batches of this process, and run the steps that only keep other processes company."""
         trainer, given = self._trainer, self._given[dataloader_idx]
         for index, (host_batch, counts) in enumerate(with_company(host_batches, given, trainer.strategy)):
@@ -200,6 +228,7 @@ class EvaluationLoop:
             else:
                 with uncounted(trainer, self._module, batch):
                     self._step(*(batch, index, dataloader_idx)[: self._num_arguments])
+            votes.count()
 
 
 def _interleaved(parts: list[list[Any]]) -> list[Any]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from dstrat.data.epochs import set_epoch
+from dstrat.data.random_state import RandomState
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.loops.automatic import AutomaticOptimization
 from dstrat.training.loops.continuation import Continuation, rank_state
-from dstrat.training.loops.interruption import Interruption, stop_by
+from dstrat.training.loops.interruption import stop_by
 from dstrat.training.loops.manual import ManualOptimization
+from dstrat.training.loops.position import Position
 from dstrat.training.loops.schedulers import SchedulerSteps
 from dstrat.training.loops.steps import count_arguments
 from dstrat.training.loops.training_data import TrainingData
@@ -32,51 +35,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-Phase = Literal["batch_end", "validated", "done"]
-"""What has been done after a batch: its hooks, validation where it was due, everything."""
-
-_COUNTERS = (
-    "epochs_done",
-    "global_step",
-    "batches_seen",
-    "batches_done",
-    "in_group",
-    "steps_before",
-    "is_last_batch",
-    "phase",
-)
-
-
-class FitLoop:
+class FitLoop(Position):
     """Trains a module over the batches of a loader, epoch after epoch.
 
     Attributes:
-        epoch: Index of the epoch, from 0.
-        epochs_done: Number of epochs whose batches have all been trained on.
-        global_step: Number of optimizer steps taken.
-        batch_idx: Index of the batch in the epoch.
-        is_last_batch: Whether it is the epoch's last.
-        batches_seen: Number of batches trained on in all epochs.
-        batches_done: Number of batches trained on in this epoch.
-        in_group: Number of batches whose gradients wait for an optimizer step.
         scales_position: Whether the counters come from processes with another share of the data.
-        phase: How much of what follows a batch or an epoch has been done.
         data: What this process trains from.
         logged: The values that the module logs while it trains.
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
         self._trainer = trainer
-        self.epoch = 0
-        self.epochs_done = 0
-        self.global_step = 0
-        self.batch_idx = 0
-        self.is_last_batch = False
-        self.batches_seen = 0
-        self.batches_done = 0
-        self.in_group = 0
-        self.steps_before = 0
-        self.phase: Phase = "done"
         self.data = TrainingData(trainer)
         self.logged = LoggedValues(training=True)
         self._optimization: AutomaticOptimization | ManualOptimization | None = None
@@ -154,7 +124,7 @@ class FitLoop:
                 self.global_step,
                 trainer.max_steps,
             )
-        with Interruption() as self._interruption:
+        with trainer.interruption:
             self._stops = self._decide()
             while not (self.finished or self._stops or self.data.num_batches == 0):
                 self._run_epoch()
@@ -191,13 +161,14 @@ class FitLoop:
             if self.data.num_batches != num_batches:
                 self._schedule = ValidationSchedule(self._trainer, self.data.num_batches)
             if self._validation is not None:
-                self._validation.load(self._sources.loader("val"))
+                self._validation.load(self._sources.loader("val", may_be_none=True))
 
     def _train_batches(self) -> bool:
         """Train on the batches of an epoch; return whether it was not broken off."""
-        trainer, logged, votes, interruption = self._trainer, self.logged, self._votes, self._interruption
+        trainer, logged, votes, interruption = self._trainer, self.logged, self._votes, self._trainer.interruption
         is_alone, is_timed = trainer.world_size == 1, self._schedule.is_timed
         batch_start = trainer.dispatch.of("on_train_batch_start")
+        must_agree = not is_alone and trainer.dispatch.may_answer("on_train_batch_start")
         batches = self._batches()  # which may go on in the middle of the epoch
         if self.phase != "done":
             self._follow_up()
@@ -206,8 +177,10 @@ class FitLoop:
                 return self.is_last_batch
         for batch_idx, (batch, is_last) in enumerate(batches, self.batches_done):
             self.batch_idx, self.is_last_batch, logged.batch = batch_idx, is_last, batch
-            if batch_start and -1 in [hook(batch, batch_idx) for hook in batch_start]:
-                break
+            if batch_start:
+                is_over = -1 in [hook(batch, batch_idx) for hook in batch_start]
+                if self._agree_on_end(is_over) if must_agree else is_over:
+                    break
             self._train_batch(batch, batch_idx, is_last=is_last)
             self._follow_up()
             if is_alone:
@@ -293,6 +266,19 @@ class FitLoop:
 
     # Validation and stopping
 
+    def _agree_on_end(self, is_over: bool) -> bool:
+        """Return whether ``on_train_batch_start`` ends the epoch in any process, and so in all of them; collective."""
+        strategy = self._trainer.strategy
+        ends = strategy.reduce_boolean_decision(is_over, all=False)
+        if ends and not is_over:
+            _log.warning(
+                "epoch %d ends before batch %d on rank %d too, as on_train_batch_start of another rank returned -1",
+                self.epoch,
+                self.batch_idx,
+                strategy.global_rank,
+            )
+        return ends
+
     def _validate_when_due(self) -> None:
         if self._schedule.is_due(
             batch_idx=self.batches_done - 1,
@@ -301,7 +287,13 @@ class FitLoop:
             batches_seen=self.batches_seen,
         ):
             self.phase = "validated"
-            self._validate(frees_gradients=self.in_group == 0 and self.manual_optimization is None)
+            random_state = RandomState.capture()
+            try:
+                self._validate(frees_gradients=self.in_group == 0 and self.manual_optimization is None)
+            except BaseException:
+                self.phase = "batch_end"  # a run that goes on from here validates again, as if for the first time
+                random_state.restore()
+                raise
 
     def _validate(self, *, frees_gradients: bool = False) -> None:
         assert self._validation is not None  # noqa: S101 - it is due only when there is one
@@ -316,7 +308,7 @@ class FitLoop:
         """Vote on what this process and the others wish; return whether training stops."""
         self._must_vote = False
         clock = self._validation is not None and self._schedule.time_is_up
-        wishes = (self._interruption.requested, self._wants_to_stop, clock)
+        wishes = (self._trainer.interruption.requested, self._wants_to_stop, clock)
         signal, stop, validate = self._votes.take(self.batches_seen, *wishes)
         if signal:
             stop_by(signal)
@@ -327,15 +319,13 @@ class FitLoop:
 
     # State
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters for a checkpoint, the same in every process."""
-        return {name: getattr(self, name) for name in _COUNTERS} | {"loader_length": self.data.length}
+        return super().state_dict() | {"loader_length": self.data.length}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the counters."""
-        for name in _COUNTERS:
-            setattr(self, name, state[name])
-        self.epoch = self.epochs_done
+        super().load_state_dict(state)
         self._saved_length = state["loader_length"]
 
     def rank_state(self) -> dict[str, Any]:

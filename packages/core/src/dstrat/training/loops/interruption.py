@@ -23,7 +23,9 @@ class Terminated(SystemExit):
 
 
 class Interruption:
-    """Keeps a first SIGINT or SIGTERM for the end of the step; a second one interrupts at once.
+    """A context that keeps a first SIGINT or SIGTERM for the end of the step; a second one interrupts at once.
+
+    What comes too late for the last step acts when the context ends.
 
     Attributes:
         requested: Number of the signal that came, 0 before any.
@@ -34,6 +36,7 @@ class Interruption:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
+        self.requested = 0
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         return self
@@ -42,6 +45,8 @@ class Interruption:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._restore()
+        if self.requested and value is None:
+            signal.raise_signal(self.requested)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signal module's signature
         self.requested = number

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dstrat.training.metrics.taking import take_epoch, take_step
+from dstrat.training.metrics.taking import take_epoch, take_own_step, take_step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,6 +61,10 @@ class Metrics:
     def of_step(self, logged: LoggedValues, strategy: Strategy) -> dict[str, float]:
         """Return the values of steps that loggers write; collective."""
         return as_numbers(take_step(logged, strategy))
+
+    def of_own_step(self, logged: LoggedValues) -> dict[str, float]:
+        """Return the same of this process alone, as in evaluation, where processes differ in their steps."""
+        return as_numbers(take_own_step(logged))
 
     def start_epoch(self) -> None:
         """Begin to collect the values over another epoch."""

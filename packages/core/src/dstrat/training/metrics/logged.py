@@ -31,6 +31,7 @@ class LoggedValues:
     Attributes:
         in_step: Whether a step of the module runs, which decides the defaults of ``on_step`` and ``on_epoch``.
         has_batches: Whether this process had a batch in this epoch.
+        writes_steps: Whether loggers write the value of a step of any name.
     """
 
     def __init__(self, *, training: bool) -> None:
@@ -42,7 +43,7 @@ class LoggedValues:
         self._batch: Any = None
         self._batch_size: int | None = None
         self.in_step = False
-        self.has_batches = False
+        self.has_batches = self.writes_steps = False
 
     # What the loops tell
 
@@ -126,9 +127,11 @@ class LoggedValues:
         else:
             has_peers = module.trainer.world_size > 1
             self._entries[name] = NumberEntry(name, options, **where, has_peers=has_peers)
+        entry = self._entries[name]
+        self.writes_steps = self.writes_steps or (entry.on_step and entry.is_written)
         if resumed := self._resumed.pop(name, None):
-            self._entries[name].load_state_dict(resumed.state_dict())
-        return self._entries[name]
+            entry.load_state_dict(resumed.state_dict())
+        return entry
 
     def _weight(self, name: str) -> int:
         if not self.in_step:

@@ -50,6 +50,12 @@ class Publisher:
         """Write the values of steps to the loggers; collective."""
         self._write(self._trainer.metrics.of_step(logged, self._trainer.strategy))
 
+    def publish_evaluation_step(self, logged: LoggedValues, batches_seen: int) -> None:
+        """Write the values of an evaluation step of this process; their axis is the number of batches evaluated."""
+        values = self._trainer.metrics.of_own_step(logged)
+        if not self._trainer.sanity_checking:
+            self._write(values, step=batches_seen)
+
     def publish_epoch(self, logged: LoggedValues, hooks: Iterable[Callable[[], Any]]) -> None:
         """Reduce the values over the epoch, call the hooks at its end, and write all to the loggers; collective.
 
@@ -79,10 +85,10 @@ class Publisher:
         """Close the loggers; the status is success, failed or interrupted."""
         call_loggers(self._trainer.loggers, "finalize", status)
 
-    def _write(self, values: dict[str, float]) -> None:
+    def _write(self, values: dict[str, float], *, step: int | None = None) -> None:
         if values:
             row = {"epoch": self._trainer.current_epoch, **values}
-            call_loggers(self._trainer.loggers, "log_metrics", row, self._trainer.global_step)
+            call_loggers(self._trainer.loggers, "log_metrics", row, self._trainer.global_step if step is None else step)
 
     def _save_when_due(self) -> None:
         """Bring the rows to the disk at the end of an epoch, but not at that of every short one."""

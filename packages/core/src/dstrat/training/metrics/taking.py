@@ -26,13 +26,18 @@ def take_step(logged: LoggedValues, strategy: Strategy) -> dict[str, Tensor | fl
     Raises:
         MisuseError: The processes logged different names with ``sync_dist=True``.
     """
-    fresh = [entry for entry in logged.entries if entry.is_fresh and entry.on_step]
     if strategy.world_size > 1:
-        shared = _sorted(entry for entry in fresh if isinstance(entry, NumberEntry) and entry.sync_step)
+        shared = _sorted(entry for entry in _fresh(logged) if isinstance(entry, NumberEntry) and entry.sync_step)
         statement = Statement({e.name: e.resolved for e in shared}, [e.step_share for e in shared])
         values = exchange_steps(statement, strategy)
         for entry in shared:
             entry.reduced = values[entry.step_name]
+    return take_own_step(logged)
+
+
+def take_own_step(logged: LoggedValues) -> dict[str, Tensor | float]:
+    """Return the same without reducing anything: the values of this process, and those that were reduced before."""
+    fresh = _fresh(logged)
     for entry in fresh:
         entry.is_fresh = False
     return {e.step_name: value for e in fresh if e.is_written and (value := e.step_value) is not None}
@@ -85,6 +90,10 @@ def _reduced_values(
             entry.reduced = agreement.values[entry.step_name]
     reduced: Values = [(entry, agreement.values[entry.epoch_name]) for entry in numbers if entry.sync_epoch]
     return own + reduced, metrics
+
+
+def _fresh(logged: LoggedValues) -> list[Entry]:
+    return [entry for entry in logged.entries if entry.is_fresh and entry.on_step]
 
 
 def _sorted(entries: Any) -> list[Any]:

@@ -84,7 +84,11 @@ class ModuleHooks:
         """Called after an epoch's last batch and its validation."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Called before a batch is trained on; return -1 to leave out the rest of the epoch."""
+        """Called before a batch is trained on; return -1 to leave out the batch and the rest of the epoch.
+
+        Where one process returns -1, the epoch ends in all of them.  For this several processes communicate before
+        each batch, unless the method is annotated with ``-> None``.
+        """
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called after a batch was trained on."""

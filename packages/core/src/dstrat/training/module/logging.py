@@ -49,7 +49,9 @@ class LoggingMethods:
                 all processes too, and is reset then, so that training and validation need one each.
             prog_bar: Whether the progress bar shows it.
             logger: Whether the loggers write it.
-            on_step: Whether the value of each step counts; by default only in training steps.
+            on_step: Whether the value of each step counts; by default only in training steps.  Loggers write it every
+                ``log_every_n_steps``; in evaluation for each batch of rank 0, with the number of batches evaluated as
+                the step.
             on_epoch: Whether the value over the epoch counts; by default everywhere but in training steps.
             reduce_fx: How values become the one of an epoch: mean (weighted by batch size), sum, max or min, by name
                 or as torch's or Python's function.  For any other use a metric of torchmetrics.
