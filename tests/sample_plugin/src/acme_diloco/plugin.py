@@ -1,0 +1,22 @@
+"""What this distribution offers to dstrat."""
+
+from __future__ import annotations
+
+from dstrat import Component, hookimpl
+
+
+@hookimpl
+def dstrat_components() -> list[Component]:
+    """Return the one strategy that there is."""
+    return [
+        Component(
+            kind="strategy",
+            alias="diloco",
+            target="acme_diloco.strategy:DiLoCoStrategy",
+            summary="each process trains for itself, and a momentum step joins them every so many steps",
+            accelerators=("cpu", "cuda"),
+            starts_processes=True,
+            notebook_safe=False,
+            multi_node=True,
+        )
+    ]
