@@ -376,7 +376,8 @@ class Strategy(ABC):
     def sharded_module_state(self) -> dict[str, Any]:
         """Return the state of the module under its own names, each tensor as this process holds it; collective.
 
-        Tensors that are the same in every process are plain, sharded ones are DTensors.
+        Tensors that are the same in every process are plain, sharded ones are DTensors or
+        :class:`~dstrat.interfaces.flat_shard.FlatShard`.
         """
         state: dict[str, Any] = self.module.state_dict()
         return state
@@ -387,6 +388,13 @@ class Strategy(ABC):
         Where parameters are sharded it is filled with zeros before the first step, as a template; collective.
         """
         return named_state(optimizer, self.module)
+
+    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return what the optimizer's state of a checkpoint is loaded into, each tensor as far as this process holds it.
+
+        :meth:`load_sharded_optimizer_state` is called with it after that.
+        """
+        return self.sharded_optimizer_state(optimizer)
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective."""

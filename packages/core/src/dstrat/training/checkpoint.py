@@ -138,7 +138,7 @@ def _template(trainer: Trainer) -> dict[str, Any]:
     strategy = trainer.strategy
     template: dict[str, Any] = {"state_dict": strategy.sharded_module_state()}
     if trainer.is_fitting:
-        template["optimizers"] = [strategy.sharded_optimizer_state(optimizer) for optimizer in strategy.optimizers]
+        template["optimizers"] = [strategy.optimizer_template(optimizer) for optimizer in strategy.optimizers]
     return template
 
 
