@@ -70,6 +70,7 @@ def _weights(trainer: Trainer) -> dict[str, Any]:
         "dstrat_checkpoint_version": CHECKPOINT_VERSION,
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
+        "strategy": trainer.plan.strategy,
         "state_dict": _own_part(trainer, state),
         **checkpoint_entries(trainer.module, MODULE_KEYS),
         **checkpoint_entries(trainer.datamodule, DATAMODULE_KEYS),

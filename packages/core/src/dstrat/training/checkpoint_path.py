@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
 from dstrat.builtin.checkpoint.formats import io_for
+from dstrat.builtin.checkpoint.place import RemotePath, place
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.portable.newest import newest_checkpoint
 from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
@@ -18,7 +18,9 @@ from dstrat.errors import CheckpointError, MisuseError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
+    from dstrat.builtin.checkpoint.place import Place
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.trainer import Trainer
@@ -117,7 +119,7 @@ def _best(trainer: Trainer) -> _Found:
     if newest is None:
         return _Found(error=f"ckpt_path='best', and {_nothing_in(folders)}")
     best = _saved_state(newest, trainer.strategy.checkpoint_io, callback.state_key).get("best_model_path")
-    if not best or not Path(best).exists():
+    if not best or not place(best).exists():
         return _Found(
             error=f"ckpt_path='best', and the newest checkpoint {str(newest)!r} does not know a best one that is "
             f"still there: give the path of one of {_list(newest.parent)}"
@@ -125,33 +127,33 @@ def _best(trainer: Trainer) -> _Found:
     return _Found(path=best)
 
 
-def _saved_state(path: Path, own: CheckpointIO, state_key: str) -> dict[str, Any]:
+def _saved_state(path: Place, own: CheckpointIO, state_key: str) -> dict[str, Any]:
     """Return what a checkpoint knows of a callback; of a portable one without reading its tensors."""
-    io = io_for(path, own)
+    io = io_for(str(path), own)
     without_tensors = {"state_dict": None, "optimizers": None}
-    saved = io.load_into(path, without_tensors) if io.is_collective else io.load_checkpoint(path)
+    saved = io.load_into(str(path), without_tensors) if io.is_collective else io.load_checkpoint(str(path))
     state: dict[str, Any] = saved.get("callbacks", {}).get(state_key, {})
     return state
 
 
-def _folders(trainer: Trainer) -> list[Path]:
+def _folders(trainer: Trainer) -> list[Place]:
     """Return the callbacks' folders, if there is a checkpoint in one; otherwise those below ``default_root_dir``."""
-    own = [Path(folder) for callback in trainer.checkpoint_callbacks if (folder := getattr(callback, "dirpath", None))]
+    own = [place(folder) for callback in trainer.checkpoint_callbacks if (folder := getattr(callback, "dirpath", None))]
     own = [folder for folder in dict.fromkeys(own) if folder.is_dir()]
     if _newest(own, trainer.strategy.checkpoint_io) is not None:
         return own
     root = trainer.default_root_dir.absolute()
-    below = chain.from_iterable(sorted(root.glob(place)) if place else [root] for place in _PLACES)
+    below: Iterable[Place] = chain.from_iterable(sorted(root.glob(found)) if found else [root] for found in _PLACES)
     return list(dict.fromkeys([*own, *below]))
 
 
-def _newest(folders: Iterable[Path], io: CheckpointIO) -> Path | None:
+def _newest(folders: Iterable[Place], io: CheckpointIO) -> Place | None:
     """Return the complete checkpoint that was written last."""
     found = [_dated(path) for folder in folders for path in _complete_in(folder, io)]
-    return max(found)[1] if found else None
+    return max(found, key=lambda dated: (dated[0], str(dated[1])))[1] if found else None
 
 
-def _complete_in(folder: Path, io: CheckpointIO) -> list[Path]:
+def _complete_in(folder: Place, io: CheckpointIO) -> list[Place]:
     newest = newest_checkpoint(folder)
     portable = [] if newest is None else [newest]
     return [*portable, *(path for path in folder.glob("*.ckpt") if path.is_file() or not _is_ours(io))]
@@ -162,19 +164,19 @@ def _is_ours(io: CheckpointIO) -> bool:
     return type(inner) in (TorchCheckpointIO, PortableCheckpointIO)
 
 
-def _dated(path: Path) -> tuple[int, Path]:
+def _dated(path: Place) -> tuple[int, Place]:
     if path.is_dir():
         try:
             return read_manifest(path).created_ns, path
         except CheckpointError:  # the folder of somebody's own checkpoint io
             pass
-    return path.stat().st_mtime_ns, path
+    return path.modified_ns() if isinstance(path, RemotePath) else path.stat().st_mtime_ns, path
 
 
-def _nothing_in(folders: list[Path]) -> str:
+def _nothing_in(folders: list[Place]) -> str:
     return f"there is no complete checkpoint in {', '.join(repr(str(folder)) for folder in folders[:4])}"
 
 
-def _list(folder: Path) -> str:
+def _list(folder: Place) -> str:
     names = sorted(path.name for path in folder.glob("*.ckpt"))
     return ", ".join(names[:8]) or "no other"

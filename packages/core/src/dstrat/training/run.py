@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from dstrat.builtin.checkpoint.place import on_this_machine
 from dstrat.data.random_state import RandomState
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint import restore_checkpoint
@@ -107,7 +108,8 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     strategy.barrier("prepare_data")
     trainer.publisher.agree_on_folders()
     if trainer.profiler is not None:
-        trainer.profiler.start(trainer.stage, trainer.log_dir or trainer.default_root_dir, trainer.global_rank)
+        folder = trainer.log_dir or on_this_machine(trainer.default_root_dir)
+        trainer.profiler.start(trainer.stage, folder, trainer.global_rank)
     _call_in_turn(trainer, "setup", trainer.stage)
     with strategy.tensor_init_context(), strategy.model_sharded_context():
         module.configure_model()

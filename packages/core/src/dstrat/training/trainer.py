@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from dstrat.builtin.checkpoint.place import on_this_machine, place
 from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.optimization import Optimization, read_optimizers
@@ -104,7 +105,8 @@ class Trainer(RunState):
         enable_progress_bar: Whether progress is shown.
         enable_model_summary: Whether the layers are listed before training.
         enable_checkpointing: Whether a checkpoint of the last epoch is kept when no ModelCheckpoint is given.
-        default_root_dir: Where logs and checkpoints go; the working directory by default.
+        default_root_dir: Where logs and checkpoints go; the working directory by default.  Where it is a URL of a store
+            that fsspec reaches, such as ``"s3://bucket/run"``, checkpoints go there, and logs to the working directory.
         barebones: Whether everything that costs time beside training is off: bar, summary, logger, checkpoints, sanity
             check, and logging.
 
@@ -186,7 +188,7 @@ class Trainer(RunState):
         self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
         self.use_distributed_sampler = use_distributed_sampler
         self.inference_mode = inference_mode
-        self.default_root_dir = Path(default_root_dir or Path.cwd())
+        self.default_root_dir = place(default_root_dir or Path.cwd())
         check_arguments(self)
         self._limit_to_a_try()
 
@@ -201,7 +203,9 @@ class Trainer(RunState):
         self.plan: Plan = make_plan(request)
         self.strategy: Strategy = build(self.plan, request)
         self.profiler = make_profiler(profiler)
-        self.loggers = complete_loggers(around.logger, self.default_root_dir, writes=self.strategy.is_global_zero)
+        self.loggers = complete_loggers(
+            around.logger, on_this_machine(self.default_root_dir), writes=self.strategy.is_global_zero
+        )
         self.callbacks = complete_callbacks(
             callbacks,
             progress_bar=around.progress_bar,

@@ -8,8 +8,10 @@ from collections import OrderedDict
 import pytest
 import torch
 
+from dstrat.builtin.checkpoint.place import place
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.cli.checkpoint.sizes import readable_size
+from dstrat.errors import CheckpointError
 
 WITHOUT_TORCH = """
 import sys
@@ -37,8 +39,9 @@ def optimizer(model):
 
 @pytest.fixture
 def path(tmp_path, model):
-    checkpoint = {"epoch": 2, "global_step": 30, "state_dict": model.state_dict(), "lr": 0.5, "per_rank": {"seed": 1}}
-    PortableCheckpointIO(strategy="ddp").save_checkpoint(checkpoint, tmp_path / "a")
+    values = {"epoch": 2, "global_step": 30, "strategy": "ddp", "lr": 0.5}
+    checkpoint = {**values, "state_dict": model.state_dict(), "per_rank": {"seed": 1}}
+    PortableCheckpointIO().save_checkpoint(checkpoint, tmp_path / "a")
     return tmp_path / "a"
 
 
@@ -107,7 +110,7 @@ def test_verify_names_everything_that_is_wrong(path, invoke):
 
 
 def test_diff_finds_none_between_equal_checkpoints(path, invoke, tmp_path, model):
-    checkpoint = {"epoch": 2, "global_step": 30, "state_dict": model.state_dict(), "lr": 0.5}
+    checkpoint = {"epoch": 2, "global_step": 30, "strategy": "ddp", "state_dict": model.state_dict(), "lr": 0.5}
     PortableCheckpointIO().save_checkpoint(checkpoint, tmp_path / "b")
     assert invoke("diff", path, tmp_path / "b") == (0, "both hold the same values and tensors\n")
 
@@ -224,3 +227,18 @@ def test_an_optimizer_whose_parameters_are_not_certain_is_left_out_and_said(tmp_
 )
 def test_sizes_are_readable(size, text):
     assert readable_size(size) == text
+
+
+def test_all_of_them_take_urls(invoke, model, tmp_path):
+    url = f"memory://commands/{tmp_path.name}"
+    PortableCheckpointIO().save_checkpoint({"state_dict": model.state_dict(), "strategy": "ddp"}, f"{url}/a")
+    assert "saved by    ddp on 1 rank\n" in invoke("inspect", f"{url}/last")[1]
+    assert invoke("verify", f"{url}/a")[0] == 0
+    assert invoke("diff", f"{url}/a", f"{url}/a") == (0, "both hold the same values and tensors\n")
+    for name in ("w.safetensors", "all.pt"):
+        assert invoke("consolidate", f"{url}/a", f"{url}/{name}")[0] == 0
+        with pytest.raises(CheckpointError, match="exists already"):
+            invoke("consolidate", f"{url}/a", f"{url}/{name}")
+    file = place(url) / "a" / "state.json"
+    file.write_bytes(file.read_bytes().replace(b"ddp", b"dpd"))
+    assert "state.json has wrong bytes" in invoke("verify", f"{url}/a")[1]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import zipfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
+from dstrat.builtin.checkpoint.place import RemotePath, place
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.portable.layout import LAST
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dstrat.interfaces.checkpoint_io import CheckpointIO
 
 
@@ -20,12 +22,14 @@ def io_for(path: str | Path, own: CheckpointIO) -> CheckpointIO:
     inner = own.checkpoint_io if isinstance(own, AsyncCheckpointIO) else own
     if type(inner) is TorchCheckpointIO and is_portable(path):
         return PortableCheckpointIO()
-    if type(inner) is PortableCheckpointIO and Path(path).is_file() and not is_portable(path):
+    if type(inner) is PortableCheckpointIO and place(path).is_file() and not is_portable(path):
         return TorchCheckpointIO()
     return own
 
 
 def is_portable(path: str | Path) -> bool:
     """Return whether a path is a checkpoint's folder, or the pointer to the newest one beside it."""
-    path = Path(path)
-    return path.is_dir() or (path.name == LAST and not zipfile.is_zipfile(path))
+    where = place(path)
+    if where.is_dir():
+        return True
+    return where.name == LAST and (isinstance(where, RemotePath) or not zipfile.is_zipfile(where))

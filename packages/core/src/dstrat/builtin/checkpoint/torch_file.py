@@ -6,14 +6,19 @@ import contextlib
 import os
 import pickle
 import re
+import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dstrat.builtin.checkpoint.place import RemotePath, place
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:unsupported class|but got <class) '?([\w.]+)")
 
@@ -23,11 +28,35 @@ class TorchCheckpointIO(CheckpointIO):
 
     It is written under a temporary name in the same folder, flushed to the disk and renamed.  Reading runs no code
     from the file (``weights_only=True``), so a checkpoint holds tensors and plain values; what could not be read back
-    is refused when it is written.
+    is refused when it is written.  To and from a store (a URL that fsspec reaches) it is copied by way of a temporary
+    file of this machine.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        path = Path(path)
+        where = place(path)
+        if isinstance(where, RemotePath):
+            with _temporary_file(where) as file:
+                self._save(checkpoint, file)
+                where.upload(file)
+        else:
+            self._save(checkpoint, where)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        where = place(path)
+        if not isinstance(where, RemotePath):
+            return self._load(where)
+        with _temporary_file(where) as file:
+            try:
+                where.download(file)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"checkpoint {str(path)!r} does not exist: check the path") from error
+            return self._load(file)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        place(path).unlink(missing_ok=True)
+
+    @staticmethod
+    def _save(checkpoint: dict[str, Any], path: Path) -> None:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,8 +77,8 @@ class TorchCheckpointIO(CheckpointIO):
             with contextlib.suppress(OSError):  # the folder may not be there
                 temporary.unlink(missing_ok=True)
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        path = Path(path)
+    @staticmethod
+    def _load(path: Path) -> dict[str, Any]:
         _check_present(path)
         _check_whole(path)
         checkpoint = _load(path, path, doing="cannot be read")
@@ -59,6 +88,12 @@ class TorchCheckpointIO(CheckpointIO):
                 "load it with torch.load, or choose another file"
             )
         return checkpoint
+
+
+@contextlib.contextmanager
+def _temporary_file(target: RemotePath) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="dstrat-") as folder:
+        yield Path(folder, target.name)
 
 
 def _write(checkpoint: dict[str, Any], path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dstrat.builtin.checkpoint.portable.newest import resolved
 from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
+from dstrat.builtin.checkpoint.portable.storage import file_size, is_taken, written
+from dstrat.cli.checkpoint.place import PLACE
 from dstrat.cli.checkpoint.progress import progress_bar
 from dstrat.cli.checkpoint.sizes import readable_size
 from dstrat.cli.output import json_option, print_json
@@ -17,15 +18,17 @@ from dstrat.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dstrat.builtin.checkpoint.place import Place
+
 _WEIGHTS = "state_dict/"
 _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("path", type=PLACE)
+@click.argument("output", type=PLACE)
 @json_option
-def consolidate(path: Path, output: Path, as_json: bool) -> None:
+def consolidate(path: Place, output: Place, as_json: bool) -> None:
     """Write a checkpoint as one file.
 
     OUTPUT ends in .safetensors for the module's weights, under their own names; or in .pt, .pth, .ckpt or .bin for
@@ -42,21 +45,21 @@ def consolidate(path: Path, output: Path, as_json: bool) -> None:
         index = folder.index()
         with progress_bar("reading", sum(entry.num_bytes for entry in index.values())) as advance:
             num_tensors = write(folder, output, advance)
-    facts = {"output": str(output), "tensors": num_tensors, "bytes": output.stat().st_size}
+    size = file_size(output)
+    facts = {"output": str(output), "tensors": num_tensors, "bytes": size}
     if as_json:
         print_json(facts)
     else:
-        click.echo(f"{output}: {num_tensors} tensors, {readable_size(output.stat().st_size)}")
+        click.echo(f"{output}: {num_tensors} tensors, {readable_size(size)}")
 
 
-def check_absent(output: Path) -> None:
+def check_absent(output: Place) -> None:
     """Raise :class:`CheckpointError` where there is something already."""
-    if output.exists() or output.is_symlink():
+    if is_taken(output):
         raise CheckpointError(f"{str(output)!r} exists already: choose another name, or remove it first")
 
 
-def _write_weights(folder: OpenedFolder, output: Path, advance: Callable[[int], None]) -> int:
-    from dstrat.builtin.checkpoint.portable.folder import written_whole
+def _write_weights(folder: OpenedFolder, output: Place, advance: Callable[[int], None]) -> int:
     from dstrat.builtin.checkpoint.portable.loading import read_tensors
     from dstrat.builtin.checkpoint.portable.parts import Part
     from dstrat.builtin.checkpoint.portable.payload import Payload
@@ -67,17 +70,17 @@ def _write_weights(folder: OpenedFolder, output: Path, advance: Callable[[int], 
         raise CheckpointError(f"checkpoint {str(folder.path)!r} has no weights: nothing in it is below 'state_dict'")
     weights = {name.removeprefix(_WEIGHTS): tensor for name, tensor in read_tensors(folder, names, advance).items()}
     payloads = [Payload(name, Part(tensor=tensor, starts=(0,) * tensor.dim())) for name, tensor in weights.items()]
-    with written_whole(output) as temporary:
+    with written(output) as temporary:
         write_shard_file(arrange(payloads), temporary)
     return len(weights)
 
 
-def _write_all(folder: OpenedFolder, output: Path, advance: Callable[[int], None]) -> int:
+def _write_all(folder: OpenedFolder, output: Place, advance: Callable[[int], None]) -> int:
     from dstrat.builtin.checkpoint.portable.loading import load
     from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 
     checkpoint: dict[str, Any] = load(folder, rank=0, world_size=folder.manifest.world_size, advance=advance)
     if folder.manifest.world_size > 1:
         del checkpoint["per_rank"]  # one file cannot continue what each of several ranks had
-    TorchCheckpointIO().save_checkpoint(checkpoint, output)
+    TorchCheckpointIO().save_checkpoint(checkpoint, str(output))
     return len(folder.index())

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from dstrat.cli.checkpoint.place import PLACE
 from dstrat.cli.output import json_option, print_json
+
+if TYPE_CHECKING:
+    from dstrat.builtin.checkpoint.place import Place
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("path", type=PLACE)
+@click.argument("output", type=PLACE)
 @json_option
-def convert(path: Path, output: Path, as_json: bool) -> None:
+def convert(path: Place, output: Place, as_json: bool) -> None:
     """Convert a .ckpt file of PyTorch Lightning.
 
     Weights, the states of optimizers by the names of their parameters, schedulers, counters and hyperparameters are
@@ -26,9 +30,9 @@ def convert(path: Path, output: Path, as_json: bool) -> None:
     from dstrat.cli.checkpoint.lightning import converted
 
     with Console(stderr=True).status("reading ..."):  # shown in terminals only
-        conversion = converted(TorchCheckpointIO().load_checkpoint(path), path)
+        conversion = converted(TorchCheckpointIO().load_checkpoint(str(path)), path)
     with Console(stderr=True).status("writing ..."):
-        PortableCheckpointIO(strategy="").save_checkpoint(conversion.checkpoint, output)
+        PortableCheckpointIO().save_checkpoint(conversion.checkpoint, str(output))
     if as_json:
         print_json({"output": str(output), "taken": conversion.taken, "left_out": conversion.left_out})
         return

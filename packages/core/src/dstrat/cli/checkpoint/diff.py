@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +10,7 @@ from dstrat.builtin.checkpoint.portable.layout import STATE
 from dstrat.builtin.checkpoint.portable.marks import joined
 from dstrat.builtin.checkpoint.portable.newest import resolved
 from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
+from dstrat.cli.checkpoint.place import PLACE
 from dstrat.cli.checkpoint.progress import progress_bar
 from dstrat.cli.output import json_option, print_json, print_table
 
@@ -19,17 +19,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from dstrat.builtin.checkpoint.place import Place
+
 _ABSENT = "-"
 Difference = tuple[str, str, str, str]
 """Name, what it is in the first, what it is in the second, and by how much."""
 
 
 @click.command()
-@click.argument("first", type=click.Path(path_type=Path))
-@click.argument("second", type=click.Path(path_type=Path))
+@click.argument("first", type=PLACE)
+@click.argument("second", type=PLACE)
 @json_option
 @click.pass_context
-def diff(ctx: click.Context, first: Path, second: Path, as_json: bool) -> None:
+def diff(ctx: click.Context, first: Place, second: Place, as_json: bool) -> None:
     """Show where two checkpoints differ in values and tensors; exit with 1 if they do.
 
     How they are cut into pieces, and what each rank has for itself, is not compared.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 - dataclasses look at it
 from typing import TYPE_CHECKING, Any
 
 from dstrat.builtin.checkpoint.portable.layout import MANIFEST, STATE
 from dstrat.builtin.checkpoint.portable.newest import resolved
 from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
+from dstrat.builtin.checkpoint.portable.storage import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dstrat.builtin.checkpoint.place import Place
     from dstrat.builtin.checkpoint.portable.index import TensorEntry
     from dstrat.builtin.checkpoint.portable.manifest import Manifest
 
@@ -30,7 +31,7 @@ class CheckpointFacts:
         num_bytes: Size of all files.
     """
 
-    path: Path
+    path: Place
     manifest: Manifest
     values: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
@@ -62,14 +63,14 @@ class CheckpointFacts:
         return value if type(value) is int else None
 
 
-def facts_of(path: Path) -> CheckpointFacts:
+def facts_of(path: Place) -> CheckpointFacts:
     """Read what a checkpoint says of itself.
 
     Raises:
         CheckpointError: It is none, or is damaged.
     """
     with OpenedFolder(resolved(path)) as folder:
-        size = sum(folder.sizes.values()) + (folder.path / MANIFEST).stat().st_size
+        size = sum(folder.sizes.values()) + file_size(folder.path / MANIFEST)
         return CheckpointFacts(
             path=folder.path,
             manifest=folder.manifest,

@@ -27,5 +27,6 @@ class _Commands(click.Group):
 def checkpoint() -> None:
     """Look at checkpoints, verify, compare and convert them.
 
-    A PATH is the folder of a checkpoint, or the file 'last' beside some.
+    A PATH is the folder of a checkpoint, or the file 'last' beside some; or the URL of such a folder in a store that
+    fsspec reaches, as s3://bucket/folder is with s3fs.
     """

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dstrat.cli.checkpoint.facts import facts_of
+from dstrat.cli.checkpoint.place import PLACE
 from dstrat.cli.checkpoint.sizes import readable_size
 from dstrat.cli.output import json_option, print_json, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dstrat.builtin.checkpoint.place import Place
     from dstrat.builtin.checkpoint.portable.index import TensorEntry
     from dstrat.cli.checkpoint.facts import CheckpointFacts
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PLACE)
 @json_option
-def inspect(path: Path, as_json: bool) -> None:
+def inspect(path: Place, as_json: bool) -> None:
     """Show what is in a checkpoint, without loading its tensors."""
     facts = facts_of(path)
     if as_json:

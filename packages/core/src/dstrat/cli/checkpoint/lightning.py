@@ -11,7 +11,8 @@ from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
+
+    from dstrat.builtin.checkpoint.place import Place
 
 _VERSION_KEY = "pytorch-lightning_version"
 _CHECKPOINT_VERSION = 2
@@ -34,7 +35,7 @@ class Conversion:
     left_out: list[str]
 
 
-def converted(source: Mapping[str, Any], path: Path) -> Conversion:
+def converted(source: Mapping[str, Any], path: Place) -> Conversion:
     """Convert what a Lightning checkpoint holds.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,20 +10,23 @@ from dstrat.builtin.checkpoint.portable.layout import BUCKET, MANIFEST, STATE
 from dstrat.builtin.checkpoint.portable.newest import resolved
 from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
 from dstrat.builtin.checkpoint.portable.parallel import map_in_threads
+from dstrat.cli.checkpoint.place import PLACE
 from dstrat.cli.checkpoint.progress import progress_bar
 from dstrat.cli.checkpoint.sizes import readable_size
 from dstrat.cli.output import json_option, print_json
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    from dstrat.builtin.checkpoint.place import Place
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PLACE)
 @json_option
 @click.pass_context
-def verify(ctx: click.Context, path: Path, as_json: bool) -> None:
+def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
     """Read a checkpoint and compare all checksums; exit with 1 if something is wrong."""
     with OpenedFolder(resolved(path)) as folder:
         num_bytes = sum(folder.sizes.values())
@@ -59,7 +61,8 @@ def _read(folder: OpenedFolder, name: str, advance: Callable[[int], None]) -> No
 
 
 def _strangers(folder: OpenedFolder) -> Iterator[str]:
-    for path in sorted(folder.path.iterdir()):
+    found: Iterable[Place] = folder.path.iterdir()
+    for path in sorted(found, key=str):
         if path.name not in folder.sizes and path.name != MANIFEST:
             yield f"{path}: the manifest does not list it, so it was put there later; it is never read"
 

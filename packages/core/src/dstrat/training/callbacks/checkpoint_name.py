@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from dstrat.builtin.checkpoint.portable.storage import is_taken
 from dstrat.errors import MisuseError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
-    from pathlib import Path
+
+    from dstrat.builtin.checkpoint.place import Place
 
 EXTENSION = ".ckpt"
 
@@ -68,7 +69,7 @@ def not_logged(values: Mapping[str, Any]) -> str:
     return f"which was not logged: log it, or choose from {', '.join(sorted(values))}"
 
 
-def unused_path(folder: Path, name: str, replaceable: str | None = None, taken: Collection[str] = ()) -> str:
+def unused_path(folder: Place, name: str, replaceable: str | None = None, taken: Collection[str] = ()) -> str:
     """Return the path of a checkpoint that does not exist, or that may be replaced; others get ``-v1``, ``-v2`` ...
 
     Args:
@@ -78,7 +79,7 @@ def unused_path(folder: Path, name: str, replaceable: str | None = None, taken: 
         taken: Paths that may not be there yet, because they are still being written.
     """
     path, version = folder / f"{name}{EXTENSION}", 0
-    while str(path) in taken or os.path.lexists(path):
+    while str(path) in taken or is_taken(path):
         if str(path) == replaceable:
             break
         version += 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from dstrat.builtin.checkpoint.place import RemotePath, place
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.callbacks.background_saves import BackgroundSaves
 from dstrat.training.callbacks.callback import Callback
@@ -24,6 +24,7 @@ from dstrat.training.loops.interruption import Interrupted, Terminated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.module.train_module import TrainModule
@@ -60,8 +61,8 @@ class ModelCheckpoint(Callback):
     leaves what was saved before, and what the callback knows of it, as it was.
 
     Args:
-        dirpath: The folder; by default ``checkpoints`` in the run's log folder, or in ``default_root_dir`` without
-            a logger.
+        dirpath: The folder, or its URL in a store that fsspec reaches (``"s3://bucket/folder"``); by default
+            ``checkpoints`` in the run's log folder, or in ``default_root_dir`` without a logger or where that is a URL.
         filename: A template without extension, such as ``"{epoch}-{val_loss:.3f}"``; ``epoch`` and ``step`` are known
             always.
         monitor: The logged value that ranks checkpoints; None ranks by age, the latest being the best.
@@ -117,7 +118,7 @@ class ModelCheckpoint(Callback):
             raise RequestError(f"mode={mode!r} must be 'min' or 'max'")
         check_count("save_top_k", save_top_k, -1)
         self._times = SavingTimes(every_n_epochs, every_n_train_steps, train_time_interval, save_on_train_epoch_end)
-        self._given_dirpath = None if dirpath is None else Path(dirpath).absolute()
+        self._given_dirpath = None if dirpath is None else place(dirpath).absolute()
         self.dirpath = self._given_dirpath
         self._name = CheckpointName(DEFAULT_NAME if filename is None else filename)
         self.monitor, self.mode = monitor, mode
@@ -166,7 +167,7 @@ class ModelCheckpoint(Callback):
         self.best_model_path = state_dict["best_model_path"]
         self.best_model_score = state_dict["best_model_score"]
         if not self._is_running:  # the state is what a run in other processes has come to
-            self.dirpath = Path(state_dict["dirpath"])
+            self.dirpath = place(state_dict["dirpath"])
         if str(self.dirpath) == state_dict["dirpath"]:
             self._ranking.restore(state_dict["scores"])
             self.last_model_path = state_dict["last_model_path"]
@@ -178,7 +179,9 @@ class ModelCheckpoint(Callback):
         self._is_evaluating = stage != "fit"
         if self._is_evaluating:
             return
-        root = trainer.log_dir or trainer.default_root_dir
+        root = trainer.default_root_dir
+        if trainer.log_dir is not None and not isinstance(root, RemotePath):
+            root = trainer.log_dir
         self.dirpath = self._given_dirpath or root.absolute() / "checkpoints"
         self._is_running = self._is_fresh = True
         self._rescue = OnExceptionCheckpoint(self.dirpath) if self.save_on_exception else None

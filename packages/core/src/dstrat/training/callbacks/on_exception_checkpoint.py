@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from dstrat.builtin.checkpoint.place import place
 from dstrat.builtin.launchers.failures import kind_of
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.background_saves import wait_for_writes
@@ -17,6 +17,9 @@ from dstrat.training.checkpoint import rescue_checkpoint
 from dstrat.training.loops.interruption import Interrupted, Terminated
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dstrat.builtin.checkpoint.place import RemotePath
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
@@ -31,7 +34,7 @@ class OnExceptionCheckpoint(Callback):
     Ctrl-C ends the run at once.  The exception itself goes on in any case.
 
     Args:
-        dirpath: The folder.
+        dirpath: The folder, or its URL in a store that fsspec reaches.
         filename: The file's name without extension; one that is taken gets a suffix, ``-v1``.
 
     Attributes:
@@ -44,10 +47,10 @@ class OnExceptionCheckpoint(Callback):
     runs_last = True
     saves_checkpoints = True
 
-    def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
+    def __init__(self, dirpath: str | Path | RemotePath, filename: str = "on_exception") -> None:
         if not filename:
             raise RequestError("filename='' is no name: choose one, such as 'on_exception'")
-        self.dirpath = Path(dirpath).absolute()
+        self.dirpath = place(dirpath).absolute()
         self.filename = filename
         self.ckpt_path = ""
         self._has_begun = False

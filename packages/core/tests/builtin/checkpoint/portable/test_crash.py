@@ -102,7 +102,7 @@ def test_leftovers_of_a_crash_are_removed_and_those_of_a_writer_are_not(tmp_path
 def test_a_path_that_was_taken_meanwhile_is_not_written_over(tmp_path, refusal):
     folder = UnfinishedFolder(tmp_path / "c")
     (tmp_path / "c").mkdir()
-    assert "exists already, and none is ever written over" in refusal(folder.commit)
+    assert "exists already, and none is ever written over" in refusal(folder.commit, b"{}")
     folder.close()
     assert names(tmp_path) == ["c"]
 

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from typing_extensions import override
 
-from dstrat.builtin.checkpoint.portable.folder import remove_folder
+from dstrat.builtin.checkpoint.place import place
 from dstrat.builtin.checkpoint.portable.loading import load, load_into, load_own
 from dstrat.builtin.checkpoint.portable.newest import forget, point_to, resolved
 from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
 from dstrat.builtin.checkpoint.portable.ranks import GroupRanks, Ranks
 from dstrat.builtin.checkpoint.portable.saving import Prepared, prepare, write
 from dstrat.builtin.checkpoint.portable.staging import StagingMemory
+from dstrat.builtin.checkpoint.portable.storage import remove
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 class PortableCheckpointIO(CheckpointIO):
@@ -28,19 +29,19 @@ class PortableCheckpointIO(CheckpointIO):
 
     Saving is collective: every rank calls it with nested values.  A plain tensor is the same on every rank and is
     written by one of them; a ``DTensor`` is written by the ranks that hold its shards; other values are rank 0's; what
-    is under the key ``"per_rank"`` each rank keeps for itself.  Loading is not collective.  The format is described in
-    ``docs/checkpoint-format.md``.
+    is under the key ``"per_rank"`` each rank keeps for itself; a text under ``"strategy"`` is in the manifest too.
+    Loading is not collective.  A path may be a URL of a store that fsspec reaches, such as ``s3://bucket/folder``.  The
+    format is described in ``docs/checkpoint-format.md``.
 
     Args:
         verify: Whether checksums are compared while loading.
         timeout: How long a rank waits for the others while they save.
-        strategy: Alias of the strategy, for the manifest.
     """
 
     is_collective = True
 
-    def __init__(self, verify: bool = True, timeout: timedelta = timedelta(minutes=30), strategy: str = "") -> None:
-        self.verify, self.timeout, self.strategy = verify, timeout, strategy
+    def __init__(self, verify: bool = True, timeout: timedelta = timedelta(minutes=30)) -> None:
+        self.verify, self.timeout = verify, timeout
         self._ranks: Ranks | None = None
         self._memory = StagingMemory()
 
@@ -69,22 +70,22 @@ class PortableCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: It failed on some rank; then there is nothing under the path.
         """
-        write(staged, Path(path))
+        target = place(path)
+        write(staged, target)
         with staged.ranks.together("point to the newest checkpoint"):
             if staged.ranks.rank == 0:
-                point_to(Path(path))
+                point_to(target)
 
     def _prepare(self, checkpoint: Mapping[str, Any]) -> Prepared:
-        return prepare(checkpoint, self._current_ranks(), strategy=self.strategy)
+        return prepare(checkpoint, self._current_ranks())
 
     @override
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint with whole tensors; ``"per_rank"`` is there where as many ranks saved it."""
         rank, world_size = self._place()
-        with OpenedFolder(resolved(Path(path)), verifies=self.verify) as folder:
+        with OpenedFolder(resolved(place(path)), verifies=self.verify) as folder:
             return load(folder, rank=rank, world_size=world_size)
 
-    @override
     @override
     def load_into(self, path: str | Path, template: Mapping[str, Any]) -> dict[str, Any]:
         """Fill the template's tensors, whatever their placements, and return the checkpoint with them in it.
@@ -95,20 +96,21 @@ class PortableCheckpointIO(CheckpointIO):
             CheckpointError: It is damaged, lacks a tensor of the template, or has it in another shape or dtype.
         """
         rank, world_size = self._place()
-        with OpenedFolder(resolved(Path(path)), verifies=self.verify) as folder:
+        with OpenedFolder(resolved(place(path)), verifies=self.verify) as folder:
             return load_into(folder, template, rank=rank, world_size=world_size)
 
     def load_rank(self, path: str | Path, rank: int) -> Any:
         """Return what one of the ranks that saved had under ``"per_rank"``."""
-        with OpenedFolder(resolved(Path(path)), verifies=self.verify) as folder:
+        with OpenedFolder(resolved(place(path)), verifies=self.verify) as folder:
             return load_own(folder, rank)
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, if it is there."""
-        if Path(path).is_dir():
-            remove_folder(Path(path))
-            forget(Path(path))
+        folder = place(path)
+        if folder.is_dir():
+            remove(folder)
+            forget(folder)
 
     @override
     def teardown(self) -> None:

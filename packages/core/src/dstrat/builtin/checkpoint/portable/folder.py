@@ -9,6 +9,7 @@ import secrets
 import shutil
 from typing import TYPE_CHECKING
 
+from dstrat.builtin.checkpoint.portable.layout import MANIFEST
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ class UnfinishedFolder:
         self.target = target
         self.path, self._lock = _create_locked(target.parent)
 
-    def commit(self) -> None:
-        """Give the folder, whose files are flushed, its final name, and flush that."""
+    def commit(self, manifest: bytes) -> None:
+        """Write the manifest, give the folder, whose files are flushed, its final name, and flush that."""
         check_free(self.target)
+        write_flushed(self.path / MANIFEST, manifest)
         flush_folder(self.path)
         self.path.rename(self.target)
         flush_folder(self.target.parent)

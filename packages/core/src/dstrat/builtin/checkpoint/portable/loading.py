@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dstrat.builtin.checkpoint.portable.opened import damaged
+from dstrat.builtin.checkpoint.portable.damage import damaged
 from dstrat.builtin.checkpoint.portable.decoding import decode
 from dstrat.builtin.checkpoint.portable.dtypes import dtype_name
 from dstrat.builtin.checkpoint.portable.filling import empty_tensor, fill

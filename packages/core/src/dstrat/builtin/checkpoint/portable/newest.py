@@ -2,56 +2,54 @@
 
 from __future__ import annotations
 
-import stat
 from typing import TYPE_CHECKING
 
-from dstrat.builtin.checkpoint.portable.folder import replace_file
 from dstrat.builtin.checkpoint.portable.layout import LAST
 from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
+from dstrat.builtin.checkpoint.portable.storage import file_sizes, read_start, replace
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterable
 
+    from dstrat.builtin.checkpoint.place import Place
     from dstrat.builtin.checkpoint.portable.manifest import Manifest
 
 _LONGEST_NAME = 1024
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Place) -> Place | None:
     """Return the checkpoint of a folder that was completed last; None where there is no complete one.
 
     It goes by the manifests, so it finds one also when a crash came between it and the pointer.
     """
     found = [(manifest.created_ns, path) for path in _candidates(folder) if (manifest := _complete(path)) is not None]
-    return max(found)[1] if found else None
+    return max(found, key=lambda dated: (dated[0], str(dated[1])))[1] if found else None
 
 
-def _candidates(folder: Path) -> list[Path]:
+def _candidates(folder: Place) -> list[Place]:
     if not folder.is_dir():
         return []
-    return [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and path.is_dir()]
+    found: Iterable[Place] = folder.iterdir()
+    return [path for path in found if not path.name.startswith(".") and path.is_dir()]
 
 
-def _complete(path: Path) -> Manifest | None:
+def _complete(path: Place) -> Manifest | None:
     """Return the manifest of a checkpoint whose files are all there in their size."""
     try:
-        manifest = read_manifest(path)
-        for name, record in manifest.files.items():
-            status = (path / name).lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size != record.size:
-                return None
+        manifest, sizes = read_manifest(path), file_sizes(path)
     except OSError:  # of which CheckpointError is one
         return None
-    return manifest
+    is_whole = all(sizes.get(name) == record.size for name, record in manifest.files.items())
+    return manifest if is_whole else None
 
 
-def point_to(path: Path) -> None:
+def point_to(path: Place) -> None:
     """Let the pointer beside a checkpoint name it."""
-    replace_file(path.parent / LAST, path.name.encode() + b"\n")
+    replace(path.parent / LAST, path.name.encode() + b"\n")
 
 
-def forget(path: Path) -> None:
+def forget(path: Place) -> None:
     """Let the pointer beside a checkpoint that was removed name the newest that is left."""
     pointer = path.parent / LAST
     if not _is_pointer(pointer) or _target(pointer) != path:
@@ -63,7 +61,7 @@ def forget(path: Path) -> None:
         point_to(newest)
 
 
-def resolved(path: Path) -> Path:
+def resolved(path: Place) -> Place:
     """Return the checkpoint that a path means: itself, or what the pointer at that path names.
 
     Where the pointer is missing, because of a crash between a checkpoint and it, the newest checkpoint is meant.
@@ -78,13 +76,12 @@ def resolved(path: Path) -> Path:
     return path
 
 
-def _is_pointer(path: Path) -> bool:
+def _is_pointer(path: Place) -> bool:
     return path.name == LAST and path.is_file()
 
 
-def _target(pointer: Path) -> Path:
-    with pointer.open("rb") as file:
-        name = file.read(_LONGEST_NAME).removesuffix(b"\n").decode(errors="replace")
+def _target(pointer: Place) -> Place:
+    name = read_start(pointer, _LONGEST_NAME).removesuffix(b"\n").decode(errors="replace")
     if not name or name in (".", "..") or "/" in name or "\0" in name or "\\" in name:
         raise CheckpointError(f"{str(pointer)!r} does not name a checkpoint beside it: give the checkpoint's own path")
     return pointer.parent / name

@@ -1,22 +1,20 @@
-"""A file of a checkpoint, read without trusting it: a regular one, of the size and with the checksums listed."""
+"""A file of a checkpoint, read without trusting it: of the size and with the checksums listed."""
 
 from __future__ import annotations
 
-import os
-import stat
 import threading
 from typing import TYPE_CHECKING
 
 from dstrat.builtin.checkpoint.portable.checksum import checksum, expected, num_blocks
+from dstrat.builtin.checkpoint.portable.damage import damaged
 from dstrat.builtin.checkpoint.portable.layout import BLOCK
-from dstrat.errors import CheckpointError
+from dstrat.builtin.checkpoint.portable.storage import open_file
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from dstrat.builtin.checkpoint.place import Place
     from dstrat.builtin.checkpoint.portable.manifest import FileRecord
-
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link is refused, a pipe does not wait
+    from dstrat.builtin.checkpoint.portable.storage import ReadFile
+    from dstrat.errors import CheckpointError
 
 
 class OpenedFile:
@@ -31,19 +29,18 @@ class OpenedFile:
         CheckpointError: It is not there, no regular file, or of another size.
     """
 
-    def __init__(self, path: Path, record: FileRecord, *, verifies: bool) -> None:
+    def __init__(self, path: Place, record: FileRecord, *, verifies: bool) -> None:
         self._path, self._record = path, record
-        self.descriptor = open_regular(path)
+        self._file = _opened(path)
         self._verified = bytearray(b"\x00" if verifies else b"\x01") * num_blocks(record.size)
         self._scratch = threading.local()
-        size = os.fstat(self.descriptor).st_size
-        if size != record.size:
+        if self._file.size != record.size:
             self.close()
-            raise self._damaged(f"has {size} bytes, and the manifest says {record.size}")
+            raise self._damaged(f"has {self._file.size} bytes, and the manifest says {record.size}")
 
     def close(self) -> None:
         """Close it."""
-        os.close(self.descriptor)
+        self._file.close()
 
     def read_into(self, view: memoryview, begin: int) -> None:
         """Fill a view with the bytes from a position on; may be called in several threads.
@@ -88,7 +85,7 @@ class OpenedFile:
         done = 0
         while done < len(view):
             try:
-                count = os.preadv(self.descriptor, [view[done:]], position + done)
+                count = self._file.read_into(view[done:], position + done)
             except OSError as error:
                 raise self._damaged(f"cannot be read: {(error.strerror or str(error)).lower()}") from error
             if count == 0:
@@ -104,23 +101,8 @@ class OpenedFile:
         return damaged(self._path.parent, f"{self._path.name} {what}")
 
 
-def damaged(folder: Path, what: str) -> CheckpointError:
-    """Return the error about a checkpoint that is not as it was written."""
-    return CheckpointError(f"checkpoint {str(folder)!r} is damaged: {what}; load another one")
-
-
-def open_regular(path: Path) -> int:
-    """Return a descriptor of a regular file that is no link.
-
-    Raises:
-        CheckpointError: It is something else, or cannot be opened.
-    """
+def _opened(path: Place) -> ReadFile:
     try:
-        descriptor = os.open(path, _FLAGS)
-    except OSError as error:
-        what = "is a link, and a checkpoint has none" if path.is_symlink() else (error.strerror or str(error)).lower()
-        raise damaged(path.parent, f"{path.name}: {what}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise damaged(path.parent, f"{path.name} is no regular file")
-    return descriptor
+        return open_file(path)
+    except FileNotFoundError as error:
+        raise damaged(path.parent, f"{path.name}: no such file or directory") from error

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
+from dstrat.builtin.checkpoint.portable.damage import damaged
 from dstrat.builtin.checkpoint.portable.index import TensorEntry, index_from_json
 from dstrat.builtin.checkpoint.portable.layout import INDEX, LARGEST_JSON, MANIFEST
 from dstrat.builtin.checkpoint.portable.manifest import Manifest
-from dstrat.builtin.checkpoint.portable.opened import OpenedFile, damaged, open_regular
+from dstrat.builtin.checkpoint.portable.opened import OpenedFile
+from dstrat.builtin.checkpoint.portable.storage import is_taken, open_file
 from dstrat.builtin.checkpoint.portable.strict_json import parse_json
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from typing_extensions import Self
+
+    from dstrat.builtin.checkpoint.place import Place
 
 
 class OpenedFolder:
@@ -30,7 +32,7 @@ class OpenedFolder:
         CheckpointError: It is not there, or its manifest is none.
     """
 
-    def __init__(self, path: Path, *, verifies: bool = True) -> None:
+    def __init__(self, path: Place, *, verifies: bool = True) -> None:
         self.path, self._verifies = path, verifies
         self.manifest = read_manifest(path)
         self._files: dict[str, OpenedFile] = {}
@@ -85,27 +87,37 @@ class OpenedFolder:
         return self._index
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
         CheckpointError: There is none, or none that makes sense.
     """
-    if not folder.is_dir() or not os.path.lexists(folder / MANIFEST):
+    if not folder.is_dir() or not is_taken(folder / MANIFEST):
         raise CheckpointError(f"checkpoint {str(folder)!r} {_absence(folder)}")
-    with os.fdopen(open_regular(folder / MANIFEST), "rb") as file:
-        data = file.read(LARGEST_JSON + 1)
-    if len(data) > LARGEST_JSON:
-        raise damaged(folder, f"{MANIFEST} has more than {LARGEST_JSON} bytes")
     try:
-        return Manifest.from_bytes(data)
+        return Manifest.from_bytes(_content(folder))
     except ValueError as error:
         raise damaged(folder, f"{MANIFEST}: {error}") from error
 
 
-def _absence(folder: Path) -> str:
+def _content(folder: Place) -> bytes:
+    file = open_file(folder / MANIFEST)
+    try:
+        if file.size > LARGEST_JSON:
+            raise damaged(folder, f"{MANIFEST} has more than {LARGEST_JSON} bytes")
+        data = memoryview(bytearray(file.size))
+        done = 0
+        while done < file.size and (count := file.read_into(data[done:], done)):
+            done += count
+        return bytes(data[:done])
+    finally:
+        file.close()
+
+
+def _absence(folder: Place) -> str:
     if folder.is_dir():
         return f"is a folder without {MANIFEST}: it is no checkpoint, or one that was never completed"
-    if os.path.lexists(folder):
+    if is_taken(folder):
         return "is a file, and a folder was expected: give the path of the folder, or use TorchCheckpointIO"
     return "does not exist: check the path"

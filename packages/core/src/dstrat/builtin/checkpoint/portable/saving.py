@@ -5,27 +5,29 @@ from __future__ import annotations
 import importlib.metadata
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dstrat.builtin.checkpoint.portable.checksum import block_checksums
 from dstrat.builtin.checkpoint.portable.encoding import Encoded, encode
-from dstrat.builtin.checkpoint.portable.folder import UnfinishedFolder, write_flushed
 from dstrat.builtin.checkpoint.portable.index import Piece, TensorEntry, index_from_json, index_to_json
-from dstrat.builtin.checkpoint.portable.layout import INDEX, LARGEST_JSON, MANIFEST, PER_RANK, STATE, rank_file
+from dstrat.builtin.checkpoint.portable.layout import INDEX, LARGEST_JSON, PER_RANK, STATE, STRATEGY, rank_file
 from dstrat.builtin.checkpoint.portable.manifest import FileRecord, Manifest
 from dstrat.builtin.checkpoint.portable.marks import joined
 from dstrat.builtin.checkpoint.portable.planning import plan
 from dstrat.builtin.checkpoint.portable.shard_file import ShardFile, arrange, write_shard_file
+from dstrat.builtin.checkpoint.portable.storage import begin_checkpoint, write_file
 from dstrat.builtin.checkpoint.portable.strict_json import dump_json, parse_json
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
+    from dstrat.builtin.checkpoint.place import Place
     from dstrat.builtin.checkpoint.portable.ranks import Ranks
+    from dstrat.builtin.checkpoint.portable.storage import Unfinished
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,13 +51,12 @@ class Prepared:
     ranks: Ranks
 
 
-def prepare(checkpoint: Mapping[str, Any], ranks: Ranks, *, strategy: str = "") -> Prepared:
+def prepare(checkpoint: Mapping[str, Any], ranks: Ranks) -> Prepared:
     """Encode the plain values, and decide with the other ranks who writes which tensors; collective.
 
     Args:
         checkpoint: Nested values; what is under ``"per_rank"`` is this rank's own.
         ranks: The job.
-        strategy: Alias of the strategy, for the manifest.
 
     Raises:
         CheckpointError: Something in it cannot be saved, on whichever rank.
@@ -70,7 +71,7 @@ def prepare(checkpoint: Mapping[str, Any], ranks: Ranks, *, strategy: str = "") 
         own=own_state,
         shard=arrange(decided.payloads),
         entries=decided.entries,
-        strategy=strategy,
+        strategy=strategy if isinstance(strategy := checkpoint.get(STRATEGY), str) else "",
         ranks=ranks,
     )
 
@@ -87,33 +88,32 @@ def _limited(data: bytes, what: str) -> bytes:
     return data
 
 
-def write(prepared: Prepared, target: Path) -> None:
+def write(prepared: Prepared, target: Place) -> None:
     """Write what every rank has prepared, and let it appear under the target's path; collective.
 
     Raises:
         CheckpointError: It failed on some rank; then it is not there on any, and nothing is left of it.
     """
     ranks = prepared.ranks
-    folder: UnfinishedFolder | None = None
+    folder: Unfinished | None = None
     try:
         with ranks.together(f"create checkpoint {str(target)!r}"):
-            folder = UnfinishedFolder(target) if ranks.rank == 0 else None
+            folder = begin_checkpoint(target) if ranks.rank == 0 else None
         name = ranks.exchange(b"" if folder is None else folder.path.name.encode())[0].decode()
         with ranks.together(f"write checkpoint {str(target)!r}"):
             report = _write_own(prepared, target.parent / name, ranks.rank)
         reports = ranks.gather(report)
         with ranks.together(f"complete checkpoint {str(target)!r}"):
             if folder is not None:
-                _complete(prepared, folder.path, [parse_json(report) for report in reports])
-                folder.commit()
+                folder.commit(_complete(prepared, folder.path, [parse_json(report) for report in reports]))
     finally:
         if folder is not None:
             folder.close()
 
 
-def _write_own(prepared: Prepared, folder: Path, rank: int) -> bytes:
+def _write_own(prepared: Prepared, folder: Place, rank: int) -> bytes:
     """Write this rank's files, and return what rank 0 has to know about them."""
-    if not folder.is_dir():
+    if isinstance(folder, Path) and not folder.is_dir():
         raise CheckpointError(f"rank 0 created {str(folder)!r}, which is not here: all ranks must see the same files")
     files = {rank_file(rank, "json"): _write_document(folder / rank_file(rank, "json"), prepared.own)}
     if prepared.shard.payloads:
@@ -135,13 +135,13 @@ def _write_own(prepared: Prepared, folder: Path, rank: int) -> bytes:
     )
 
 
-def _write_document(path: Path, data: bytes) -> FileRecord:
-    write_flushed(path, data)
+def _write_document(path: Place, data: bytes) -> FileRecord:
+    write_file(path, data)
     return FileRecord(size=len(data), checksums=block_checksums([memoryview(data)]))
 
 
-def _complete(prepared: Prepared, folder: Path, reports: list[dict[str, Any]]) -> None:
-    """Write what rank 0 writes for all: plain values, index and, last, the manifest."""
+def _complete(prepared: Prepared, folder: Place, reports: list[dict[str, Any]]) -> bytes:
+    """Write what rank 0 writes for all, plain values and index, and return the manifest."""
     files = {
         name: FileRecord(size=size, checksums=checksums)
         for report in reports
@@ -159,7 +159,7 @@ def _complete(prepared: Prepared, folder: Path, reports: list[dict[str, Any]]) -
         dstrat=importlib.metadata.version("dstrat"),
         torch=torch.__version__,
     )
-    write_flushed(folder / MANIFEST, _limited(manifest.to_bytes(), "checksums"))
+    return _limited(manifest.to_bytes(), "checksums")
 
 
 def _index(reports: list[dict[str, Any]]) -> dict[str, Any]:

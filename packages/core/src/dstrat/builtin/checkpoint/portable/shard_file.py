@@ -6,6 +6,7 @@ import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dstrat.builtin.checkpoint.place import RemotePath
 from dstrat.builtin.checkpoint.portable.checksum import block_checksums
 from dstrat.builtin.checkpoint.portable.dtypes import DTYPES, dtype_name
 from dstrat.builtin.checkpoint.portable.layout import BUCKET
@@ -13,11 +14,13 @@ from dstrat.builtin.checkpoint.portable.manifest import FileRecord
 from dstrat.builtin.checkpoint.portable.output import OutputFile
 from dstrat.builtin.checkpoint.portable.parallel import map_in_threads
 from dstrat.builtin.checkpoint.portable.strict_json import dump_json
+from dstrat.builtin.checkpoint.portable.upload import UploadedFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from dstrat.builtin.checkpoint.place import Place
     from dstrat.builtin.checkpoint.portable.payload import Payload
 
 
@@ -84,20 +87,38 @@ def _header_entry(payload: Payload, begin: int) -> dict[str, Any]:
     return {"dtype": facts.code, "shape": shape, "data_offsets": [begin, begin + payload.num_bytes]}
 
 
-def write_shard_file(file: ShardFile, path: Path) -> FileRecord:
-    """Write the file, flush it to the disk, and return what the manifest says of it.
+def write_shard_file(file: ShardFile, path: Place) -> FileRecord:
+    """Write the file so that it survives a crash, and return what the manifest says of it.
 
     Raises:
         OSError: The disk is full, or the like.
     """
-    with OutputFile(path, file.size) as output:
-        # zlib and the system work without the interpreter's lock.
-        checksums = map_in_threads(lambda begin: _write_bucket(file, output, begin), range(0, file.size, BUCKET))
-        output.flush()
+    checksums = _uploaded(file, path) if isinstance(path, RemotePath) else _on_disk(file, path)
     return FileRecord(size=file.size, checksums="".join(checksums))
 
 
-def _write_bucket(file: ShardFile, output: OutputFile, begin: int) -> str:
-    views = file.views(begin, min(begin + BUCKET, file.size))
-    output.write(views, begin)
-    return block_checksums(views)
+def _on_disk(file: ShardFile, path: Path) -> list[str]:
+    def write(begin: int) -> str:
+        views = _bucket(file, begin)
+        output.write(views, begin)
+        return block_checksums(views)
+
+    with OutputFile(path, file.size) as output:
+        # zlib and the system work without the interpreter's lock.
+        checksums = map_in_threads(write, range(0, file.size, BUCKET))
+        output.flush()
+    return checksums
+
+
+def _uploaded(file: ShardFile, path: RemotePath) -> list[str]:
+    checksums = []
+    with UploadedFile(path, file.size) as output:
+        for begin in range(0, file.size, BUCKET):
+            views = _bucket(file, begin)
+            output.write(views)
+            checksums.append(block_checksums(views))
+    return checksums
+
+
+def _bucket(file: ShardFile, begin: int) -> list[memoryview]:
+    return file.views(begin, min(begin + BUCKET, file.size))

@@ -1,0 +1,129 @@
+"""What is done differently on a disk and in an object store, by the kind of the path."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from typing import TYPE_CHECKING, Protocol
+
+from dstrat.builtin.checkpoint.place import RemotePath
+from dstrat.builtin.checkpoint.portable.disk_file import DiskFile
+from dstrat.builtin.checkpoint.portable.folder import (
+    UnfinishedFolder,
+    remove_folder,
+    replace_file,
+    write_flushed,
+    written_whole,
+)
+from dstrat.builtin.checkpoint.portable.upload import RemoteFile, UnfinishedUpload, is_claimed, remove_upload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dstrat.builtin.checkpoint.place import Place
+
+
+class Unfinished(Protocol):
+    """A checkpoint that is being written."""
+
+    @property
+    def path(self) -> Place:
+        """Where its files go."""
+
+    def commit(self, manifest: bytes) -> None:
+        """Make it complete, when all other files are there."""
+
+    def close(self) -> None:
+        """Remove it where it was not committed."""
+
+
+class ReadFile(Protocol):
+    """A file that is read in several threads.
+
+    Attributes:
+        size: Its bytes.
+    """
+
+    size: int
+
+    def read_into(self, view: memoryview, position: int) -> int:
+        """Fill the beginning of a view with the bytes from a position on; return how many, 0 at the end."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+def begin_checkpoint(target: Place) -> Unfinished:
+    """Return a new checkpoint to write.
+
+    Raises:
+        CheckpointError: Something is there already.
+    """
+    return UnfinishedUpload(target) if isinstance(target, RemotePath) else UnfinishedFolder(target)
+
+
+def write_file(path: Place, data: bytes) -> None:
+    """Write a small new file, so that it survives a crash."""
+    path.write_bytes(data) if isinstance(path, RemotePath) else write_flushed(path, data)
+
+
+def replace(path: Place, data: bytes) -> None:
+    """Write a file that takes the place of an older one at once."""
+    path.write_bytes(data) if isinstance(path, RemotePath) else replace_file(path, data)
+
+
+@contextlib.contextmanager
+def written(path: Place) -> Iterator[Place]:
+    """Yield where to write a file that is at its path when the block has ended well, and not before."""
+    if isinstance(path, RemotePath):
+        yield path  # where objects appear as a whole anyway
+        return
+    with written_whole(path) as temporary:
+        yield temporary
+
+
+def remove(path: Place) -> None:
+    """Remove a checkpoint, so that a crash in between leaves nothing that looks like one."""
+    remove_upload(path) if isinstance(path, RemotePath) else remove_folder(path)
+
+
+def open_file(path: Place) -> ReadFile:
+    """Return a file to read.
+
+    Raises:
+        CheckpointError: It is not there, or no regular file.
+    """
+    return RemoteFile(path) if isinstance(path, RemotePath) else DiskFile(path)
+
+
+def read_start(path: Place, size: int) -> bytes:
+    """Return at most so many bytes from the beginning of a file."""
+    if isinstance(path, RemotePath):
+        return path.read_bytes(0, size)
+    with path.open("rb") as file:
+        return file.read(size)
+
+
+def file_size(path: Place) -> int:
+    """Return the bytes of a file."""
+    return path.size() if isinstance(path, RemotePath) else path.stat().st_size
+
+
+def file_sizes(folder: Place) -> dict[str, int]:
+    """Return the bytes of each regular file in a folder, by its name.
+
+    Raises:
+        OSError: It is no folder.
+    """
+    if isinstance(folder, RemotePath):
+        return folder.file_sizes()
+    statuses = {path.name: path.lstat() for path in folder.iterdir()}
+    return {name: status.st_size for name, status in statuses.items() if stat.S_ISREG(status.st_mode)}
+
+
+def is_taken(path: Place) -> bool:
+    """Return whether something is there, or is being written there."""
+    if isinstance(path, RemotePath):
+        return path.exists() or is_claimed(path)
+    return os.path.lexists(path)
