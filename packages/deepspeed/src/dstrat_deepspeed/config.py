@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, RequestError
-from dstrat_deepspeed.config_keys import check_keys
+from dstrat_deepspeed.options import changed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from dstrat.interfaces.parts import TrainerLike
     from dstrat_deepspeed.config_source import GivenConfig
     from dstrat_deepspeed.options import Options
@@ -26,11 +28,13 @@ class Setting:
         path: The keys of the configuration that lead to it.
         value: What it is.
         place: Where the user has set it, or not.
+        yields: Whether the user's configuration may say something else.
     """
 
     path: tuple[str, ...]
     value: Any
     place: str
+    yields: bool = False
 
 
 def zero_stage(options: Options, given: GivenConfig) -> int:
@@ -57,7 +61,7 @@ def from_options(options: Options, stage: int) -> dict[str, Any]:
         "zero_optimization": {"stage": stage, **_zero_section(options, stage)},
         "steps_per_print": None,
     }
-    if dataclasses.asdict(options.activations) != dataclasses.asdict(type(options.activations)()):
+    if changed(options.activations):
         config["activation_checkpointing"] = dataclasses.asdict(options.activations)
     if "nvme" in (options.offload.offload_optimizer_device, options.offload.offload_params_device):
         config["aio"] = dataclasses.asdict(options.files)
@@ -118,7 +122,26 @@ def settings_of(trainer: TrainerLike) -> list[Setting]:
     ]
 
 
-def merged(base: dict[str, Any], given: GivenConfig, settings: list[Setting]) -> dict[str, Any]:
+def settings_of_precision(flag: str, options: Options) -> list[Setting]:
+    """Return what the precision decides: which 16 bits DeepSpeed itself computes in, and how it scales the loss."""
+    place = f"precision={flag!r}"
+    decided: dict[tuple[str, ...], Any] = {
+        ("bf16", "enabled"): flag == "bf16-true",
+        ("fp16", "enabled"): flag == "16-mixed",
+    }
+    if flag != "bf16-mixed":
+        decided["torch_autocast", "enabled"] = False
+    settings = [Setting(path=path, value=value, place=place) for path, value in decided.items()]
+    if flag == "16-mixed":
+        scale = dataclasses.asdict(options.loss_scale)
+        settings += [
+            Setting(path=("fp16", name), value=value, place=f"{name}={value!r}", yields=True)
+            for name, value in scale.items()
+        ]
+    return settings
+
+
+def merged(base: dict[str, Any], given: GivenConfig, settings: Iterable[Setting] = ()) -> dict[str, Any]:
     """Return the whole configuration.
 
     Args:
@@ -128,10 +151,11 @@ def merged(base: dict[str, Any], given: GivenConfig, settings: list[Setting]) ->
 
     Raises:
         ConflictError: The user's configuration contradicts a setting; both places are named.
-        RequestError: It has keys that DeepSpeed does not know.
     """
-    check_keys(given)
-    config = _over(base, given.values)
+    values = dict(given.values)
+    if "bfloat16" in values:  # its name in earlier versions
+        values["bf16"] = values.pop("bfloat16")
+    config = _over(base, values)
     for setting in settings:
         _apply(config, setting, given.place)
     return config
@@ -149,9 +173,14 @@ def _over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 def _apply(config: dict[str, Any], setting: Setting, place: str) -> None:
     *sections, key = setting.path
-    for section in sections:
-        config = config.setdefault(section, {})
+    for name in sections:
+        section = config.setdefault(name, {})
+        if not isinstance(section, dict):
+            raise RequestError(f"{place} says {name}: {section!r}, and it must be a section: {{...}}")
+        config = section
     if key in config and config[key] != setting.value:
+        if setting.yields:
+            return
         raise ConflictError(
             f"{place} says {'.'.join(setting.path)}: {config[key]!r}, and {setting.place} says otherwise: "
             "leave one of them out, or let both say the same"

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,6 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat_deepspeed.step_module import StepModule
+    from dstrat_deepspeed.unwrapping import Footprint
 
 _logger = logging.getLogger(__name__)
 
@@ -22,12 +29,14 @@ class Engine:
     Args:
         deepspeed: The library.
         steps: What the engine wraps.
-        optimizer: The user's; None evaluates only.
+        optimizer: The user's; None leaves it to the configuration, and evaluates only where that has none.
         config: DeepSpeed's configuration.
         is_manual: Whether the module computes gradients within its steps.
+        footprint: Knows the module as it was before.
 
     Attributes:
         engine: DeepSpeed's own.
+        skipped_steps: Number of optimizer steps that were not applied, as a gradient was not finite.
     """
 
     def __init__(
@@ -38,34 +47,30 @@ class Engine:
         config: dict[str, Any],
         *,
         is_manual: bool,
+        footprint: Footprint,
     ) -> None:
+        self.skipped_steps = 0
         self._steps = steps
         self._is_manual = is_manual
-        self._clip_val: float | None = None
+        self._footprint = footprint
         self._has_gradients = False
-        self.skipped_steps = 0
+        self._norm: float | Tensor | None = None
         self.engine, *_ = deepspeed.initialize(
             model=steps, optimizer=optimizer, config=config, dist_init_required=False
         )
-        if optimizer is not None:
-            self.engine.set_gradient_accumulation_boundary(True)
-            self._take_over_zero_grad(optimizer)
+        self.optimizer: Optimizer | None = self.engine.basic_optimizer
+        if self.optimizer is not None:
+            self.optimizer.zero_grad = self._zero_grad  # it has shards of parameters now
+            self._is_sharded = self.engine.optimizer is not self.optimizer
+            self._set_clipping(0.0)
+            self.set_boundary(is_boundary=True)
 
-    def _take_over_zero_grad(self, optimizer: Optimizer) -> None:
-        """Let the user's optimizer clear the module's gradients; it holds shards of parameters now."""
-
-        def zero_grad(set_to_none: bool = True) -> None:  # noqa: ARG001 - torch's signature
-            if self._has_gradients:
-                self.engine.optimizer.zero_grad()
-                self._has_gradients = False
-
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    # Steps
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
-        if self._is_manual:
-            return self._steps(step, *args, **kwargs)
-        return self.engine(step, *args, **kwargs)
+        run = self._steps if self._is_manual else self.engine
+        return run(step, *args, **kwargs)
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step without gradients, for which parameters are gathered."""
@@ -74,22 +79,102 @@ class Engine:
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Compute gradients of a loss (a scalar tensor)."""
         self._has_gradients = True
+        if self._is_manual:
+            self._prepare_manual_backward(loss)
         self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
-    def set_boundary(self, is_boundary: bool) -> None:
+    def _prepare_manual_backward(self, loss: Tensor) -> None:
+        """Do what DeepSpeed's forward does for a backward pass that comes after it: this one comes within."""
+        engine = self.engine
+        if hasattr(engine.optimizer, "clear_backward_seen_flag"):
+            engine.optimizer.clear_backward_seen_flag()
+        import_module("deepspeed.runtime.utils").register_output_backward_hooks(loss, engine._backward_prologue)  # noqa: SLF001 - as its forward does
+
+    def set_boundary(self, *, is_boundary: bool) -> None:
         """Say whether the next backward pass is the last one before the optimizer's step."""
         self.engine.set_gradient_accumulation_boundary(is_boundary)
 
+    def _zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature
+        """Clear the module's gradients, which a step has done already."""
+        if self._has_gradients:
+            self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        optimizer = self.engine.optimizer
+        self.engine.zero_grad()
+        if self._is_sharded:
+            optimizer.zero_grad()
+            for partial in ("averaged_gradients", "all_grad_tensors"):
+                for group in getattr(optimizer, partial, {}):
+                    getattr(optimizer, partial)[group] = None
+        self._has_gradients = False
+
+    # Updates
+
     def clip(self, clip_val: float) -> None:
-        """Clip by norm in the next step."""
-        self._clip_val = clip_val
+        """Clip by the norm of all gradients together, in the next step."""
+        if self._is_sharded:
+            self._set_clipping(clip_val)
+        else:
+            self._norm = torch.nn.utils.clip_grad_norm_(self._steps.parameters(), clip_val)
+
+    def _set_clipping(self, clip_val: float) -> None:
+        self.engine._config.gradient_clipping = clip_val if self._is_sharded else 0.0  # noqa: SLF001 - it is per step here
+        if hasattr(self.engine.optimizer, "clip_grad"):
+            self.engine.optimizer.clip_grad = clip_val
 
     def step(self) -> None:
-        """Apply the gradients."""
-        self.engine.step()
+        """Apply the gradients, and clear them; a step whose gradients are not finite is left out, and logged."""
+        engine = self.engine
+        engine.step()
         self._has_gradients = False
-        self._clip_val = None
+        if self._is_sharded:
+            self._norm = engine.get_global_grad_norm()
+            self._set_clipping(0.0)
+        if not engine.was_step_applied():
+            self.skipped_steps += 1
+            _logger.warning("step skipped: a gradient is not finite (%d until now)", self.skipped_steps)
 
-    def close(self) -> None:
-        """Take the engine away from the module."""
+    # Gradients
+
+    def grad_norm(self) -> float:
+        """Return the norm of all gradients together, before clipping: of those that wait for a step, or the last ones.
+
+        Raises:
+            MisuseError: There has been no step, or its norm is not known.
+        """
+        if self._has_gradients and not self._is_sharded:
+            gradients = [parameter.grad for parameter in self._steps.parameters() if parameter.grad is not None]
+            return float(torch.nn.utils.get_total_norm(gradients))
+        if self._has_gradients:
+            return math.sqrt(sum(float(self._squared_norm(p)) for p in self._steps.parameters() if p.requires_grad))
+        if self._norm is None:
+            raise MisuseError(
+                "the norm of the last gradients is not known: stage 0 computes none without clipping; ask for it "
+                "between the backward pass and the step, such as in on_before_optimizer_step"
+            )
+        return float(self._norm)
+
+    def _squared_norm(self, parameter: Any) -> Tensor | float:
+        gradient = self.full_grad(parameter)
+        return 0.0 if gradient is None else gradient.float().square().sum()
+
+    def full_grad(self, parameter: Tensor) -> Tensor | None:
+        """Return the whole gradient of a parameter, between the backward pass and the step; collective."""
+        gradient: Tensor | None = import_module("deepspeed.utils").safe_get_full_grad(parameter)
+        return gradient
+
+    # The end
+
+    def close(self, *, failed: bool) -> None:
+        """Take the engine away from the module.
+
+        Args:
+            failed: Whether other ranks may be gone, so that nothing can be gathered.
+        """
+        if not failed:
+            self._footprint.gather()
         self.engine.destroy()
+        if self.optimizer is not None:
+            self.optimizer.__dict__.pop("zero_grad", None)
+        self._footprint.remove()

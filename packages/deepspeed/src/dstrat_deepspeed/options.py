@@ -132,6 +132,21 @@ class ActivationOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointOptions:
+    """What is in checkpoints, and in which form.
+
+    Attributes:
+        load_full_weights: Whether a checkpoint of DeepSpeed's own has whole parameters, also with stage 3.
+        exclude_frozen_parameters: Whether parameters that need no gradient are left out.
+        save_native: Whether checkpoints are also written in DeepSpeed's own form.
+    """
+
+    load_full_weights: bool = False
+    exclude_frozen_parameters: bool = False
+    save_native: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """All groups."""
 
@@ -140,6 +155,7 @@ class Options:
     files: FileOptions = field(default_factory=FileOptions)
     loss_scale: LossScaleOptions = field(default_factory=LossScaleOptions)
     activations: ActivationOptions = field(default_factory=ActivationOptions)
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
 
 
 _GROUPS: dict[str, type] = {
@@ -148,6 +164,7 @@ _GROUPS: dict[str, type] = {
     "files": FileOptions,
     "loss_scale": LossScaleOptions,
     "activations": ActivationOptions,
+    "checkpoints": CheckpointOptions,
 }
 _GROUP_OF = {option.name: name for name, group in _GROUPS.items() for option in dataclasses.fields(group)}
 
@@ -171,6 +188,13 @@ def read_options(given: Mapping[str, Any]) -> Options:
     options = Options(**{name: _GROUPS[name](**values) for name, values in grouped.items()})
     _check(options)
     return options
+
+
+def changed(group: Any) -> list[str]:
+    """Return the options of a group that are not at their default."""
+    default = type(group)()
+    names = [option.name for option in dataclasses.fields(group)]
+    return [name for name in names if getattr(group, name) != getattr(default, name)]
 
 
 def _check(options: Options) -> None:

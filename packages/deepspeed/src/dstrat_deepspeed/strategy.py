@@ -8,13 +8,28 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError, RequestError
-from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
-from dstrat_deepspeed.config import Setting, from_options, merged, settings_of, zero_stage
+from dstrat.parallel.strategy import DEFAULT_TIMEOUT
+from dstrat_deepspeed.batch_size import MicroBatch
+from dstrat_deepspeed.checkpointed import CheckpointedStrategy
+from dstrat_deepspeed.config import from_options, merged, settings_of, settings_of_precision, zero_stage
+from dstrat_deepspeed.config_check import check_config
 from dstrat_deepspeed.config_source import read_config
+from dstrat_deepspeed.creation import sharded_creation
 from dstrat_deepspeed.engine import Engine
+from dstrat_deepspeed.feasibility import (
+    check_can_offload,
+    check_optimizer_section,
+    check_options,
+    check_precision,
+    uses_cpu_optimizer,
+)
+from dstrat_deepspeed.optimizers import only_optimizer, optimizer_for_cpu
 from dstrat_deepspeed.options import read_options
-from dstrat_deepspeed.runtime import load_deepspeed, running
+from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
+from dstrat_deepspeed.prerequisites import programs_path
+from dstrat_deepspeed.runtime import environment, load_deepspeed, running
 from dstrat_deepspeed.step_module import StepModule
+from dstrat_deepspeed.unwrapping import Footprint, restore_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,11 +44,11 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.interfaces.parts import TrainerLike
+    from dstrat.interfaces.parts import Parts, TrainerLike
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
 
 
-class DeepSpeedStrategy(ParallelStrategy):
+class DeepSpeedStrategy(CheckpointedStrategy):
     """Training with DeepSpeed's ZeRO, on CPUs and GPUs, on one or several machines.
 
     Stage 1 shards the optimizer's state over the ranks, stage 2 gradients too, stage 3 parameters too; each can be kept
@@ -89,10 +104,27 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._given_config = read_config(config, os.environ)
         self.stage = zero_stage(self._options, self._given_config)
         self._logging_level = logging_level
-        self._batch_size = logging_batch_size_per_gpu
+        self._micro_batch = MicroBatch(logging_batch_size_per_gpu, self._given_config)
+        self._is_first_batch = True
+        check_options(self._options, self._partial_config, self.stage)
         self._deepspeed: Any = None
         self._engine: Engine | None = None
         self._running = ExitStack()
+
+    @property
+    def _partial_config(self) -> dict[str, Any]:
+        """The configuration as far as it is known before a run: what is sharded, and where."""
+        return merged(from_options(self._options, self.stage), self._given_config)
+
+    def receive(self, parts: Parts) -> None:
+        super().receive(parts)
+        if self.parts.precision_plugin is not None:
+            check_precision(self._options, self.precision_plugin.flag)
+        check_can_offload(self._partial_config, os.environ)
+
+    def precision_for(self, flag: str) -> Precision | None:
+        """Return DeepSpeed's own precision where it scales the loss; None where core's serves."""
+        return DeepSpeedHalfPrecision() if flag == "16-mixed" else None
 
     # What follows from the stage
 
@@ -137,54 +169,73 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._running = ExitStack()
         self._running.enter_context(running(self._deepspeed, local_rank=self.local_rank))
 
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which stage 3 shards the parameters of each layer as soon as it is made."""
+        if self.stage != 3:
+            return nullcontext()
+        config = {**self._partial_config, "train_micro_batch_size_per_gpu": 1}
+        for setting in settings_of_precision(self.precision_plugin.flag, self._options):
+            config.setdefault(setting.path[0], {})[setting.path[1]] = setting.value
+        return sharded_creation(self._deepspeed, config, self._options.offload.remote_device)
+
     def wrap_model(self, trainer: TrainerLike) -> None:
         if not trainer.is_fitting and self.stage == 3:
             self._open_engine(trainer, None)
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
-        if len(self.optimizers) > 1:
-            raise RequestError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers, and DeepSpeed trains with one: "
-                "put the parameters into groups of a single optimizer"
-            )
-        self._open_engine(trainer, self.optimizers[0])
+        self._open_engine(trainer, only_optimizer(self.optimizers))
 
     def _open_engine(self, trainer: TrainerLike, optimizer: Optimizer | None) -> None:
-        config = merged(from_options(self._options, self.stage), self._given_config, self._settings(trainer))
-        steps = StepModule(self.module, self.precision_plugin.forward_context)
-        manual = not getattr(self.module, "automatic_optimization", True)
-        self._engine = Engine(self._deepspeed, steps, optimizer, config, is_manual=manual)
+        config = self._whole_config(trainer)
+        check_optimizer_section(config, optimizer, self._given_config.place)
+        footprint = Footprint(self.module)
+        with environment({"PATH": programs_path(os.environ)}):  # where it may compile
+            if optimizer is not None and uses_cpu_optimizer(config):
+                optimizer = optimizer_for_cpu(optimizer)
+            self._engine = Engine(
+                self._deepspeed,
+                StepModule(self.module, self.precision_plugin.forward_context),
+                optimizer,
+                config,
+                is_manual=not getattr(self.module, "automatic_optimization", True),
+                footprint=footprint,
+            )
         self.model = self._engine.engine
+        self.optimizers = [] if self._engine.optimizer is None else [self._engine.optimizer]
 
-    def _settings(self, trainer: TrainerLike) -> list[Setting]:
-        batch_size = 1 if self._batch_size == "auto" else int(self._batch_size)
-        return [
-            *settings_of(trainer),
-            Setting(
-                path=("train_micro_batch_size_per_gpu",),
-                value=batch_size,
-                place=f"logging_batch_size_per_gpu={self._batch_size!r}",
-            ),
-        ]
+    def _whole_config(self, trainer: TrainerLike) -> dict[str, Any]:
+        flag = self.precision_plugin.flag
+        settings = [*settings_of(trainer), *settings_of_precision(flag, self._options)]
+        config = merged(from_options(self._options, self.stage), self._given_config, settings)
+        self._micro_batch.complete(config, world_size=self.world_size)
+        check_config(config, self._given_config.place)
+        if not trainer.is_fitting:
+            config.pop("optimizer", None)
+        return config
 
     def on_exception(self, exception: BaseException) -> None:
-        self._close_engine()
+        self._close_engine(failed=True)
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        self._close_engine()
+        self._close_engine(failed=False)
         super().teardown()
 
-    def _close_engine(self) -> None:
+    def _close_engine(self, *, failed: bool) -> None:
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(failed=failed)
             self._engine, self.model = None, self.module
+        restore_linear()
+        self._is_first_batch = True
         self._running.close()
 
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_first_batch:
+            self._is_first_batch = False
+            self._micro_batch.check(args[0])
         return self._ready.train(self.module.training_step, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,11 +262,11 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
-        self._ready.set_boundary(False)
+        self._ready.set_boundary(is_boundary=False)
         try:
             yield
         finally:
-            self._ready.set_boundary(True)
+            self._ready.set_boundary(is_boundary=True)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:  # noqa: ARG002 - there is one
         """Let the engine clip in its next step, which is where it knows the norm of all gradients."""
@@ -236,3 +287,28 @@ class DeepSpeedStrategy(ParallelStrategy):
         output = closure()
         self._ready.step()
         return output
+
+    # Gradients
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of optimizer steps of this training that were left out, as a gradient was not finite."""
+        return self._ready.skipped_steps
+
+    def full_grad(self, parameter: Tensor) -> Tensor | None:
+        """Return the whole gradient of a parameter, between the last backward pass and the step; collective.
+
+        Args:
+            parameter: One of the module's.
+
+        Returns:
+            The mean over the ranks, of the parameter's shape; None where it has none.
+        """
+        return self._ready.full_grad(parameter)
+
+    def grad_norm(self) -> float:
+        """Return the norm of all gradients together, before clipping; collective.
+
+        Between the last backward pass and the step it is that of the gradients that wait, afterwards that of the step.
+        """
+        return self._ready.grad_norm()

@@ -1,0 +1,104 @@
+"""Creating a module whose parameters are sharded as soon as a layer has made them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.nn import Module, Parameter
+
+
+@contextmanager
+def sharded_creation(deepspeed: Any, config: dict[str, Any], remote_device: str | None) -> Iterator[None]:
+    """Shard the parameters of each layer that is created in a ``with`` block, at the end of its constructor.
+
+    DeepSpeed's own context loses what the constructor of a parent does to parameters of its children, such as
+    ``MultiheadAttention`` to the bias of its output layer.  Here a parameter that is asked for again is gathered, stays
+    so until the end of the block, and is sharded with the values that it has on rank 0 then.
+
+    Args:
+        deepspeed: The library.
+        config: DeepSpeed's configuration, as far as it says how parameters are sharded.
+        remote_device: Where shards are kept, None is the device.
+    """
+    init: Any = deepspeed.zero.Init(config_dict_or_path=config, remote_device=remote_device)
+    watch = _Watch()
+    shard_layer = init._post_init_method  # noqa: SLF001 - called at the end of each constructor, and there is no other hook
+
+    def shard_and_watch(layer: Module) -> None:
+        shard_layer(layer)
+        watch.begin(layer)
+
+    init._post_init_method = shard_and_watch  # noqa: SLF001 - the same
+    with init:
+        try:
+            yield
+        finally:
+            watch.end()
+
+
+class _Watch:
+    """Gathers parameters of finished layers when they are asked for, and shards them at the end."""
+
+    def __init__(self) -> None:
+        self._layers: list[Module] = []
+        self._gathered: list[Any] = []
+
+    def begin(self, layer: Module) -> None:
+        """Watch over the parameters of a layer itself, not of its children."""
+        if layer._parameters:  # noqa: SLF001 - torch has no other hook for the look-up of a parameter
+            layer._parameters = _WatchedParameters(layer._parameters, self)  # noqa: SLF001 - the same
+            self._layers.append(layer)
+
+    def gather(self, parameter: Any) -> None:
+        """Gather a parameter that is sharded; collective."""
+        if parameter is not None and _is_partitioned(parameter):
+            parameter.all_gather(param_list=[parameter])
+            self._gathered.append(parameter)
+
+    def end(self) -> None:
+        """Shard what was gathered, with the values of rank 0; collective."""
+        for layer in self._layers:
+            layer._parameters = layer._parameters.plain()  # type: ignore[attr-defined]  # noqa: SLF001 - set in begin
+        for parameter in self._gathered:
+            if not _is_partitioned(parameter):  # as apply() leaves it
+                dist.broadcast(parameter.data, 0, group=parameter.ds_process_group)
+                parameter.partition(param_list=[parameter], has_been_updated=True)
+
+
+class _WatchedParameters(dict[str, "Parameter | None"]):
+    """The parameters of a layer, which are gathered when they are looked up."""
+
+    def __init__(self, parameters: dict[str, Parameter | None], watch: _Watch) -> None:
+        super().__init__(parameters)
+        self._watch = watch
+
+    def plain(self) -> dict[str, Parameter | None]:
+        """Return them in a dict that does nothing more."""
+        return dict(super().items())
+
+    def __getitem__(self, name: str) -> Parameter | None:
+        parameter = super().__getitem__(name)
+        self._watch.gather(parameter)
+        return parameter
+
+    def items(self) -> Any:
+        for parameter in super().values():
+            self._watch.gather(parameter)
+        return super().items()
+
+    def values(self) -> Any:
+        for parameter in super().values():
+            self._watch.gather(parameter)
+        return super().values()
+
+
+def _is_partitioned(parameter: Any) -> bool:
+    status: Any = import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
+    return getattr(parameter, "ds_status", None) is status.NOT_AVAILABLE

@@ -1,0 +1,105 @@
+"""Whether what the options and the user's configuration ask for goes together, and can be had here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import ConflictError, RequestError
+from dstrat_deepspeed.options import changed
+from dstrat_deepspeed.prerequisites import check_prerequisites
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch.optim import Optimizer
+
+    from dstrat_deepspeed.options import Options
+
+_SECTIONS = ("offload_optimizer", "offload_param")
+
+
+def check_options(options: Options, config: dict[str, Any], stage: int) -> None:
+    """Check that no option would be ignored.
+
+    Raises:
+        ConflictError: One would.
+    """
+    offload = options.offload
+    if offload.offload_optimizer and stage == 0:
+        raise ConflictError("offload_optimizer needs a sharded optimizer: choose stage 1, 2 or 3, or leave it out")
+    if offload.offload_parameters and stage != 3:
+        raise ConflictError(f"offload_parameters needs stage 3, which shards parameters, and the stage is {stage}")
+    if offload.remote_device is not None and stage != 3:
+        raise ConflictError(f"remote_device is for parameters of stage 3, and the stage is {stage}: leave it out")
+    if "nvme" in dict(_devices(config)).values() and stage != 3:
+        raise ConflictError(f"only stage 3 can offload to 'nvme', and the stage is {stage}: choose 'cpu'")
+    idle = changed(options.files)
+    if idle and "nvme" not in dict(_devices(config)).values():
+        raise ConflictError(f"{', '.join(idle)} say how files on NVMe are read, and nothing is offloaded to 'nvme'")
+
+
+def check_precision(options: Options, flag: str) -> None:
+    """Check that loss-scale options have a loss to scale.
+
+    Raises:
+        ConflictError: The precision scales none.
+    """
+    idle = changed(options.loss_scale)
+    if idle and flag != "16-mixed":
+        raise ConflictError(f"{', '.join(idle)} scale the loss of precision '16-mixed', and the precision is {flag!r}")
+
+
+def check_can_offload(config: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Check what a configuration needs of this machine.
+
+    Raises:
+        RequestError: A compiler, a library or a folder is missing.
+    """
+    for section, device in _devices(config):
+        if device == "nvme":
+            _check_folder(config["zero_optimization"][section].get("nvme_path"))
+            check_prerequisites("async_io", f"{section} on 'nvme'", environ)
+        if section == "offload_optimizer" and uses_cpu_optimizer(config):
+            check_prerequisites("cpu_adam", "offload_optimizer", environ)
+
+
+def uses_cpu_optimizer(config: dict[str, Any]) -> bool:
+    """Return whether the optimizer's step is on the CPU, by an optimizer of DeepSpeed's."""
+    return "offload_optimizer" in dict(_devices(config)) and config.get("zero_force_ds_cpu_optimizer", True)
+
+
+def check_optimizer_section(config: dict[str, Any], optimizer: Optimizer | None, place: str) -> None:
+    """Check that there is one place where the optimizer comes from, and that schedulers are the module's.
+
+    Raises:
+        ConflictError: There are two.
+    """
+    if optimizer is not None and "optimizer" in config:
+        raise ConflictError(
+            f"{place} has an 'optimizer', and configure_optimizers returned {type(optimizer).__name__}: leave one out"
+        )
+    if "scheduler" in config:
+        raise ConflictError(
+            f"{place} has a 'scheduler', which DeepSpeed would step by itself: return the scheduler from "
+            "configure_optimizers, so that it is stepped, logged and saved like any other"
+        )
+
+
+def _devices(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is offloaded, and where to."""
+    zero = config.get("zero_optimization", {})
+    for section in _SECTIONS:
+        values = zero.get(section) if isinstance(zero, dict) else None
+        if isinstance(values, dict) and values.get("device", "none") != "none":
+            yield section, values["device"]
+
+
+def _check_folder(path: Any) -> None:
+    if path is None:
+        raise RequestError("offloading to 'nvme' needs a folder: pass nvme_path='/path/on/nvme'")
+    if not (Path(path).is_dir() and os.access(path, os.W_OK)):
+        raise RequestError(
+            f"nvme_path {str(path)!r} is not a folder that can be written: make it, or pass another nvme_path"
+        )

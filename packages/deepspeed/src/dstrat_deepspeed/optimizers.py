@@ -1,0 +1,84 @@
+"""Which optimizers DeepSpeed can train with, and the one for the CPU that takes the place of torch's."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+
+from dstrat.errors import MisuseError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim import Optimizer
+
+_logger = logging.getLogger(__name__)
+
+
+def only_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer | None:
+    """Return the optimizer of a module; None where there is none.
+
+    Raises:
+        RequestError: There are several, or it is one that computes gradients by itself.
+    """
+    if not optimizers:
+        return None
+    if len(optimizers) > 1:
+        raise RequestError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, and DeepSpeed trains with one: "
+            "put the parameters into groups of a single optimizer"
+        )
+    [optimizer] = optimizers
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise RequestError(
+            "LBFGS computes the loss several times in one step, which DeepSpeed's engine cannot do: choose another "
+            "optimizer, such as torch.optim.AdamW, or another strategy"
+        )
+    return optimizer
+
+
+def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer whose state and step are on the CPU in the place of torch's.
+
+    Args:
+        optimizer: Adam or AdamW of torch become DeepSpeed's; DeepSpeed's own stay as they are.
+
+    Raises:
+        RequestError: DeepSpeed has none that does the same.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("deepspeed."):
+        return optimizer
+    if kind not in (torch.optim.Adam, torch.optim.AdamW):
+        raise RequestError(
+            f"offload_optimizer needs an optimizer for the CPU, and {kind.__name__} is none: choose torch.optim.AdamW, "
+            "torch.optim.Adam or one of deepspeed.ops, or keep it with "
+            'config={"zero_force_ds_cpu_optimizer": False}'
+        )
+    unsupported = [name for name in ("amsgrad", "maximize") if any(group[name] for group in optimizer.param_groups)]
+    if unsupported:
+        raise RequestError(
+            f"{kind.__name__} has {unsupported[0]}=True, which DeepSpeedCPUAdam, its place with offload_optimizer, has "
+            "not: leave one of them out"
+        )
+    _logger.info("%s becomes DeepSpeedCPUAdam, as its state is on the CPU (offload_optimizer)", kind.__name__)
+    return _cpu_adam(optimizer, adamw_mode=kind is torch.optim.AdamW)
+
+
+def _cpu_adam(optimizer: Optimizer, *, adamw_mode: bool) -> Optimizer:
+    if optimizer.state:
+        raise MisuseError(
+            f"the {type(optimizer).__name__} has stepped already, and its state cannot be offloaded: build it in "
+            "configure_optimizers"
+        )
+    adam: Optimizer = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
+        [{"params": group["params"]} for group in optimizer.param_groups], adamw_mode=adamw_mode
+    )
+    for index, group in enumerate(optimizer.param_groups):  # the same dicts, in which schedulers set learning rates
+        group.update({name: value for name, value in adam.param_groups[index].items() if name not in group})
+        adam.param_groups[index] = group
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - or its schedulers warn that it never steps
+    return adam

@@ -1,0 +1,118 @@
+"""What DeepSpeed needs to compile the parts that offloading uses, looked for before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes.util
+import importlib.util
+import os
+import runpy
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrat.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_ASYNC_IO = "async_io"
+_EXTENSIONS_DIR = "TORCH_EXTENSIONS_DIR"
+
+
+def check_prerequisites(operation: str, option: str, environ: Mapping[str, str]) -> None:
+    """Check that DeepSpeed has compiled an operation, or can.
+
+    Args:
+        operation: Its name, ``"cpu_adam"``, ``"fused_adam"`` or ``"async_io"``.
+        option: What the user asked for that needs it, for error messages.
+        environ: Says where programs are, and compiled operations.
+
+    Raises:
+        RequestError: Something is missing; the message says what, and how to get it.
+    """
+    if _was_installed(operation):
+        return
+    lock = build_folder(operation, environ) / "lock"
+    if lock.exists() and not _is_open_somewhere(lock):
+        raise RequestError(
+            f"{option} needs DeepSpeed's {operation}, and a process that ended while it compiled it has left a lock, "
+            f"for which DeepSpeed would wait forever: rm {lock}"
+        )
+    lacking = _lacking(operation, environ)
+    if lacking:
+        raise RequestError(f"{option} needs DeepSpeed's {operation}, to be compiled once, and {'; '.join(lacking)}")
+
+
+def is_compiled(operation: str, environ: Mapping[str, str]) -> bool:
+    """Return whether an operation has been compiled before, for this Python."""
+    return _was_installed(operation) or (build_folder(operation, environ) / f"{operation}.so").exists()
+
+
+def build_folder(operation: str, environ: Mapping[str, str]) -> Path:
+    """Return the folder that torch compiles an operation in."""
+    import torch
+
+    if environ.get(_EXTENSIONS_DIR):
+        return Path(environ[_EXTENSIONS_DIR]) / operation
+    version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    hardware = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache")
+    return cache / "torch_extensions" / f"{version}_{hardware}" / operation
+
+
+def programs_path(environ: Mapping[str, str]) -> str:
+    """Return the search path with the programs of this Python's environment, such as its ninja, at its end."""
+    return os.pathsep.join([environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+
+
+def _was_installed(operation: str) -> bool:
+    """Return whether the operation was compiled when DeepSpeed was installed (``DS_BUILD_CPU_ADAM=1``)."""
+    found = importlib.util.find_spec("deepspeed")
+    if found is None or found.origin is None:
+        return False
+    record = Path(found.origin).with_name("git_version_info_installed.py")
+    return bool(record.exists() and runpy.run_path(str(record)).get("installed_ops", {}).get(operation))
+
+
+def _is_open_somewhere(path: Path) -> bool:
+    """Return whether a process has the file open, as the one that compiles does; True where nobody can tell."""
+    processes = Path("/proc")
+    if not (processes / "self" / "fd").exists():
+        return True
+    wanted = str(path.resolve())
+    for folder in processes.glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            if any(_target(link) == wanted for link in folder.iterdir()):
+                return True
+    return False
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
+
+
+def _lacking(operation: str, environ: Mapping[str, str]) -> list[str]:
+    """Return what is missing, each with how to get it."""
+    path = programs_path(environ)
+    lacking = []
+    compiler = environ.get("CXX", "g++")
+    if shutil.which(compiler, path=path) is None:
+        lacking.append(f"there is no C++ compiler {compiler!r}: apt install g++, or name another one in CXX")
+    if shutil.which("ninja", path=path) is None:
+        lacking.append("there is no ninja: pip install ninja")
+    if operation == _ASYNC_IO and not _has_libaio(environ):
+        lacking.append("there is no libaio: apt install libaio-dev, or name its folders in CFLAGS and LDFLAGS")
+    return lacking
+
+
+def _has_libaio(environ: Mapping[str, str]) -> bool:
+    headers = [Path(folder) / "libaio.h" for folder in ("/usr/include", "/usr/local/include")]
+    headers += [Path(flag[2:]) / "libaio.h" for flag in environ.get("CFLAGS", "").split() if flag.startswith("-I")]
+    has_library = ctypes.util.find_library("aio") is not None or "-L" in environ.get("LDFLAGS", "")
+    return has_library and any(header.exists() for header in headers)
