@@ -1,0 +1,144 @@
+"""What a strategy around an engine hands out for checkpoints, and takes back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import CheckpointError
+from dstrat.interfaces.checkpoint_io import OptionalTensors
+from dstrat.parallel.strategy import ParallelStrategy
+from dstrat_deepspeed.module_state import gather_persistent, sharded_state
+from dstrat_deepspeed.partitions import partitions_of
+from dstrat_deepspeed.state import PartitionedState
+from dstrat_deepspeed.whole_state import (
+    agree_on,
+    by_names,
+    by_numbers,
+    deal_out,
+    gathered,
+    mismatch,
+    told_by_rank_0,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.parts import TrainerLike
+    from dstrat_deepspeed.engine import Engine
+
+
+class CheckpointedStrategy(ParallelStrategy):
+    """A strategy whose state is in an engine of DeepSpeed: in flat partitions, some elements of each parameter.
+
+    Each rank hands out views of its own elements under the names of the user's module, so that a checkpoint can move
+    to any other strategy.
+    """
+
+    stage: int
+    _engine: Engine | None = None
+    _group_names: list[list[str]] | None = None
+    _state: PartitionedState | None = None
+    _state_of: Engine | None = None
+
+    def setup_optimizers(self, trainer: TrainerLike) -> None:
+        super().setup_optimizers(trainer)
+        self._group_names = None
+        if len(self.optimizers) == 1:
+            names = self._names()
+            groups = self.optimizers[0].param_groups
+            self._group_names = [[names[id(p)] for p in group["params"]] for group in groups if group["params"]]
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the module, of stage 3 on global rank 0 only; collective."""
+        if self.stage < 3 or self._engine is None:
+            return super().module_state_dict()
+        whole: dict[str, Any] = gathered(self.sharded_module_state(), self)
+        return whole if self.is_global_zero else {}
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the whole state that global rank 0 has; collective."""
+        targets = self.sharded_module_state()
+        agree_on(self, lambda: mismatch(targets, state, strict=strict))
+        rest = deal_out(targets, state, self)
+        if rest:
+            self.module.load_state_dict(rest, strict=False)
+        self._take_weights()
+
+    def sharded_module_state(self) -> dict[str, Any]:
+        """Return the state of the module under its own names, of stage 3 in this rank's elements of each parameter."""
+        return sharded_state(self.module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state of the optimizer on global rank 0, and an empty dict on the others; collective."""
+        partitioned = self._partitioned(optimizer)
+        if partitioned is None:
+            return super().optimizer_state(optimizer)
+        whole = gathered(partitioned.get(), self)
+        return by_numbers(whole, partitioned.group_names) if self.is_global_zero else {}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load the whole state of an optimizer that global rank 0 has; collective."""
+        partitioned = self._partitioned(optimizer)
+        if partitioned is None:
+            super().load_optimizer_state(optimizer, state)
+            return
+        named = by_names(state, partitioned.group_names) if self.is_global_zero else {"state": {}, "param_groups": []}
+        entries = told_by_rank_0(named["state"], partitioned.parts, self)
+        partitioned.load({"state": entries, "param_groups": self.broadcast(named["param_groups"])})
+        gather_persistent(self._ready_optimizer)
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the optimizer by the names of its parameters, each rank its own elements."""
+        partitioned = self._partitioned(optimizer)
+        return super().sharded_optimizer_state(optimizer) if partitioned is None else partitioned.get()
+
+    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the tensors of the optimizer that a checkpoint is loaded into, also before its first step."""
+        partitioned = self._partitioned(optimizer)
+        return OptionalTensors() if partitioned is None else partitioned.template()
+
+    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective.
+
+        Raises:
+            CheckpointError: It is the state of other parameters, or of another optimizer.
+        """
+        partitioned = self._partitioned(optimizer)
+        if partitioned is None:
+            super().load_sharded_optimizer_state(optimizer, state)
+            return
+        partitioned.load(state)
+        gather_persistent(self._ready_optimizer)
+
+    @property
+    def _ready_optimizer(self) -> Any:
+        """What DeepSpeed has made of the optimizer."""
+        return None if self._engine is None else self._engine.engine.optimizer
+
+    def _take_weights(self) -> None:
+        if self._engine is not None and self.optimizers:
+            partitioned = self._partitioned(self.optimizers[0])
+            if partitioned is not None:
+                partitioned.take_weights()
+        gather_persistent(self._ready_optimizer)
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name.replace("_orig_mod.", "") for name, parameter in self.module.named_parameters()}
+
+    def _partitioned(self, optimizer: Optimizer) -> PartitionedState | None:
+        """Return the state of partitions; None where the optimizer has the parameters themselves."""
+        if self._state is None or self._state_of is not self._engine:
+            wrapped = self._ready_optimizer
+            if getattr(wrapped, "swap_optimizer", False):
+                raise CheckpointError(
+                    "the optimizer's state is in files (offload_optimizer_device='nvme'), from where portable "
+                    "checkpoints cannot take it: keep it on the CPU, or save with save_weights_only=True"
+                )
+            partitions = partitions_of(wrapped, self._names())
+            if partitions is None:
+                return None
+            self._state = PartitionedState(optimizer, partitions, self._group_names)
+            self._state_of = self._engine
+        return self._state
