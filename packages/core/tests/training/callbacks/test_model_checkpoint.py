@@ -4,11 +4,12 @@ import math
 import pickle
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from dstrat import LambdaCallback, ModelCheckpoint
+from dstrat import LambdaCallback, ModelCheckpoint, TorchCheckpointIO
 from dstrat.errors import MisuseError, RequestError
 from dstrat.training.module.loading import read_checkpoint
 
@@ -266,6 +267,7 @@ def test_a_value_that_only_rank_0_has_hangs_nobody(quiet_trainer, loader, averag
     ("arguments", "message"),
     [
         ({"mode": "smallest"}, r"mode='smallest' must be 'min' or 'max'"),
+        ({"save_last": "newest"}, r"save_last=.newest. must be True, False or .link."),
         ({"save_top_k": -2}, r"save_top_k=-2 must be an int of at least -1"),
         ({"save_top_k": 1.5}, r"save_top_k=1.5 must be an int of at least -1"),
         ({"every_n_epochs": 0}, r"every_n_epochs=0 must be an int of at least 1"),
@@ -292,3 +294,51 @@ def test_it_can_be_pickled_before_and_after_a_fit(fit, tmp_path):
     callback = pickle.loads(pickle.dumps(ModelCheckpoint(tmp_path, "{score}", monitor="score")))
     fit(callback, [0.1, 0.2, 0.3])
     assert pickle.loads(pickle.dumps(callback)).best_model_path == str(tmp_path / "0.1.ckpt")
+
+
+def test_a_link_to_the_last_one_writes_no_other_file(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=2, save_last="link")
+    fit(callback, validates=False, max_epochs=4, plugins=[TorchCheckpointIO()])
+    assert names(tmp_path) == ["2.ckpt", "3.ckpt", "last.ckpt"]
+    assert (tmp_path / "last.ckpt").readlink() == Path("3.ckpt")
+    assert callback.last_model_path == str(tmp_path / "last.ckpt")
+    again = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=2, save_last="link")
+    fit(again, validates=False, max_epochs=5, plugins=[TorchCheckpointIO()], ckpt_path="last")
+    assert names(tmp_path) == ["3.ckpt", "4.ckpt", "last.ckpt"]
+    assert read_checkpoint(again.last_model_path)["epoch"] == 4
+
+
+def test_a_link_leads_to_the_newest_that_is_kept(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=1, save_last="link")
+    fit(callback, [0.1, 0.2, 0.3], plugins=[TorchCheckpointIO()])
+    assert names(tmp_path) == ["0.ckpt", "last.ckpt"]
+    assert read_checkpoint(tmp_path / "last.ckpt")["epoch"] == 0
+
+
+def test_what_others_call_last_is_not_replaced_by_a_link(fit, tmp_path):
+    (tmp_path / "last.ckpt").write_text("precious")
+    callback = ModelCheckpoint(tmp_path, "{epoch}", save_last="link", async_save=True)
+    fit(callback, validates=False, plugins=[TorchCheckpointIO()])
+    assert (tmp_path / "last.ckpt").read_text() == "precious"
+    assert read_checkpoint(tmp_path / "last-v1.ckpt")["epoch"] == 2
+
+
+def test_folders_need_no_link_as_they_have_a_pointer(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_last="link")
+    fit(callback, [0.1, 0.3, 0.05])
+    assert names(tmp_path) == ["2.ckpt"]
+    assert callback.last_model_path == str(tmp_path / "2.ckpt")
+    assert (tmp_path / "last").read_text() == "2.ckpt\n"
+
+
+def test_a_link_alone_saves_the_last_one_where_none_is_kept(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, save_top_k=0, save_last="link")
+    fit(callback, validates=False)
+    assert names(tmp_path) == ["last.ckpt"]
+    assert read_checkpoint(callback.last_model_path)["epoch"] == 2
+
+
+def test_a_store_has_no_links_to_files(fit):
+    callback = ModelCheckpoint("memory://links", save_last="link")
+    with pytest.raises(MisuseError, match=r"'memory://links' is in a store, which has no links: pass save_last=True"):
+        fit(callback, validates=False, plugins=[TorchCheckpointIO()])

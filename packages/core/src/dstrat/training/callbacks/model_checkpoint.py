@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +12,10 @@ from dstrat.builtin.checkpoint.place import RemotePath, place
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.callbacks.background_saves import BackgroundSaves
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.callbacks.checkpoint_name import CheckpointName, not_logged, unused_path
+from dstrat.training.callbacks.checkpoint_name import CheckpointName, not_logged
+from dstrat.training.callbacks.kept_checkpoints import Decision, KeptCheckpoints, SaveLast
 from dstrat.training.callbacks.monitored import is_new, is_overdue
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from dstrat.training.callbacks.ranking import Mode, Ranking
 from dstrat.training.callbacks.saving_times import SavingTimes, check_count
 from dstrat.training.checkpoint_path import remove_checkpoint
 from dstrat.training.loggers.several import call_loggers
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from dstrat.training.callbacks.ranking import Mode
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
@@ -33,23 +33,6 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "epoch={epoch}-step={step}"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """What rank 0 decided, for all ranks.
-
-    Attributes:
-        path: The checkpoint to write for the ranking, None where the score is not good enough.
-        score: The monitored value, or the number of steps where nothing is monitored.
-        last_path: The checkpoint that is the last one then, None where none is wanted.
-        error: What is wrong with the request; every rank raises it.
-    """
-
-    path: str | None = None
-    score: float = 0.0
-    last_path: str | None = None
-    error: str | None = None
 
 
 class ModelCheckpoint(Callback):
@@ -71,6 +54,8 @@ class ModelCheckpoint(Callback):
         save_last: Whether the last one is kept besides, also where it is not among the best.  A single file replaces
             ``last.ckpt``; a folder is written under a name of its own, unless it is among the best anyway, and the last
             one before is removed after it is complete: ``last_model_path`` and ``ckpt_path="last"`` know it.
+            ``"link"`` writes none besides: the last one is the newest of those that are kept anyway; where they are
+            single files ``last.ckpt`` is a link to it, and folders have the pointer ``last`` in any case.
         every_n_epochs: Save at the end of every n-th epoch; of every one where nothing else is given.
         every_n_train_steps: Save after every so many optimizer steps, and not at the end of epochs.
         train_time_interval: Save whenever this time has passed, at the end of a step, and not at the end of epochs:
@@ -86,9 +71,6 @@ class ModelCheckpoint(Callback):
 
     Attributes:
         dirpath: The folder; known when a fit has started.
-        best_model_path: The best checkpoint, empty before the first.
-        best_model_score: Its monitored value.
-        last_model_path: The one that ``save_last`` keeps.
 
     Raises:
         RequestError: An argument is out of range.
@@ -105,7 +87,7 @@ class ModelCheckpoint(Callback):
         monitor: str | None = None,
         mode: Mode = "min",
         save_top_k: int = 1,
-        save_last: bool = False,
+        save_last: SaveLast = False,
         every_n_epochs: int | None = None,
         every_n_train_steps: int | None = None,
         save_weights_only: bool = False,
@@ -116,6 +98,8 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if mode not in ("min", "max"):
             raise RequestError(f"mode={mode!r} must be 'min' or 'max'")
+        if save_last not in (True, False, "link"):
+            raise RequestError(f"save_last={save_last!r} must be True, False or 'link'")
         check_count("save_top_k", save_top_k, -1)
         self._times = SavingTimes(every_n_epochs, every_n_train_steps, train_time_interval, save_on_train_epoch_end)
         self._given_dirpath = None if dirpath is None else place(dirpath).absolute()
@@ -130,10 +114,12 @@ class ModelCheckpoint(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._ranking = Ranking(self.save_top_k, self.mode if self.monitor else "max")
-        self.best_model_path = ""
-        self.best_model_score: float | None = None
-        self.last_model_path = ""
+        self._kept = KeptCheckpoints(
+            limit=self.save_top_k,
+            mode=self.mode if self.monitor else "max",
+            is_monitored=self.monitor is not None,
+            save_last=self.save_last,
+        )
         self._is_fresh = True
         self._is_due = False
         self._is_in_epoch = False
@@ -141,6 +127,21 @@ class ModelCheckpoint(Callback):
         self._validated_at_step = -1
         self._is_untold = False
         self._safe_state: dict[str, Any] | None = None
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint, empty before the first."""
+        return self._kept.best_path
+
+    @property
+    def best_model_score(self) -> float | None:
+        """Its monitored value."""
+        return self._kept.best_score
+
+    @property
+    def last_model_path(self) -> str:
+        """The one that ``save_last`` keeps."""
+        return self._kept.link or self._kept.last_path
 
     @property
     @override
@@ -151,10 +152,7 @@ class ModelCheckpoint(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "dirpath": "" if self.dirpath is None else str(self.dirpath),
-            "scores": self._ranking.scores,
-            "best_model_path": self.best_model_path,
-            "best_model_score": self.best_model_score,
-            "last_model_path": self.last_model_path,
+            **self._kept.state_dict(),
         }
 
     @override
@@ -164,13 +162,9 @@ class ModelCheckpoint(Callback):
             return  # what is evaluated is older than what the callback has come to since
         self._begin()
         self._is_fresh = False
-        self.best_model_path = state_dict["best_model_path"]
-        self.best_model_score = state_dict["best_model_score"]
         if not self._is_running:  # the state is what a run in other processes has come to
             self.dirpath = place(state_dict["dirpath"])
-        if str(self.dirpath) == state_dict["dirpath"]:
-            self._ranking.restore(state_dict["scores"])
-            self.last_model_path = state_dict["last_model_path"]
+        self._kept.load_state_dict(state_dict, are_here=str(self.dirpath) == state_dict["dirpath"])
 
     # The run
 
@@ -183,8 +177,17 @@ class ModelCheckpoint(Callback):
         if trainer.log_dir is not None and not isinstance(root, RemotePath):
             root = trainer.log_dir
         self.dirpath = self._given_dirpath or root.absolute() / "checkpoints"
+        self._check_link(trainer)
         self._is_running = self._is_fresh = True
         self._rescue = OnExceptionCheckpoint(self.dirpath) if self.save_on_exception else None
+
+    def _check_link(self, trainer: Trainer) -> None:
+        is_single_file = not trainer.strategy.checkpoint_io.is_collective
+        if self.save_last == "link" and is_single_file and isinstance(self.dirpath, RemotePath):
+            raise MisuseError(
+                f"ModelCheckpoint(save_last='link') links to single files, and {str(self.dirpath)!r} is in a store, "
+                "which has no links: pass save_last=True, or save portable folders"
+            )
 
     @override
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -202,7 +205,7 @@ class ModelCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._background is not None:
             self._surface(self._background.wait)
-            self._tell_loggers(trainer)
+            self._tell(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
@@ -285,27 +288,28 @@ class ModelCheckpoint(Callback):
         self._is_due = False
         self._surface(partial(self._write, trainer, decision))
         if self._background is None:
-            self._tell_loggers(trainer)
+            self._tell(trainer)
 
     def _write(self, trainer: Trainer, decision: Decision) -> None:
         if self._background is not None:
             self._background.wait()  # so that the state before is that of a save that has succeeded
-            self._tell_loggers(trainer)
+            self._tell(trainer)
         self._safe_state = self.state_dict()
-        driven_out = self._record(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
-        for path in dict.fromkeys((decision.path, decision.last_path)):
-            if path is not None:
-                trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+        driven_out = self._kept.take(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
+        for path in decision.paths:
+            trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         for path in driven_out:
             remove_checkpoint(trainer.strategy, path)
         self._is_untold = True
         if self._background is None:
             self._safe_state = None
 
-    def _tell_loggers(self, trainer: Trainer) -> None:
-        """Tell the loggers of a checkpoint that is complete."""
+    def _tell(self, trainer: Trainer) -> None:
+        """Tell the loggers of a checkpoint that is complete, and let the link lead to it."""
         if self._is_untold:
             self._is_untold = False
+            if trainer.is_global_zero:
+                self._kept.update_link()
             call_loggers(trainer.loggers, "after_save_checkpoint", self)
 
     def _surface(self, wait: Callable[[], None]) -> None:
@@ -332,44 +336,9 @@ class ModelCheckpoint(Callback):
         if self._comes_from_validation and self._validated_at_step != trainer.global_step:
             return None
         score = float(values["step" if self.monitor is None else self.monitor])
+        assert self.dirpath is not None  # noqa: S101 - setup has set it
         replaces = not trainer.strategy.checkpoint_io.is_collective
         try:
-            path = self._path_for(score, values, replaces=replaces)
+            return self._kept.decide(self.dirpath, self._name, values, score, replaces=replaces)
         except MisuseError as error:
             return Decision(error=str(error))
-        return Decision(path=path, score=score, last_path=self._last_path(path, replaces=replaces))
-
-    def _path_for(self, score: float, values: Mapping[str, Any], *, replaces: bool) -> str | None:
-        if not self._ranking.accepts(score):
-            return None
-        return self._unused(self._name.fill(values), self._ranking.replaceable if replaces else None)
-
-    def _last_path(self, path: str | None, *, replaces: bool) -> str | None:
-        """Return what will be the last one: a file that is replaced, or a folder, which nothing replaces."""
-        if not self.save_last:
-            return None
-        if replaces:
-            return self.last_model_path or self._unused("last", None)
-        return path or self._unused("last", None)
-
-    def _unused(self, name: str, replaceable: str | None) -> str:
-        assert self.dirpath is not None  # noqa: S101 - setup has set it
-        return unused_path(self.dirpath, name, replaceable, [*self._ranking.scores, self.last_model_path])
-
-    def _record(self, decision: Decision, *, replaces: bool) -> list[str]:
-        """Take a decision into the state, so that the checkpoint knows itself, and return the paths not kept any more.
-
-        Args:
-            decision: What is going to be saved.
-            replaces: Whether the last one is replaced, rather than written anew beside the one before.
-        """
-        before, self.last_model_path = self.last_model_path, decision.last_path or self.last_model_path
-        driven_out = [] if replaces or before in ("", self.last_model_path) else [before]
-        if decision.path is not None:
-            if self.monitor is None:
-                self.best_model_path = decision.path
-            elif self._ranking.is_better(decision.score, than=self.best_model_score):
-                self.best_model_path, self.best_model_score = decision.path, decision.score
-            driven_out += self._ranking.add(decision.path, decision.score)
-        kept = self._ranking.scores
-        return [path for path in dict.fromkeys(driven_out) if path not in kept]
