@@ -59,6 +59,7 @@ def _work(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: As
         if (path := resolve_checkpoint(trainer, ckpt_path)) is not None:
             restore_checkpoint(trainer, path)
         result = work(trainer, module, sources)
+        trainer.strategy.barrier("end")  # what a rank prints after its run is not to land in the bar of rank 0
     except Interrupted as exception:
         _on_exception(trainer, exception)
         raise KeyboardInterrupt from None  # Python ends as a shell expects only for this very class

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
@@ -47,6 +48,20 @@ def test_one_rank_that_asks_stops_all_of_them_at_the_same_step(quiet_trainer, li
     steps = {path.read_text() for path in tmp_path.glob("rank*")}
     assert len(steps) == 1
     assert 5 <= int(steps.pop()) < 2000 * 6
+
+
+def test_a_rank_leaves_the_run_when_all_have_done_their_work(quiet_trainer, line, loader, averaging, tmp_path):
+    class Noting(Callback):
+        def on_fit_end(self, trainer, module):
+            if trainer.is_global_zero:
+                time.sleep(0.2)
+                (tmp_path / "done").touch()
+
+        def teardown(self, trainer, module, stage):
+            (tmp_path / f"rank{trainer.global_rank}").write_text(str((tmp_path / "done").exists()))
+
+    quiet_trainer(strategy=averaging(), devices=2, max_epochs=1, callbacks=Noting()).fit(line, loader())
+    assert (tmp_path / "rank1").read_text() == "True"
 
 
 def test_ranks_with_loaders_of_different_lengths_train_on_the_smallest(

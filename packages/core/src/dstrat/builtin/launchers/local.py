@@ -11,6 +11,7 @@ from dstrat.builtin.launchers import command, history, payload, processes, rank
 from dstrat.builtin.launchers.interrupts import Interrupts
 from dstrat.builtin.launchers.job import Job, open_job
 from dstrat.builtin.launchers.processes import RankProcess, StartMethod
+from dstrat.builtin.launchers.shown import show_without_stack
 from dstrat.builtin.launchers.supervisor import Supervisor
 from dstrat.builtin.launchers.watchdog import Watchdog
 from dstrat.errors import LaunchError, RankFailedError, RequestError
@@ -80,6 +81,8 @@ class LocalLauncher(Launcher):
             history.record_failure(launch, error)
             if isinstance(error, LaunchError | KeyboardInterrupt):
                 error.with_traceback(None)  # where the supervisor was says nothing
+            if isinstance(error, RankFailedError) and self.reruns_the_script:
+                show_without_stack(error)
             raise
 
     def _launch(self, call: partial[T]) -> Any:
