@@ -14,6 +14,7 @@ _HOMES = {
     "checkpoint": "dstrat.cli.checkpoint.group",
     "doctor": "dstrat.cli.doctor",
     "explain": "dstrat.cli.explain",
+    "new": "dstrat.cli.new.command",
     "plugins": "dstrat.cli.plugins",
     "show": "dstrat.cli.show",
     "strategies": "dstrat.cli.listing",

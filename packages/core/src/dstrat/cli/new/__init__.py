@@ -1,0 +1,1 @@
+"""``dstrat new``: a package with a component of the author's own."""

@@ -1,0 +1,90 @@
+"""Writing a package from the template, completely or not at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from dstrat.cli.new.kinds import KIND_FACTS
+from dstrat.errors import MissingRequirementError, RequestError
+from dstrat.plugins.known import pip_command
+from dstrat.plugins.offer import kind_label
+
+if TYPE_CHECKING:
+    from dstrat.cli.new.names import Names
+    from dstrat.plugins.component import Kind
+
+_TEMPLATE = Path(__file__).with_name("template")
+
+
+def check_can_write(folder: Path) -> None:
+    """Raise an error unless a package can be written to the folder.
+
+    Raises:
+        MissingRequirementError: The template library is not installed.
+        RequestError: There is something at that place.
+    """
+    if importlib.util.find_spec("copier") is None:
+        raise MissingRequirementError(f"dstrat new needs copier, which is not installed: {pip_command('dstrat[new]')}")
+    if folder.is_dir():
+        found = next(iter(sorted(folder.iterdir())), None)
+        if found is not None:
+            raise RequestError(f"{str(folder)!r} is not empty (it has {found.name!r}): choose a folder that is new")
+    elif folder.exists() or folder.is_symlink():
+        raise RequestError(f"{str(folder)!r} is a file: choose a folder that is new")
+
+
+def write_package(kind: Kind, names: Names, folder: Path) -> None:
+    """Write the package.
+
+    Raises:
+        RequestError: The folder cannot be written.
+    """
+    beside = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".dstrat-new-", dir=beside) as temporary:
+            finished = Path(temporary, folder.name)
+            _render(kind, names, finished)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if folder.is_dir():
+                folder.rmdir()  # it is empty; Windows does not rename onto it
+            finished.rename(folder)
+    except OSError as error:
+        raise RequestError(
+            f"{str(folder)!r} cannot be written ({error.strerror or error}): choose another place"
+        ) from error
+
+
+def _render(kind: Kind, names: Names, folder: Path) -> None:
+    from copier import run_copy
+
+    facts = KIND_FACTS[kind]
+    answers = {
+        "kind": kind,
+        "kind_label": kind_label(kind),
+        "distribution": names.distribution,
+        "package": names.package,
+        "alias": names.alias,
+        "class_name": names.class_name,
+        "variable": re.sub(r"[^A-Z0-9]", "_", names.alias.upper()),
+        "module": facts.module,
+        "interface": facts.interface,
+        "suite": facts.suite,
+        "summary": facts.summary,
+        "usage": facts.usage.format(names.alias),
+        "dstrat_versions": _compatible_versions(),
+    }
+    run_copy(str(_TEMPLATE), folder, data=answers, defaults=True, quiet=True)
+
+
+def _compatible_versions() -> str:
+    """Return the versions of dstrat that a package can rely on: from this one to before the next with changes."""
+    here = Version(version("dstrat"))
+    following = f"{here.major}.{here.minor + 1}" if here.major == 0 else str(here.major + 1)
+    return f">={here.major}.{here.minor},<{following}"

@@ -1,0 +1,204 @@
+"""``dstrat new``: packages whose tests pass at once, and names that are refused before anything is written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dstrat.cli.new.command import new
+from dstrat.cli.new.names import Names, make_names
+from dstrat.errors import DstratError
+from dstrat.plugins.component import KINDS
+
+pytest.importorskip("copier")
+
+
+def run_new(*arguments: object) -> str:
+    """Run the command in this process; errors come out as they are."""
+    result = CliRunner().invoke(new, [str(argument) for argument in arguments], standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_package_has_all_that_one_needs(tmp_path):
+    run_new(tmp_path / "dstrat-ring")
+    assert files(tmp_path) == {
+        f"dstrat-ring/{name}"
+        for name in (
+            ".github/workflows/test.yml",
+            ".gitignore",
+            "README.md",
+            "pyproject.toml",
+            "src/dstrat_ring/__init__.py",
+            "src/dstrat_ring/plugin.py",
+            "src/dstrat_ring/py.typed",
+            "src/dstrat_ring/strategy.py",
+            "tests/test_strategy.py",
+        )
+    }
+
+
+def test_what_comes_next_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_new("dstrat-ring").splitlines() == [
+        "dstrat-ring has the strategy 'ring', dstrat_ring.RingStrategy. To test it:",
+        '  pip install -e "dstrat-ring[dev]"',
+        "  pytest dstrat-ring",
+    ]
+
+
+def test_an_empty_folder_and_one_below_missing_ones_are_filled(tmp_path):
+    (tmp_path / "dstrat-empty").mkdir()
+    run_new(tmp_path / "dstrat-empty")
+    run_new(tmp_path / "a" / "b" / "dstrat-deep")
+    assert {path.name for path in tmp_path.iterdir()} == {"dstrat-empty", "a"}
+    assert (tmp_path / "a" / "b" / "dstrat-deep" / "pyproject.toml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("kind", "folder", "alias", "names"),
+    [
+        ("strategy", "dstrat-ring", None, ("dstrat-ring", "dstrat_ring", "ring", "RingStrategy")),
+        ("strategy", "My.Strategy", None, ("my-strategy", "my_strategy", "my_strategy", "MyStrategy")),
+        ("precision", "acme_fp8", "fp8-mixed", ("acme-fp8", "acme_fp8", "fp8-mixed", "Fp8MixedPrecision")),
+        ("checkpoint_io", "acme", "my_checkpoint_io", ("acme", "acme", "my_checkpoint_io", "MyCheckpointIO")),
+        ("accelerator", "acme", "accelerator", ("acme", "acme", "accelerator", "AcceleratorAccelerator")),
+        ("cluster_environment", "acme", "flux", ("acme", "acme", "flux", "FluxEnvironment")),
+    ],
+)
+def test_names_follow_from_the_folder_and_the_alias(kind, folder, alias, names):
+    distribution, package, alias_, class_name = names
+    expected = Names(distribution=distribution, package=package, alias=alias_, class_name=class_name)
+    assert make_names(kind, folder, alias) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["class"], "'class' cannot be the name of a package: begin with a letter"),
+        (["1st"], "'1st' cannot be the name of a package"),
+        (["two words"], "'two words' cannot be the name of a package"),
+        (["-x-"], "'-x-' cannot be the name of a package"),
+        (["größe"], "'größe' cannot be the name of a package"),
+        (["Torch"], "Python has a module 'torch' already: choose another one, such as 'dstrat-torch'"),
+        (["dstrat-x", "--alias", "Ring"], "alias 'Ring' is not possible here: it must begin with a lower-case letter"),
+        (["dstrat-x", "--alias", "a b"], "alias 'a b' is not possible here"),
+        (["dstrat-x", "--alias", '"'], "alias '\"' is not possible here"),
+        (["dstrat-x", "--alias", "ring_"], "alias 'ring_' is not possible here"),
+        (["dstrat-x", "--alias", "single_device"], "alias 'single_device' belongs to dstrat 0.1.0"),
+        (["dstrat-x", "--alias", "gpu", "--kind", "accelerator"], "alias 'gpu' belongs to dstrat"),
+        (["dstrat-x", "--alias", "hivemind"], "alias 'hivemind' belongs to dstrat-hivemind"),
+    ],
+)
+def test_bad_names_are_refused_before_anything_is_written(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DstratError) as refusal:
+        run_new("--", *arguments) if arguments[0].startswith("-") else run_new(*arguments)
+    assert words in str(refusal.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
+    (tmp_path / "dstrat-ring").mkdir()
+    (tmp_path / "dstrat-ring" / "notes").write_text("mine")
+    with pytest.raises(DstratError, match=r"dstrat-ring' is not empty \(it has 'notes'\): choose a folder that is new"):
+        run_new(tmp_path / "dstrat-ring")
+    assert files(tmp_path) == {"dstrat-ring/notes"}
+
+
+def test_a_file_is_left_alone(tmp_path):
+    (tmp_path / "dstrat-ring").write_text("mine")
+    with pytest.raises(DstratError, match="dstrat-ring' is a file: choose a folder that is new"):
+        run_new(tmp_path / "dstrat-ring")
+    assert (tmp_path / "dstrat-ring").read_text() == "mine"
+
+
+def test_nothing_is_left_where_writing_fails(tmp_path, monkeypatch):
+    def fill_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", fill_disk)
+    with pytest.raises(DstratError, match=r"cannot be written \(No space left on device\): choose another place"):
+        run_new(tmp_path / "dstrat-ring")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_copier_the_error_says_how_to_get_it(dstrat, site):
+    done = dstrat("new", "dstrat-ring")
+    assert done.returncode == 2
+    assert done.stderr == 'dstrat: dstrat new needs copier, which is not installed: pip install "dstrat[new]"\n'
+    assert not (site.folder / "dstrat-ring").exists()
+
+
+def test_an_alias_of_another_installed_package_is_refused(dstrat, site):
+    site.add("acme-ring", site.component("ring", "acme_ring.strategy:Ring"))
+    done = dstrat("new", "dstrat-ring")
+    assert (
+        "alias 'ring' belongs to acme-ring 1.0, and who has both packages could use neither by that name" in done.stderr
+    )
+
+
+OWN_LINES = 40
+"""What a strategy that only changes the synchronisation of gradients may take, with its conformance tests."""
+
+
+def code_lines(path: Path) -> int:
+    """Return how many lines of a file are not empty."""
+    return sum(bool(line.strip()) for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def test_a_strategy_with_its_conformance_tests_is_short(tmp_path):
+    run_new(tmp_path / "dstrat-ring")
+    own = [
+        tmp_path / "dstrat-ring" / name
+        for name in ("src/dstrat_ring/strategy.py", "src/dstrat_ring/plugin.py", "tests/test_strategy.py")
+    ]
+    assert sum(map(code_lines, own)) < OWN_LINES, {path.name: code_lines(path) for path in own}
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory) -> Path:
+    """A folder with a package of each kind, and ``site`` with all of them installed."""
+    folder = tmp_path_factory.mktemp("generated")
+    packages = [folder / f"acme-{kind}" for kind in KINDS]
+    for kind, package in zip(KINDS, packages, strict=True):
+        run_new(package, "--kind", kind)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    call([*pip, "--target", folder / "site", *packages], cwd=folder)
+    return folder
+
+
+def call(command, **options):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=170, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tests_of_each_kind_pass_at_once(generated, kind):
+    environ = {**os.environ, "PYTHONPATH": str(generated / "site")}
+    output = call([sys.executable, "-m", "pytest", "-q"], cwd=generated / f"acme-{kind}", env=environ)
+    assert " passed" in output
+
+
+@pytest.mark.slow
+def test_what_is_written_satisfies_ruff_and_strict_mypy(generated):
+    for kind in KINDS:
+        ruff = [sys.executable, "-m", "ruff"]
+        call([*ruff, "check", "--no-cache"], cwd=generated / f"acme-{kind}")
+        call([*ruff, "format", "--check", "--no-cache"], cwd=generated / f"acme-{kind}")
+    sources = [generated / f"acme-{kind}" / "src" for kind in KINDS]
+    environ = {**os.environ, "MYPYPATH": os.pathsep.join(map(str, sources))}
+    tests = [generated / f"acme-{kind}" / "tests" for kind in KINDS]
+    call([sys.executable, "-m", "mypy", "--strict", *sources, *tests], cwd=generated, env=environ)
