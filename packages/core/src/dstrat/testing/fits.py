@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,29 +86,34 @@ class Fitted:
 
 def fit(place: Place, subject: Subject, work: Fit) -> Fitted:
     """Train, in each rank."""
-    net = NETS[work.net](work, subject.configure_model)
+    net = NETS[work.net](work, subject.configure_model, place.rank)
     end = _End(work)
     trainer = make_trainer(place, subject, work, [end])
     trainer.fit(net, ckpt_path=work.resume_from)
     return Fitted(losses=net.losses, seen=net.seen, state=end.state, own=plain(net), steps=trainer.global_step)
 
 
-def fit_twice(place: Place, subject: Subject, work: Fit) -> tuple[Fitted, Fitted]:
-    """Train two modules one after the other in the same processes."""
-    return fit(place, subject, work), fit(place, subject, work)
+def fit_twice(place: Place, subject: Subject, work: Fit) -> tuple[Fitted, Fitted | str]:
+    """Train two modules one after the other in the same processes; an error in the second is a text."""
+    return fit(place, subject, work), try_fit(place, subject, work)
+
+
+def try_fit(place: Place, subject: Subject, work: Fit) -> Fitted | str:
+    """Train; return what came of it, or the error."""
+    try:
+        return fit(place, subject, work)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        return f"{type(error).__name__}: {error}"
 
 
 def evaluate(place: Place, subject: Subject, work: Fit) -> dict[str, Any]:
-    """Validate, test and predict with the same module; return what was logged and predicted, and which samples ran."""
-    net = NETS[work.net](work, subject.configure_model)
-    trainer = make_trainer(place, subject, work, [])
+    """Validate, test and predict; return what was logged and predicted, and which samples ran."""
     found: dict[str, Any] = {}
-    for name in ("validate", "test"):
-        net.seen = []
-        found[name] = dict(getattr(trainer, name)(net)[0]), net.seen
-    net.seen = []
-    predicted = trainer.predict(net)
-    found["predict"] = [number for batch in predicted or [] for number in batch], net.seen
+    for name in ("validate", "test", "predict"):
+        net = NETS[work.net](work, subject.configure_model)
+        results = getattr(make_trainer(place, subject, work, []), name)(net) or []
+        plain_results = list(chain.from_iterable(results)) if name == "predict" else dict(results[0])
+        found[name] = plain_results, net.seen
     return found
 
 

@@ -24,16 +24,21 @@ class Net(TrainModule):
     Args:
         shape: The samples, the optimizer and the like, see :class:`~dstrat.testing.fits.Fit`.
         configure: What the author wants done in ``configure_model``.
+        rank: Which rank makes it.
     """
 
-    def __init__(self, shape: Any, configure: Callable[[TrainModule], None] | None) -> None:
+    def __init__(self, shape: Any, configure: Callable[[TrainModule], None] | None, rank: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed_in(rank))
         self.shape = shape
         self.configure = configure
         self.losses: list[float] = []
         self.seen: list[list[int]] = []
         self.make_layers()
+
+    def seed_in(self, rank: int) -> int:  # noqa: ARG002 - modules derived from it use it
+        """Return the seed of a rank: by default all ranks create the same parameters."""
+        return 0
 
     def make_layers(self) -> None:
         """Create the layers."""
@@ -123,7 +128,14 @@ class Random(Net):
         self.layers.insert(2, nn.Dropout(0.2))
 
 
-class Tall(Net):
+class Own(Net):
+    """Each rank initialises it in its own way."""
+
+    def seed_in(self, rank: int) -> int:
+        return rank
+
+
+class Linear(Net):
     """A single layer, so that gradients are easy to compare."""
 
     def make_layers(self) -> None:
@@ -136,7 +148,8 @@ NETS: dict[str, type[Net]] = {
     "unused": Unused,
     "frozen": Frozen,
     "random": Random,
-    "linear": Tall,
+    "linear": Linear,
+    "own": Own,
 }
 
 

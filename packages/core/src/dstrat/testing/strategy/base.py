@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_USUAL_PRECISIONS = ("64-true", "bf16-mixed")
+
 _shared: dict[str, Any] = {}
 
 
@@ -56,8 +58,15 @@ class StrategyTests(Suite):
         """Try each number of processes that the author declares."""
         if "world_size" in metafunc.fixturenames:
             metafunc.parametrize("world_size", metafunc.cls.world_sizes)
+        several = [size for size in metafunc.cls.world_sizes if size > 1]
         if "several" in metafunc.fixturenames:
-            metafunc.parametrize("several", [size for size in metafunc.cls.world_sizes if size > 1])
+            metafunc.parametrize("several", several)
+        if "pair" in metafunc.fixturenames:
+            metafunc.parametrize("pair", several[:1])
+        if "checkpoint_format" in metafunc.fixturenames:
+            metafunc.parametrize("checkpoint_format", ("portable", "torch"))
+        if "precision" in metafunc.fixturenames:
+            metafunc.parametrize("precision", metafunc.cls().component.precisions or _USUAL_PRECISIONS)
 
     @property
     def subject(self) -> Subject:
@@ -80,9 +89,24 @@ class StrategyTests(Suite):
         __tracebackhide__ = True
         key = f"{function.__module__}.{function.__qualname__} {world_size} {arguments}"
         if key not in _shared:
-            _shared[key] = self.job(function, world_size, **arguments)
-        found: list[T] = _shared[key]
+            try:
+                _shared[key] = self.job(function, world_size, **arguments)
+            except pytest.fail.Exception as failure:  # so that what hangs is waited for once
+                _shared[key] = failure
+        found: list[T] | BaseException = _shared[key]
+        if isinstance(found, BaseException):
+            raise found
         return found
+
+    def collected(self, name: str, world_size: int) -> list[Any]:
+        """Return what each rank found, the same for all tests that ask for it."""
+        __tracebackhide__ = True
+        self.need_processes(world_size)
+        from dstrat.testing import communication
+
+        return self.shared_job(
+            getattr(communication, name), world_size, subject=self.subject, accelerator=self.accelerator
+        )
 
     def need_processes(self, world_size: int) -> None:
         """Skip the test where the record says that there cannot be so many processes."""

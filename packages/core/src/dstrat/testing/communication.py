@@ -1,0 +1,98 @@
+"""What each collective of a strategy gives, in a rank of the kit's; compared with a reference by the tests."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.testing.opened import opened
+
+if TYPE_CHECKING:
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.testing.place import Place
+    from dstrat.testing.subject import Subject
+
+OPERATIONS = ("mean", "avg", "sum", "max", "min")
+_NAP = 0.08  # seconds that each rank comes later than the one before
+
+
+def own_values(rank: int) -> list[float]:
+    """Return the numbers that a rank brings along; the largest is not always that of the last rank."""
+    return [float(rank * 3 + 1), float(-((rank - 1) ** 2)), 0.5]
+
+
+def positions(place: Place, subject: Subject, accelerator: str) -> dict[str, Any]:
+    """Return where a rank says that it is."""
+    with opened(place, subject, accelerator) as strategy:
+        names = ("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero")
+        return {name: getattr(strategy, name) for name in names} | {
+            "sampler": dict(strategy.distributed_sampler_kwargs),
+            "device": str(strategy.root_device),
+        }
+
+
+def reductions(place: Place, subject: Subject, accelerator: str) -> dict[str, Any]:
+    """Return what each reduction gives, and what it leaves of its argument."""
+    with opened(place, subject, accelerator) as strategy:
+        found: dict[str, Any] = {}
+        for operation in OPERATIONS:
+            tensor = _tensor(strategy, own_values(place.rank))
+            reduced = strategy.reduce(tensor, reduce_op=operation)
+            found[operation] = {"reduced": reduced.tolist(), "argument": tensor.tolist()}
+        found["integers"] = float(strategy.reduce(torch.tensor(place.rank, device=strategy.root_device)))
+        found["other"] = strategy.reduce("not a tensor")
+        return found
+
+
+def gathering(place: Place, subject: Subject, accelerator: str) -> dict[str, Any]:
+    """Return what gathering gives, and the gradient that flows back through it."""
+    with opened(place, subject, accelerator) as strategy:
+        plain = strategy.all_gather(_tensor(strategy, [own_values(place.rank)] * 2))
+        leaf = _tensor(strategy, [float(place.rank), 1.0]).requires_grad_()
+        weights = torch.arange(1.0, place.world_size + 1, device=strategy.root_device)[:, None]
+        (strategy.all_gather(leaf, sync_grads=True) * weights).sum().backward()
+        return {
+            "values": plain.tolist(),
+            "needs_gradient": plain.requires_grad,
+            "gradient": None if leaf.grad is None else leaf.grad.tolist(),
+        }
+
+
+def broadcasts(place: Place, subject: Subject, accelerator: str) -> list[Any]:
+    """Return what each rank in turn sends to all."""
+    with opened(place, subject, accelerator) as strategy:
+        return [
+            strategy.broadcast({"from": place.rank, "text": "x" * place.rank}, src=source)
+            for source in range(place.world_size)
+        ]
+
+
+def barriers(place: Place, subject: Subject, accelerator: str) -> list[tuple[float, float]]:
+    """Return when a rank came to each barrier and when it went on; each rank in turn is the last."""
+    with opened(place, subject, accelerator) as strategy:
+        times = []
+        for last in range(place.world_size):
+            strategy.barrier("before")
+            time.sleep(_NAP if place.rank == last else 0.0)
+            came = time.monotonic()  # the same clock in all processes of a machine
+            strategy.barrier(f"rank {last} comes last")
+            times.append((came, time.monotonic()))
+        return times
+
+
+def decisions(place: Place, subject: Subject, accelerator: str) -> dict[str, bool]:
+    """Return what the ranks decide together where none, the last one, or each of them is for it."""
+    with opened(place, subject, accelerator) as strategy:
+        is_last = place.rank == place.world_size - 1
+        votes = {"nobody": False, "the last rank": is_last, "everybody": True}
+        return {
+            f"{way} of {who}": strategy.reduce_boolean_decision(vote, all=way == "all")
+            for who, vote in votes.items()
+            for way in ("all", "any")
+        }
+
+
+def _tensor(strategy: Strategy, values: Any) -> torch.Tensor:
+    return torch.tensor(values, device=strategy.root_device)

@@ -1,0 +1,145 @@
+"""Whether a training goes on from a checkpoint as if it had never stopped: here, and where it is moved to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dstrat.testing.advice import fail
+from dstrat.testing.reference import on_one_device, one_device
+from dstrat.testing.standard import standard
+from dstrat.testing.strategy.base import StrategyTests
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dstrat.testing.fits import Fitted
+
+_SAMPLES = 64  # 8 steps
+_SAVE_AT = 3
+
+
+class Checkpoints(StrategyTests):
+    """Round trips, exact resume, and moving to and from one device."""
+
+    @standard("processes", "checkpoints")
+    def test_a_checkpoint_keeps_the_weights(self, world_size: int, checkpoint_format: str) -> None:
+        self._check_round_trip("module", "weights", world_size, checkpoint_format)
+
+    @standard("processes", "checkpoints")
+    def test_a_checkpoint_keeps_the_optimizer_state(self, world_size: int, checkpoint_format: str) -> None:
+        self._check_round_trip("optimizer", "optimizer's state", world_size, checkpoint_format)
+
+    @standard("processes", "checkpoints")
+    def test_resuming_equals_never_having_stopped_bit_for_bit(self, world_size: int, tmp_path: Path) -> None:
+        whole = self._run(world_size, net="random", shuffle=True)
+        at = str(tmp_path / "checkpoint")
+        self._run(world_size, net="random", shuffle=True, save_to=at, save_at=_SAVE_AT, stop_at=_SAVE_AT)
+        resumed = self._run(world_size, net="random", shuffle=True, resume_from=at)
+        for rank, (one, other) in enumerate(zip(whole, resumed, strict=True)):
+            self._check_same_data(one, other, rank)
+            _check_same_losses(one, other, rank)
+        if whole[0].state != resumed[0].state:
+            fail(
+                f"a training of {world_size} ranks that is resumed in the middle of an epoch ends with other weights "
+                "than one that was never stopped, though its losses are the same",
+                expected="bit for bit the same: what the last step changes is in the checkpoint too.",
+            )
+
+    @standard("processes", "moving")
+    def test_a_checkpoint_of_one_device_goes_on_here(self, world_size: int, tmp_path: Path) -> None:
+        self._check_move("single_device", 1, self.alias, world_size, tmp_path)
+
+    @standard("processes", "moving")
+    def test_a_checkpoint_goes_on_on_one_device(self, world_size: int, tmp_path: Path) -> None:
+        self._check_move(self.alias, world_size, "single_device", 1, tmp_path)
+
+    @standard("processes", "moving")
+    def test_a_checkpoint_goes_on_on_another_number_of_ranks(self, several: int, tmp_path: Path) -> None:
+        other = next(size for size in (*reversed(self.world_sizes), 1) if size != several)
+        self._check_move(self.alias, several, self.alias, other, tmp_path)
+
+    def _check_round_trip(self, part: str, name: str, world_size: int, checkpoint_format: str) -> None:
+        __tracebackhide__ = True
+        from dstrat.testing.checkpoints import differences, round_trip
+        from dstrat.testing.fits import Fit
+
+        work = Fit(samples=24, accelerator=self.accelerator, checkpoint_format=checkpoint_format)  # type: ignore[arg-type]
+        self.need_processes(world_size)
+        saved, loaded = self.shared_job(round_trip, world_size, subject=self.subject, work=work)[0]
+        if part == "optimizer" and not _has_momentum(saved[part]):
+            fail(
+                f"optimizer_state of {self.alias} has no state of any parameter after three steps of AdamW, so that "
+                "a checkpoint loses it",
+                expected="the whole state of the optimizer in rank 0, as optimizer.state_dict() has it.",
+            )
+        found = differences({"": saved[part]}, {"": loaded[part]})
+        if found:
+            fail(
+                f"a checkpoint in the {checkpoint_format} format, saved and loaded by {world_size} ranks, does not "
+                f"bring back the {name}: {len(found)} entries differ, such as {found[0].lstrip('.')}",
+                expected="what load_module_state_dict and load_optimizer_state (or their sharded forms) load is what "
+                "the methods that save have returned.",
+            )
+
+    def _check_same_data(self, one: Fitted, other: Fitted, rank: int) -> None:
+        __tracebackhide__ = True
+        if one.seen[_SAVE_AT:] != other.seen:
+            fail(
+                f"a resumed training reads other samples than one that was never stopped, in rank {rank}",
+                details=f"expected {one.seen[_SAVE_AT:]}\nread     {other.seen}",
+            )
+
+    def _check_move(self, origin: str, saved_by: int, target: str, loaded_by: int, tmp_path: Path) -> None:
+        __tracebackhide__ = True
+        self.need_losses_of_one_device()
+        at = str(tmp_path / "checkpoint")
+        self._run(saved_by, origin, save_to=at, save_at=_SAVE_AT, stop_at=_SAVE_AT)
+        moved = self._run(loaded_by, target, resume_from=at)[0]
+        whole = on_one_device(samples=_SAMPLES)
+        for name, values in whole.state.items():
+            found = moved.state.get(name)
+            if found is None:
+                fail(
+                    f"the module has no {name!r} after a checkpoint moved from {origin} to {target}: its names are "
+                    f"{', '.join(moved.state)}",
+                    expected="the names of the user's module, without prefixes of a wrapper.",
+                )
+            largest = max(abs(one - two) for one, two in zip(values, found, strict=True))
+            if largest > self.tolerance * 10:
+                fail(
+                    f"a training that {origin} on {saved_by} began and {target} on {loaded_by} went on with ends with "
+                    f"other weights than one on one device: {name} differs by {largest:.1e}",
+                    expected="the same to the precision of sums in another order: a checkpoint has the whole state, "
+                    "under the names of the user's module.",
+                )
+
+    def _run(self, world_size: int, alias: str = "", **options: Any) -> list[Fitted]:
+        __tracebackhide__ = True
+        from dstrat.testing.fits import Fit, fit
+        from dstrat.testing.jobs import run_job
+
+        work = Fit(samples=_SAMPLES, accelerator=self.accelerator, **options)
+        if alias == "single_device":
+            return run_job(fit, 1, subject=one_device(), work=work)
+        return self.job(fit, world_size, subject=self.subject, work=work)
+
+
+def _check_same_losses(one: Fitted, other: Fitted, rank: int) -> None:
+    __tracebackhide__ = True
+    pairs = list(zip(one.losses[_SAVE_AT:], other.losses, strict=True))
+    wrong = [step for step, (left, right) in enumerate(pairs) if left != right]
+    if not wrong:
+        return
+    left, right = pairs[wrong[0]]
+    begins = "the first step after it already draws other random numbers (or has other weights)"
+    later = f"the first {wrong[0]} steps after it are the same: what follows depends on something that is not saved"
+    fail(
+        f"a resumed training is not the one that was never stopped: in rank {rank} the loss of step "
+        f"{_SAVE_AT + wrong[0]} is {right!r}, and would have been {left!r}",
+        expected="the same bits: weights, optimizer, random state and data position come back.",
+        cure=f"{later if wrong[0] else begins}; draw no random numbers in setup or in the first step.",
+    )
+
+
+def _has_momentum(optimizers: Any) -> bool:
+    return all(isinstance(state, dict) and state.get("state") for state in optimizers) and bool(optimizers)

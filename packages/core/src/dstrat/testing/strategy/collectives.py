@@ -1,0 +1,177 @@
+"""Whether the ranks know where they are, and each collective gives what it should."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dstrat.testing.advice import fail
+from dstrat.testing.standard import standard
+from dstrat.testing.strategy.base import StrategyTests
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SLACK = 0.02  # seconds
+
+
+class Collectives(StrategyTests):
+    """Every collective against a reference."""
+
+    @standard("processes", "collectives")
+    def test_each_rank_knows_where_it_is(self, world_size: int) -> None:
+        found = self.collected("positions", world_size)
+        for rank, says in enumerate(found):
+            expected = {"world_size": world_size, "global_rank": rank, "local_rank": rank, "node_rank": 0}
+            expected["is_global_zero"] = rank == 0
+            for name, value in expected.items():
+                if says[name] != value:
+                    fail(
+                        f"{name} is {says[name]!r} in rank {rank} of {world_size}, where it should be {value!r}",
+                        cure="take it from the cluster environment, as ParallelStrategy does.",
+                    )
+
+    @standard("processes", "collectives")
+    def test_its_ranks_divide_the_data_among_them(self, world_size: int) -> None:
+        shares = [says["sampler"] for says in self.collected("positions", world_size)]
+        readers = {share.get("num_replicas", 1) for share in shares}
+        wanted = set(range(next(iter(readers))))
+        given = {share.get("rank", 0) for share in shares}
+        if len(readers) != 1 or given != wanted:
+            fail(
+                f"distributed_sampler_kwargs of the {world_size} ranks are {shares}: together they read "
+                f"{len(given)} of {max(readers)} parts of the data, so that samples are used twice or never",
+                expected='the same "num_replicas" in all ranks, and a "rank" for each part.',
+            )
+
+    @standard("processes", "collectives")
+    def test_reduce_gives_mean_sum_max_and_min(self, world_size: int) -> None:
+        from dstrat.testing.communication import OPERATIONS, own_values
+
+        columns = list(zip(*(own_values(rank) for rank in range(world_size)), strict=True))
+        for rank, found in enumerate(self.collected("reductions", world_size)):
+            for operation in OPERATIONS:
+                expected = [_reduced(operation, column) for column in columns]
+                _check_reduction(operation, found[operation]["reduced"], expected, columns, rank)
+
+    @standard("processes", "collectives")
+    def test_reduce_leaves_its_argument_and_other_values_alone(self, world_size: int) -> None:
+        from dstrat.testing.communication import OPERATIONS, own_values
+
+        for rank, found in enumerate(self.collected("reductions", world_size)):
+            if found["other"] != "not a tensor":
+                fail(f'reduce("not a tensor") returned {found["other"]!r}: it must return other values as they are')
+            changed = [name for name in OPERATIONS if found[name]["argument"] != own_values(rank)]
+            if changed:
+                fail(
+                    f"reduce with reduce_op={changed[0]!r} changed the tensor that it was given, in rank {rank}",
+                    cure="reduce a clone of it.",
+                )
+
+    @standard("processes", "collectives")
+    def test_reduce_gives_the_mean_of_integers_as_a_float(self, world_size: int) -> None:
+        expected = (world_size - 1) / 2
+        for found in self.collected("reductions", world_size):
+            if abs(found["integers"] - expected) > 1e-6:
+                fail(
+                    f"reduce of the integers 0 to {world_size - 1} gave {found['integers']}, and their mean is "
+                    f"{expected}",
+                    cure="divide after the sum, with `/`.",
+                )
+
+    @standard("processes", "collectives")
+    def test_all_gather_stacks_in_the_order_of_ranks(self, world_size: int) -> None:
+        from dstrat.testing.communication import own_values
+
+        expected = [[own_values(rank)] * 2 for rank in range(world_size)]
+        for rank, found in enumerate(self.collected("gathering", world_size)):
+            values = found["values"]
+            if values == expected:
+                continue
+            order = [expected.index(part) if part in expected else None for part in values]
+            if None not in order:
+                fail(
+                    f"all_gather gave the tensors of ranks {order} to rank {rank}, in the wrong order of ranks",
+                    expected=f"those of ranks {list(range(world_size))}, whatever the rank.",
+                )
+            fail(
+                f"all_gather gave rank {rank} a tensor that is not the stack of all ranks' tensors",
+                expected=f"the shape ({world_size}, *shape), also in a world of one.",
+                details=f"expected {expected}\ngot      {values}",
+            )
+
+    @standard("processes", "collectives")
+    def test_all_gather_lets_gradients_flow_back_only_when_asked(self, world_size: int) -> None:
+        for rank, found in enumerate(self.collected("gathering", world_size)):
+            expected = [float(world_size * (rank + 1))] * 2
+            if found["needs_gradient"]:
+                fail("all_gather returned a tensor that needs gradients though sync_grads is False: detach it")
+            if found["gradient"] != expected:
+                fail(
+                    f"the gradient through all_gather(sync_grads=True) is {found['gradient']} in rank {rank}",
+                    expected=f"{expected}, the sum over all ranks of the gradients of this rank's part.",
+                )
+
+    @standard("processes", "collectives")
+    def test_broadcast_sends_the_object_of_the_source_rank(self, world_size: int) -> None:
+        for rank, found in enumerate(self.collected("broadcasts", world_size)):
+            for source, received in enumerate(found):
+                if received != {"from": source, "text": "x" * source}:
+                    came = received.get("from") if isinstance(received, dict) else None
+                    from_where = repr(received) if came is None else f"the object of rank {came}"
+                    fail(
+                        f"broadcast(obj, src={source}) gave rank {rank} {from_where}",
+                        expected=f"the object of the source, rank {source}.",
+                    )
+
+    @standard("processes", "collectives")
+    def test_barrier_waits_for_every_rank(self, world_size: int) -> None:
+        found = self.collected("barriers", world_size)
+        for last in range(world_size):
+            latest = max(times[last][0] for times in found)
+            for rank, times in enumerate(found):
+                if times[last][1] < latest - _SLACK:
+                    fail(
+                        f"rank {rank} of {world_size} passed the barrier {latest - times[last][1]:.2f} s before rank "
+                        f"{last} had come to it",
+                        expected="barrier returns in no rank before all ranks have called it.",
+                    )
+
+    @standard("processes", "collectives")
+    def test_decisions_are_taken_together(self, world_size: int) -> None:
+        alone = world_size == 1
+        expected = {
+            "all of nobody": False,
+            "any of nobody": False,
+            "all of the last rank": alone,
+            "any of the last rank": True,
+            "all of everybody": True,
+            "any of everybody": True,
+        }
+        for rank, found in enumerate(self.collected("decisions", world_size)):
+            wrong = [name for name, value in expected.items() if found[name] != value]
+            if wrong:
+                fail(
+                    f"reduce_boolean_decision returned {found[wrong[0]]} in rank {rank} of {world_size} for "
+                    f"{wrong[0]!r}: whether all, or any, of the ranks are for it where some are"
+                )
+
+
+def _reduced(operation: str, values: Sequence[float]) -> float:
+    if operation in ("mean", "avg"):
+        return sum(values) / len(values)
+    if operation == "sum":
+        return sum(values)
+    return max(values) if operation == "max" else min(values)
+
+
+def _check_reduction(
+    operation: str, found: list[float], expected: list[float], columns: Sequence[Sequence[float]], rank: int
+) -> None:
+    if all(abs(one - other) < 1e-5 for one, other in zip(found, expected, strict=True)):
+        return
+    others = [name for name in ("sum", "mean", "max", "min") if found == [_reduced(name, column) for column in columns]]
+    instead = f", which is the {others[0]}" if others else ""
+    fail(
+        f"reduce(tensor, reduce_op={operation!r}) gave {found}{instead} in rank {rank}",
+        expected=f"the {operation} over {len(columns[0])} ranks, {expected}.",
+    )

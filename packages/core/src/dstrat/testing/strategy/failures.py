@@ -1,0 +1,126 @@
+"""Whether a job whose rank raises, dies or hangs ends soon, blames that rank and leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dstrat.testing.advice import fail
+from dstrat.testing.processes import can_look
+from dstrat.testing.standard import standard
+from dstrat.testing.strategy.base import StrategyTests
+
+if TYPE_CHECKING:
+    from dstrat.testing.launching import Misdeed, Outcome
+    from dstrat.testing.subject import Subject
+
+_NEEDS_NO_SCRIPT = ("fork", "forkserver")
+_SOON = 20.0  # seconds; 1 to 4 on an idle machine
+
+
+class Failures(StrategyTests):
+    """Jobs that the strategy launches itself, with start_method="fork"."""
+
+    @standard("processes", "failures")
+    def test_a_rank_that_raises_ends_the_job_with_its_own_words(self, pair: int) -> None:
+        from dstrat.testing.launching import WORDS
+
+        outcome = self._launched(pair, "raises")
+        self._check_end(outcome, "raised", pair)
+        if WORDS not in outcome.error:
+            fail(
+                f"the error does not say what rank {pair - 1} raised, ValueError({WORDS!r})",
+                expected="the traceback of the rank that failed first is part of the error.",
+                details=outcome.error,
+            )
+
+    @standard("processes", "failures")
+    def test_a_rank_that_dies_ends_the_job(self, pair: int) -> None:
+        self._check_end(self._launched(pair, "dies"), "died", pair)
+
+    @standard("processes", "failures")
+    def test_a_rank_that_hangs_ends_the_job_after_the_timeout(self, pair: int) -> None:
+        if not self.subject.takes("timeout"):
+            pytest.skip(f"{self.alias} takes no timeout")
+        self._check_end(self._launched(pair, "hangs"), "hung", pair)
+
+    @standard("processes", "failures")
+    def test_no_process_is_left_after_a_failure(self, pair: int) -> None:
+        self._check_nothing_left(self._launched(pair, "raises"), "a rank had raised")
+
+    @standard("processes", "failures")
+    def test_no_process_is_left_after_a_training(self, pair: int) -> None:
+        outcome = self._launched(pair, "nothing")
+        if outcome.error:
+            fail("a training that launches its own ranks failed", details=outcome.error)
+        self._check_nothing_left(outcome, "a training had ended well")
+
+    @standard("basic", "failures")
+    def test_an_error_in_a_step_reaches_the_user(self) -> None:
+        from dstrat.testing.launching import WORDS, launch
+
+        outcome = self.job(launch, 1, subject=self.subject, accelerator=self.accelerator, devices=1, misdeed="raises")[
+            0
+        ][0]
+        if WORDS not in outcome.error:
+            fail(
+                f"a training step raised ValueError({WORDS!r}) on one device, and fit "
+                f"{'returned as if nothing had happened' if not outcome.error else f'raised {outcome.error}'}",
+                expected="exceptions of the user's module pass through the strategy as they are.",
+            )
+
+    def _launched(self, devices: int, misdeed: Misdeed) -> Outcome:
+        __tracebackhide__ = True
+        from dstrat.testing.launching import launch
+
+        self.need_processes(devices)
+        outcomes = self.shared_job(
+            launch, 1, subject=self.launched, accelerator=self.accelerator, devices=devices, misdeed=misdeed
+        )
+        return outcomes[0][0]
+
+    @property
+    def launched(self) -> Subject:
+        """The strategy with a start method that needs no script, and a short timeout."""
+        __tracebackhide__ = True
+        from dstrat.testing.launching import patient
+
+        subject = self.subject
+        if subject.takes("start_method"):
+            return patient(subject.with_options(start_method="fork"))
+        method = subject.make().start_method
+        if method not in _NEEDS_NO_SCRIPT:
+            pytest.skip(f"{self.alias} takes no start_method, and {method!r} starts no ranks from here")
+        return patient(subject)
+
+    def _check_end(self, outcome: Outcome, what: str, world_size: int) -> None:
+        __tracebackhide__ = True
+        culprit = world_size - 1
+        if not outcome.error:
+            fail(
+                f"rank {culprit} of {world_size} {what}, and fit returned as if nothing had happened",
+                expected="RankFailedError, which names the rank.",
+                cure="let exceptions of the module pass through every method of the strategy.",
+            )
+        if outcome.rank != culprit:
+            fail(
+                f"rank {culprit} of {world_size} {what}, and the error blames "
+                f"{'no rank' if outcome.rank is None else f'rank {outcome.rank}'}",
+                expected="the rank that failed first; the others only lose their connection to it.",
+                cure="on_exception must free what others wait for at once, and neither raise nor communicate.",
+                details=outcome.error,
+            )
+        if outcome.seconds > _SOON:
+            fail(f"it took {outcome.seconds:.0f} s until the job had ended after rank {culprit} {what}")
+
+    def _check_nothing_left(self, outcome: Outcome, when: str) -> None:
+        __tracebackhide__ = True
+        if not can_look():
+            pytest.skip("this system has no /proc to look for processes in")
+        if outcome.left:
+            fail(
+                f"{len(outcome.left)} processes still ran after {when}: {'; '.join(outcome.left[:3])}",
+                expected="every process that the strategy starts ends with the job.",
+                cure="end it in teardown, and start it in the rank's own session so that the launcher finds it.",
+            )

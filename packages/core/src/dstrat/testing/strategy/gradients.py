@@ -1,0 +1,130 @@
+"""Whether a step applies the mean gradient of all ranks and of all accumulated batches, clipped after that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dstrat.testing.advice import fail
+from dstrat.testing.standard import standard
+from dstrat.testing.strategy.base import StrategyTests
+
+if TYPE_CHECKING:
+    from dstrat.testing.fits import Fit
+
+_CLOSE = 1e-4  # relative to the largest number
+_CLIP = 0.2
+_ACCUMULATE = 3
+
+
+class Gradients(StrategyTests):
+    """One step of SGD with a learning rate of 1 shows the gradient."""
+
+    @standard("processes", "gradients")
+    def test_gradients_are_averaged_over_the_ranks(self, world_size: int) -> None:
+        self._check_step(world_size)
+
+    @standard("processes", "gradients")
+    def test_gradients_are_averaged_over_accumulated_batches(self, world_size: int) -> None:
+        self._check_step(world_size, accumulate=_ACCUMULATE)
+
+    @standard("processes", "gradients")
+    def test_clipping_by_norm_comes_after_averaging(self, world_size: int) -> None:
+        self._check_step(world_size, clip=_CLIP)
+
+    @standard("processes", "gradients")
+    def test_clipping_by_value_comes_after_averaging(self, world_size: int) -> None:
+        self._check_step(world_size, clip=_CLIP, algorithm="value")
+
+    @standard("processes", "gradients")
+    def test_clipping_comes_after_accumulation(self, world_size: int) -> None:
+        self._check_step(world_size, clip=_CLIP, accumulate=_ACCUMULATE)
+
+    @standard("processes", "gradients")
+    def test_the_last_group_of_an_epoch_may_have_fewer_batches(self, world_size: int) -> None:
+        from dstrat.testing.gradients import uneven_groups
+
+        self.need_losses_of_one_device()
+        work = self._work(batches=_ACCUMULATE + 1, accumulate=_ACCUMULATE)
+        state = self._state_after(work, world_size)
+        possible = self.shared_job(uneven_groups, 1, work=work)[0]
+        found = _nearest(possible, state)
+        if found != "right":
+            fail(
+                f"the last group of an epoch, of one batch where accumulate_grad_batches is {_ACCUMULATE}, was "
+                f"{found or 'applied wrongly'}, with {world_size} ranks",
+                expected="every group ends with an optimizer step, and is averaged over the batches that it has.",
+                cure="step whenever optimizer_step is called, and leave the counting to whoever runs the strategy.",
+                details="" if found else _compared(possible["right"], state),
+            )
+
+    def _check_step(self, world_size: int, *, accumulate: int = 1, **clipping: object) -> None:
+        from dstrat.testing.gradients import first_values, possible_steps
+
+        __tracebackhide__ = True
+        self.need_losses_of_one_device()
+        work = self._work(batches=accumulate, accumulate=accumulate, **clipping)
+        state = self._state_after(work, world_size)
+        first = [value for values in self.shared_job(first_values, 1, net="linear")[0].values() for value in values]
+        change = [after - before for after, before in zip(state, first, strict=True)]
+        possible = self.shared_job(possible_steps, 1, work=work, readers=self._readers(world_size))[0]
+        found = _nearest(possible, change)
+        if found != "right":
+            fail(
+                f"with {world_size} ranks{_circumstances(work)} the gradient that the optimizer applied was "
+                f"{found or 'neither the right one nor one of the usual mistakes'}",
+                expected=f"the mean over all ranks{' and all accumulated batches' if accumulate > 1 else ''}"
+                f"{', and then clipped' if clipping else ''}.",
+                details="" if found else _compared(possible["right"], change),
+            )
+
+    def _work(self, *, batches: int, **options: object) -> Fit:
+        from dstrat.testing.fits import Fit
+        from dstrat.testing.modules import GLOBAL_BATCH
+
+        return Fit(
+            net="linear",
+            optimizer="sgd",
+            samples=batches * GLOBAL_BATCH,
+            accelerator=self.accelerator,
+            **options,  # type: ignore[arg-type]  # named fields of a fit
+        )
+
+    def _state_after(self, work: Fit, world_size: int) -> list[float]:
+        from dstrat.testing.fits import fit
+
+        __tracebackhide__ = True
+        fitted = self.job(fit, world_size, subject=self.subject, work=work)
+        return [value for values in fitted[0].state.values() for value in values]
+
+    def _readers(self, world_size: int) -> int:
+        """Return how many ranks read different data."""
+        found = self.collected("positions", world_size)
+        readers: int = found[0]["sampler"].get("num_replicas", 1)
+        return readers
+
+
+def _nearest(possible: dict[str, list[float]], found: list[float]) -> str | None:
+    """Return which of the possible lists of numbers it is; None where it is none of them."""
+    return next((name for name, values in possible.items() if _distance(values, found) < _CLOSE), None)
+
+
+def _distance(expected: list[float], found: list[float]) -> float:
+    largest = max(map(abs, expected)) or 1.0
+    return max(abs(one - other) for one, other in zip(expected, found, strict=True)) / largest
+
+
+def _compared(expected: list[float], found: list[float]) -> str:
+    size = sum(map(abs, found)) / (sum(map(abs, expected)) or 1.0)
+    rows = [f"{one:12.6f}  {other:12.6f}" for one, other in list(zip(expected, found, strict=True))[:5]]
+    return "\n".join(
+        ["    expected         found  (the first numbers)", *rows, f"its size is {size:.4f} of the right one"]
+    )
+
+
+def _circumstances(work: Fit) -> str:
+    parts = []
+    if work.accumulate > 1:
+        parts.append(f"accumulate_grad_batches={work.accumulate}")
+    if work.clip is not None:
+        parts.append(f"gradient_clip_val={work.clip} by {work.algorithm}")
+    return f", {' and '.join(parts)}," if parts else ""

@@ -1,0 +1,138 @@
+"""Whether a strategy can be taken through its life by anybody, in the order of the interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dstrat.testing.advice import fail
+from dstrat.testing.standard import standard
+from dstrat.testing.strategy.base import StrategyTests
+
+_ONCE = (
+    "accelerator.setup",
+    "accelerator.teardown",
+    "precision_plugin.connect",
+    "precision_plugin.teardown",
+    "checkpoint_io.teardown",
+)
+_STEPS = 12
+
+
+class LifeCycle(StrategyTests):
+    """Connect, open, set up, step and end, in one process and without a Trainer."""
+
+    @standard("basic", "life cycle")
+    def test_each_part_is_set_up_and_ended_once(self) -> None:
+        events = self._life(is_fitting=True)["events"]
+        for name in _ONCE:
+            if (count := events.count(name)) != 1:
+                fail(
+                    f"{name} was called {count} times from setup_environment to teardown",
+                    expected="once.",
+                    cure="call the same method of Strategy (super()) in the one that you override.",
+                )
+
+    @standard("basic", "life cycle")
+    def test_the_order_of_calls_is_that_of_the_interface(self) -> None:
+        events = self._life(is_fitting=True)["events"]
+        order = [
+            "| setup_environment",
+            "accelerator.setup",
+            "| setup",
+            "precision_plugin.connect",
+            "configure_optimizers",
+            "| steps",
+            "| teardown",
+        ]
+        positions = [events.index(name) if name in events else -1 for name in order]
+        for (earlier, one), (later, other) in zip(
+            zip(order, positions, strict=True), list(zip(order, positions, strict=True))[1:], strict=False
+        ):
+            if one > other or one < 0 or other < 0:
+                fail(
+                    f"{later.lstrip('| ')} did not come after {earlier.lstrip('| ')}",
+                    expected="setup_environment makes the accelerator ready; setup lets the precision convert the "
+                    "module, moves and wraps it, and creates the optimizers last.",
+                    details="\n".join(events),
+                )
+
+    @standard("basic", "life cycle")
+    def test_optimizers_are_of_the_parameters_that_train(self) -> None:
+        found = self._life(is_fitting=True)
+        after = found["after setup"]
+        if after["optimizers"] != 1:
+            fail(f"after setup of a training there are {after['optimizers']} optimizers, and the module has one")
+        if after["optimized elsewhere"]:
+            fail(
+                f"{after['optimized elsewhere']} parameters of the optimizer are not those of the module after setup",
+                cure="create the optimizers (super().setup_optimizers) after the module was moved and wrapped.",
+            )
+        if not found["has trained"]:
+            fail("three optimizer steps in a hand-written loop left every parameter as it was")
+
+    @standard("basic", "life cycle")
+    def test_an_evaluation_makes_no_optimizers(self) -> None:
+        found = self._life(is_fitting=False)
+        if "configure_optimizers" in found["events"] or found["after setup"]["optimizers"]:
+            fail("setup created optimizers though trainer.is_fitting is False: an evaluation has no memory for them")
+
+    @standard("basic", "life cycle")
+    def test_setup_puts_the_module_on_the_device_and_keeps_it_the_users(self) -> None:
+        after = self._life(is_fitting=True)["after setup"]
+        if not after["module is the user's"]:
+            fail("strategy.module is not the user's module after setup: the wrapped one belongs into strategy.model")
+        if after["devices"] != [after["root device"]]:
+            fail(
+                f"after setup the module is on {', '.join(after['devices'])}, and root_device is {after['root device']}"
+            )
+
+    @standard("basic", "life cycle")
+    def test_teardown_leaves_nothing_open(self) -> None:
+        after = self._life(is_fitting=True)["after teardown"]
+        problems = [
+            *(["the module is not on the CPU"] if after["devices"] not in ([], ["cpu"]) else []),
+            *(["strategy.model is still wrapped"] if not after["model is the module"] else []),
+            *(["optimizers are kept"] if after["optimizers"] or after["schedulers"] else []),
+            *(["the process group is open"] if after["process group is open"] else []),
+        ]
+        if problems:
+            fail(
+                f"after teardown {', and '.join(problems)}",
+                cure="call super().teardown() and close what setup_environment has opened.",
+            )
+
+    @standard("basic", "life cycle")
+    def test_it_may_end_before_it_has_begun_and_twice(self) -> None:
+        from dstrat.testing.own_loop import ends_without_beginning
+
+        problems = self.job(ends_without_beginning, 1, subject=self.subject, accelerator=self.accelerator)[0]
+        if problems:
+            fail(
+                f"{problems[0]}: what really broke would be hidden",
+                expected="on_exception and teardown work at any moment, also twice.",
+            )
+
+    @standard("processes", "life cycle")
+    def test_a_hand_written_loop_trains_as_on_one_device(self, world_size: int) -> None:
+        from dstrat.testing.own_loop import losses_in_a_loop, reference_losses
+
+        self.need_losses_of_one_device()
+        found = self.job(
+            losses_in_a_loop, world_size, subject=self.subject, accelerator=self.accelerator, steps=_STEPS
+        )[0]
+        expected = self.shared_job(reference_losses, 1, steps=_STEPS)[0]
+        for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+            if abs(one - other) > self.tolerance * abs(one):
+                fail(
+                    f"in a hand-written loop on {world_size} ranks the loss of step {step} is {other:.7f}, and plain "
+                    f"torch gives {one:.7f}",
+                    expected="the strategy trains without the Trainer: it relies on TrainerLike and on nothing else.",
+                )
+
+    def _life(self, *, is_fitting: bool) -> dict[str, Any]:
+        __tracebackhide__ = True
+        from dstrat.testing.own_loop import life_cycle
+
+        arguments = {"subject": self.subject, "accelerator": self.accelerator, "is_fitting": is_fitting}
+        found: dict[str, Any] = self.shared_job(life_cycle, 1, **arguments)[0]
+        return found

@@ -1,0 +1,194 @@
+"""Whether a training is that of one device: its losses, its samples, and modules that are not plain."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dstrat.testing.advice import fail
+from dstrat.testing.reference import on_one_device
+from dstrat.testing.standard import standard
+from dstrat.testing.strategy.base import StrategyTests
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dstrat.testing.fits import Fitted
+
+_STEPS = 20
+_FEW = 64  # samples
+_CLIP = 0.5
+
+
+class Training(StrategyTests):
+    """Twenty steps of AdamW through the Trainer."""
+
+    @standard("processes", "training")
+    def test_losses_are_those_of_one_device(self, world_size: int) -> None:
+        self._check_losses(world_size)
+
+    @standard("processes", "training")
+    def test_losses_are_those_of_one_device_with_accumulation_and_clipping(self, world_size: int) -> None:
+        self._check_losses(world_size, accumulate=2, clip=_CLIP)
+
+    @standard("processes", "training")
+    def test_a_module_with_tied_parameters_trains_as_on_one_device(self, pair: int) -> None:
+        self._check_losses(pair, net="tied", samples=_FEW)
+
+    @standard("processes", "training")
+    def test_a_module_with_frozen_parameters_trains_as_on_one_device(self, pair: int) -> None:
+        self._check_losses(pair, net="frozen", samples=_FEW)
+
+    @standard("processes", "training")
+    def test_unused_parameters_are_left_alone_or_named_in_an_error(self, pair: int) -> None:
+        from dstrat.testing.fits import Fit, try_fit
+
+        work = Fit(net="unused", samples=_FEW, accelerator=self.accelerator)
+        tried = self.job(try_fit, pair, subject=self.subject, work=work)
+        errors = [outcome for outcome in tried if isinstance(outcome, str)]
+        if not errors:
+            self._compare([outcome for outcome in tried if not isinstance(outcome, str)], net="unused", samples=_FEW)
+        elif not any("never_used" in error for error in errors):
+            fail(
+                "a module with a layer that no step uses broke the training, and the error does not name it",
+                expected="it trains as on one device, or an error names the parameters ('never_used.weight') and "
+                "says what to do.",
+                details=errors[0],
+            )
+
+    @standard("processes", "training")
+    def test_each_sample_is_used_once_in_an_epoch(self, world_size: int) -> None:
+        fitted = self._fit(world_size, shuffle=True, samples=_FEW)
+        used = self._of_readers(fitted, lambda rank: list(chain.from_iterable(rank.seen)))
+        counts = {sample: used.count(sample) for sample in range(_FEW)}
+        wrong = {sample: count for sample, count in counts.items() if count != 1}
+        if wrong:
+            twice = [sample for sample, count in wrong.items() if count > 1]
+            never = [sample for sample, count in wrong.items() if count == 0]
+            fail(
+                f"in one epoch of {_FEW} samples on {world_size} ranks {len(twice)} samples were used more than once "
+                f"and {len(never)} never",
+                expected="each rank trains on its own part of the shuffled data.",
+                cure='distributed_sampler_kwargs must give each rank its own "rank" of "num_replicas".',
+            )
+
+    @standard("processes", "training")
+    def test_every_rank_has_the_same_parameters_at_the_end(self, several: int) -> None:
+        if not self.subject.cls.replicates_state:
+            pytest.skip(f"{self.alias} shards its parameters (replicates_state=False)")
+        self._check_same(self._fit(several), "at the end of a training")
+
+    @standard("processes", "training")
+    def test_every_rank_begins_with_the_parameters_of_rank_0(self, pair: int) -> None:
+        fitted = self._fit(pair, net="own", samples=8)
+        expected = self._fit(1, net="own", samples=8)[0] if self.gives_losses_of_one_device else None
+        if self.subject.cls.replicates_state:
+            self._check_same(fitted, "after ranks that had initialised the module differently trained one step")
+        if expected is not None and not _close(_values(fitted[0].state), _values(expected.state), self.tolerance):
+            fail(
+                f"{pair} ranks that had initialised the module differently did not train from the values of rank 0",
+                expected="setup gives every rank the parameters and buffers of rank 0.",
+            )
+
+    @standard("processes", "training")
+    def test_the_user_gets_the_trained_module_back(self, world_size: int) -> None:
+        fitted = self._fit(world_size)[0]
+        if not self.subject.cls.replicates_state:
+            pytest.skip(f"{self.alias} shards its parameters (replicates_state=False)")
+        if _values(fitted.own) != _values(fitted.state):
+            fail(
+                "the parameters of the user's module after fit are not those at the end of training",
+                expected="teardown leaves the trained module, unwrapped and on the CPU.",
+            )
+
+    @standard("processes", "training")
+    def test_it_counts_optimizer_steps(self, world_size: int) -> None:
+        steps = self._fit(world_size, accumulate=2, clip=_CLIP)[0].steps
+        if steps != _STEPS // 2:
+            fail(f"20 batches with accumulate_grad_batches=2 gave {steps} optimizer steps, not 10")
+
+    @standard("optional", "precision")
+    def test_it_trains_in_each_precision_that_it_declares(self, precision: str) -> None:
+        world_size = 2 if self.component.starts_processes and 2 in self.world_sizes else 1
+        losses = self._losses(self._fit(world_size, precision=precision, samples=_FEW))
+        expected = on_one_device(precision=precision, samples=_FEW).losses
+        if not _close(losses, expected, 0.05):
+            fail(
+                f"in precision {precision!r} the losses differ from those of one device in the same precision",
+                expected="a relative difference below 0.05.",
+                details=_table(expected, losses),
+            )
+
+    def _fit(self, world_size: int, **options: Any) -> list[Fitted]:
+        from dstrat.testing.fits import Fit, fit
+
+        __tracebackhide__ = True
+        self.need_processes(world_size)
+        return self.shared_job(fit, world_size, subject=self.subject, work=Fit(accelerator=self.accelerator, **options))
+
+    def _check_losses(self, world_size: int, **options: Any) -> None:
+        __tracebackhide__ = True
+        self._compare(self._fit(world_size, **options), **options)
+
+    def _compare(self, fitted: Sequence[Fitted], **options: Any) -> None:
+        __tracebackhide__ = True
+        self.need_losses_of_one_device()
+        losses = self._losses(fitted)
+        expected = on_one_device(**options).losses
+        if _close(losses, expected, self.tolerance):
+            return
+        first = next(
+            step
+            for step, (one, other) in enumerate(zip(expected, losses, strict=True))
+            if not _close([one], [other], self.tolerance)
+        )
+        fail(
+            f"the losses of {len(fitted)} ranks differ from those of one device, first in batch {first}",
+            expected=f"a relative difference below {self.tolerance:g}.",
+            cure="a difference in batch 0 is in the data or the first values of parameters; a later one in the "
+            "gradients or the optimizer, of which the tests of 'gradients' say more.",
+            details=_table(expected, losses),
+        )
+
+    def _losses(self, fitted: Sequence[Fitted]) -> list[float]:
+        """Return the loss of each global batch."""
+        return [sum(losses) / len(losses) for losses in zip(*(rank.losses for rank in fitted), strict=True)]
+
+    def _of_readers(self, fitted: Sequence[Fitted], value: Any) -> list[Any]:
+        """Return the values of the ranks that read different data, in one list."""
+        sampler = [found["sampler"].get("rank", 0) for found in self.collected("positions", len(fitted))]
+        readers = {part: rank for rank, part in reversed(list(enumerate(sampler)))}
+        several = {found["sampler"].get("num_replicas", 1) for found in self.collected("positions", len(fitted))}
+        ranks = readers.values() if several != {1} and len(readers) in several else range(len(fitted))
+        return [item for rank in ranks for item in value(fitted[rank])]
+
+    def _check_same(self, fitted: Sequence[Fitted], when: str) -> None:
+        __tracebackhide__ = True
+        for rank, other in enumerate(fitted):
+            if _values(other.own) != _values(fitted[0].own):
+                differing = [name for name, values in other.own.items() if values != fitted[0].own[name]]
+                fail(
+                    f"rank {rank} of {len(fitted)} has other parameters than rank 0 {when}: {', '.join(differing[:4])}",
+                    expected="ranks that hold replicas apply the same gradients to the same values.",
+                )
+
+
+def _values(state: dict[str, list[float]]) -> list[float]:
+    return [value for values in state.values() for value in values]
+
+
+def _close(one: Sequence[float], other: Sequence[float], tolerance: float) -> bool:
+    return len(one) == len(other) and all(
+        abs(left - right) <= tolerance * max(abs(left), abs(right), 1e-6)
+        for left, right in zip(one, other, strict=True)
+    )
+
+
+def _table(expected: Sequence[float], found: Sequence[float]) -> str:
+    rows = [
+        f"{step:5d} {one:12.7f} {other:12.7f} {abs(one - other) / (abs(one) or 1.0):11.1e}"
+        for step, (one, other) in enumerate(zip(expected, found, strict=False))
+    ]
+    return "\n".join(["batch   one device        found  difference", *rows[:6], *(["  ..."] if len(rows) > 6 else [])])
