@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.parallel.strategy import ParallelStrategy
+from dstrat_deepspeed.gradients import put_back, waiting_gradients
 from dstrat_deepspeed.module_state import gather_persistent, sharded_state
 from dstrat_deepspeed.partitions import partitions_of
 from dstrat_deepspeed.state import PartitionedState
@@ -111,6 +112,20 @@ class CheckpointedStrategy(ParallelStrategy):
             return
         partitioned.load(state)
         gather_persistent(self._ready_optimizer)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the gradients that this rank has accumulated, where they wait for a step."""
+        return {"gradients": waiting_gradients(self._ready_optimizer)} if self.saves_gradients else {}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Let the next backward pass accumulate onto the gradients that were saved."""
+        if self.saves_gradients:
+            put_back(self._ready_optimizer, state.get("gradients", {}))
+
+    @property
+    def saves_gradients(self) -> bool:  # type: ignore[override]  # not the same for all stages
+        """Whether :meth:`rank_state` has the gradients that wait for a step."""
+        return self.stage > 0 and self._engine is not None
 
     @property
     def _ready_optimizer(self) -> Any:

@@ -36,6 +36,8 @@ def rank_state(trainer: Trainer, beginning: Beginning | None, *, has_gradients: 
 
 
 def _gradients(trainer: Trainer) -> dict[str, Any] | None:
+    if trainer.strategy.saves_gradients:
+        return None
     if not trainer.strategy.replicates_state:
         _log.warning(
             "the checkpoint is saved between the batches of one optimizer step, and lacks their gradients, which the "
