@@ -42,8 +42,8 @@ class SchedulerConfig:
             raise MisuseError(f"a scheduler needs a step method, and {self.scheduler!r} has none")
         if self.interval not in ("step", "epoch"):
             raise MisuseError(f"interval {self.interval!r} of a scheduler is not 'step' or 'epoch'")
-        if self.frequency < 1:
-            raise MisuseError(f"frequency {self.frequency!r} of a scheduler must be at least 1")
+        if not isinstance(self.frequency, int) or self.frequency < 1:
+            raise MisuseError(f"frequency {self.frequency!r} of a scheduler must be an int of at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,72 @@
+"""The shapes of what ``configure_optimizers`` returns."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from dstrat.errors import MisuseError
+from dstrat.interfaces.optimization import SchedulerConfig, read_optimizers
+
+ONE, OTHER = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+STEPPED, WATCHING = StepLR(ONE, 1), ReduceLROnPlateau(OTHER)
+
+
+def configs(*given):
+    return [(config.scheduler, config.interval, config.frequency, config.monitor) for config in given]
+
+
+@pytest.mark.parametrize(
+    ("returned", "optimizers", "schedulers"),
+    [
+        (None, [], []),
+        (ONE, [ONE], []),
+        ([ONE, OTHER], [ONE, OTHER], []),
+        ((ONE, OTHER), [ONE, OTHER], []),
+        (([ONE], [STEPPED]), [ONE], [(STEPPED, "epoch", 1, None)]),
+        (([ONE], [{"scheduler": STEPPED, "interval": "step"}]), [ONE], [(STEPPED, "step", 1, None)]),
+        ({"optimizer": ONE}, [ONE], []),
+        ({"optimizer": ONE, "lr_scheduler": None}, [ONE], []),
+        ({"optimizer": ONE, "lr_scheduler": STEPPED}, [ONE], [(STEPPED, "epoch", 1, None)]),
+        (
+            {"optimizer": OTHER, "lr_scheduler": WATCHING, "monitor": "loss"},
+            [OTHER],
+            [(WATCHING, "epoch", 1, "loss")],
+        ),
+        (
+            [{"optimizer": ONE, "lr_scheduler": {"scheduler": STEPPED, "frequency": 3}}, {"optimizer": OTHER}],
+            [ONE, OTHER],
+            [(STEPPED, "epoch", 3, None)],
+        ),
+        (([ONE], [SchedulerConfig(scheduler=STEPPED, monitor="x")]), [ONE], [(STEPPED, "epoch", 1, "x")]),
+    ],
+)
+def test_shapes_that_are_known(returned, optimizers, schedulers):
+    read = read_optimizers(returned)
+    assert list(read.optimizers) == optimizers
+    assert configs(*read.schedulers) == schedulers
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("adam", "configure_optimizers returned 'adam'; it must return an optimizer, a list of optimizers"),
+        ({"optimiser": ONE}, "has unknown keys ['optimiser']; it must return"),
+        ({"lr_scheduler": STEPPED}, 'has no "optimizer"; it must return'),
+        ({"optimizer": STEPPED}, "where an optimizer is expected"),
+        (([STEPPED], []), "where an optimizer is expected"),
+        (([ONE], ["cosine"]), "a scheduler needs a step method, and 'cosine' has none"),
+        (([ONE], [{"sched": STEPPED}]), "a scheduler's dict has unknown keys ['sched']; possible keys are scheduler,"),
+        (([ONE], [{"interval": "step"}]), 'a scheduler\'s dict has no "scheduler"; possible keys are'),
+        (([ONE], [{"scheduler": STEPPED, "interval": "batch"}]), "interval 'batch' of a scheduler is not 'step' or"),
+        (([ONE], [{"scheduler": STEPPED, "frequency": 0}]), "frequency 0 of a scheduler must be an int of at least 1"),
+        (([ONE], [{"scheduler": STEPPED, "frequency": "2"}]), "frequency '2' of a scheduler must be an int"),
+        (([OTHER], [WATCHING]), "ReduceLROnPlateau needs a value to watch"),
+    ],
+)
+def test_other_shapes_are_errors_that_say_what_is_possible(returned, message):
+    with pytest.raises(MisuseError, match=re.escape(message)):
+        read_optimizers(returned)
