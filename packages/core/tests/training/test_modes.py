@@ -47,6 +47,49 @@ def test_a_fast_dev_run_tries_a_few_batches_of_everything(tmp_path, line, loader
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("limit", "batches"), [(0.5, 3), (2, 2), (0.0, 0), (None, 6)])
+@pytest.mark.parametrize("stage", ["train", "validation", "test", "predict"])
+def test_each_stage_has_its_limit(quiet_trainer, line, loader, stage, limit, batches):
+    noting = Noting()
+    name = {"validation": "val"}.get(stage, stage)
+    trainer = quiet_trainer(callbacks=noting, max_epochs=1, num_sanity_val_steps=0, **{f"limit_{name}_batches": limit})
+    trainer.fit(line, loader(), loader())
+    trainer.test(line, loader())
+    trainer.predict(line, loader())
+    assert noting.read == dict.fromkeys(noting.read, 6) | {stage: batches} | (
+        {"validation": 0} if noting.read["train"] == 0 else {}
+    )
+
+
+@pytest.mark.parametrize(("count", "batches"), [(0, 0), (3, 3), (-1, 6)])
+def test_so_many_batches_are_tried_before_training(quiet_trainer, line_class, loader, count, batches):
+    seen = []
+
+    class Trying(line_class):
+        def validation_step(self, batch, batch_idx):
+            seen.append((self.trainer.sanity_checking, self.trainer.validating, self.trainer.training))
+
+    trainer = quiet_trainer(num_sanity_val_steps=count, max_epochs=1)
+    trainer.fit(Trying(), loader(), loader())
+    assert seen == [(True, False, False)] * batches + [(False, True, False)] * 6
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_evaluation_is_in_inference_mode_unless_that_is_switched_off(
+    quiet_trainer, line_class, loader, stage, inference_mode
+):
+    class Seeing(line_class):
+        def validation_step(self, batch, batch_idx):
+            self.seen = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        test_step = predict_step = validation_step
+
+    module = Seeing()
+    getattr(quiet_trainer(inference_mode=inference_mode), stage)(module, loader())
+    assert module.seen == (inference_mode, False)
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, "yes"])
 def test_a_fast_dev_run_of_something_else_is_an_error(value):
     with pytest.raises(RequestError, match=r"fast_dev_run=.* must be True, False, or a number of batches"):
@@ -115,6 +158,18 @@ def test_determinism_holds_during_the_run_alone(quiet_trainer, line_class, loade
     quiet_trainer(deterministic=True, benchmark=True, max_epochs=1).fit(module, loader())
     assert module.seen == (True, True)
     assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark) == (False, False)
+
+
+@pytest.mark.parametrize("deterministic", [None, False, True, "warn"])
+def test_determinism_may_warn_only(quiet_trainer, line_class, loader, deterministic):
+    class Seeing(line_class):
+        def on_train_start(self):
+            self.seen = torch.get_deterministic_debug_mode()
+
+    module = Seeing()
+    quiet_trainer(deterministic=deterministic, max_epochs=1).fit(module, loader())
+    assert module.seen == {"warn": 1, True: 2}.get(deterministic, 0)
+    assert torch.get_deterministic_debug_mode() == 0
 
 
 def test_determinism_of_another_kind_is_an_error(quiet_trainer):
