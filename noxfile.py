@@ -136,6 +136,14 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the guides as a site in .nox/site; whatever is not as it should be is an error."""
+    requirements = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "docs")
+    programs = environment("docs", *requirements, inputs=(ROOT / "pyproject.toml",))
+    run(session, programs, "mkdocs", "build", "--strict", "--quiet", NO_MKDOCS_2_WARNING="1")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure against hand-written loops, and with ``-- --with-lightning`` against Lightning."""
     arguments = [argument for argument in session.posargs if argument != "--with-lightning"]
