@@ -141,15 +141,15 @@ def save_after_the_module(calls: Calls) -> Calls:
 
 
 def restore_when_set_up(calls: Calls) -> Calls:
-    """Move the reading of a checkpoint behind the making of optimizers, and callbacks before the module."""
+    """Move the states of callbacks and data behind the making of optimizers, and callbacks before the module."""
     start, end = after(calls, "module.configure_model"), after(calls, "module.configure_optimizers")
     if start is None or end is None or "module.on_load_checkpoint()" not in calls[start:end]:
         return calls
     restoring = [
-        *("callback.on_load_checkpoint()", "module.on_load_checkpoint()"),
+        *("callback.on_load_checkpoint()", "module.on_load_checkpoint()", "module.configure_optimizers()"),
         *("callback.load_state_dict()", "data.load_state_dict()"),
     ]
-    return [*calls[:start], "module.configure_optimizers()", *restoring, *calls[end:]]
+    return [*calls[:start], *restoring, *calls[end:]]
 
 
 def resume_without_a_check(calls: Calls) -> Calls:

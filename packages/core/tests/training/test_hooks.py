@@ -126,7 +126,7 @@ def test_the_order_of_a_fit_that_goes_on(quiet_trainer, recorded, line, loader, 
     quiet_trainer(max_epochs=1).fit(recorded(calls), loader(24), loader(24), ckpt_path=tmp_path / "saved")
     assert calls == [
         *START,
-        *["configure_optimizers", "on_load_checkpoint", "on_fit_start", "on_train_start", "on_train_epoch_start"],
+        *["on_load_checkpoint", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start"],
         *TRANSFER,
         *["on_train_batch_start", "optimizer_step", "on_before_zero_grad", "optimizer_zero_grad", "training_step"],
         *["on_before_backward", "backward", "on_after_backward"],

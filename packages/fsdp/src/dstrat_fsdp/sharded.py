@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import defaultdict
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
-from dstrat.interfaces.named_state import load_named_state
+from dstrat.interfaces.checkpoint_io import OptionalTensors
+from dstrat.interfaces.named_state import load_named_state, named_state
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp.clipping import clip_by_norm, clip_by_value
 from dstrat_fsdp.first_values import materialize, parameters_on_meta, take_from_first_rank
@@ -224,15 +226,20 @@ class ShardedStrategy(ParallelStrategy):
         return state
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer by the names of its parameters, as DTensors of this rank's shards.
+        """Return the state of an optimizer by the names of its parameters, as DTensors of this rank's shards."""
+        return named_state(optimizer, self.module)
 
-        It has the shape that torch.distributed.checkpoint saves and loads, and is filled with zeros where the
-        optimizer has not stepped yet.
-        """
+    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the same with empty tensors; where the optimizer has no state yet, those that a step would make."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        state: dict[str, Any] = get_optimizer_state_dict(self.module, optimizer)
-        return state
+        kept = optimizer.state
+        optimizer.state = defaultdict(dict)  # which torch fills by a step that changes nothing else
+        try:
+            template: dict[str, Any] = get_optimizer_state_dict(self.module, optimizer)
+        finally:
+            optimizer.state = kept
+        return {**template, "state": OptionalTensors(template["state"])}
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrat.builtin.checkpoint.place import on_this_machine
 from dstrat.data.random_state import RandomState
 from dstrat.training.callbacks.defaults import with_callbacks_of
-from dstrat.training.checkpoint import restore_checkpoint
 from dstrat.training.checkpoint_path import resolve_checkpoint
 from dstrat.training.dispatch import Dispatch, overrides
 from dstrat.training.fit_anomalies import watched_fit
@@ -19,6 +18,7 @@ from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule
 from dstrat.training.numerics import numerics
 from dstrat.training.outcome import Outcome
+from dstrat.training.restoring import Restoration
 
 _log = logging.getLogger(__name__)
 
@@ -55,9 +55,7 @@ def _work(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: As
     """Prepare and do the stage's work, and free what it took."""
     work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[trainer.stage]
     try:
-        _prepare(trainer, module, sources)
-        if (path := resolve_checkpoint(trainer, ckpt_path)) is not None:
-            restore_checkpoint(trainer, path)
+        _prepare(trainer, module, sources, ckpt_path)
         result = work(trainer, module, sources)
         trainer.strategy.barrier("end")  # what a rank prints after its run is not to land in the bar of rank 0
     except Interrupted as exception:
@@ -101,7 +99,7 @@ def _end(trainer: Trainer) -> None:
     trainer.is_running = False
 
 
-def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+def _prepare(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: Asked) -> None:
     strategy = trainer.strategy
     strategy.setup_environment()
     if strategy.local_rank == 0:
@@ -116,8 +114,12 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
         module.configure_model()
     if trainer.sync_batchnorm and trainer.is_fitting:
         strategy.synchronize_batchnorm()
+    path = resolve_checkpoint(trainer, ckpt_path)
+    restoration = None if path is None else Restoration(trainer, path)
     strategy.setup(trainer)
     log_hyperparameters(trainer)
+    if restoration is not None:
+        restoration.finish()
 
 
 def _fit(trainer: Trainer, module: TrainModule, sources: Sources) -> None:

@@ -39,7 +39,7 @@ def optimizer(model):
 
 @pytest.fixture
 def path(tmp_path, model):
-    values = {"epoch": 2, "global_step": 30, "strategy": "ddp", "lr": 0.5}
+    values = {"epoch": 2, "global_step": 30, "saved_with": "ddp", "lr": 0.5}
     checkpoint = {**values, "state_dict": model.state_dict(), "per_rank": {"seed": 1}}
     PortableCheckpointIO().save_checkpoint(checkpoint, tmp_path / "a")
     return tmp_path / "a"
@@ -110,7 +110,7 @@ def test_verify_names_everything_that_is_wrong(path, invoke):
 
 
 def test_diff_finds_none_between_equal_checkpoints(path, invoke, tmp_path, model):
-    checkpoint = {"epoch": 2, "global_step": 30, "strategy": "ddp", "state_dict": model.state_dict(), "lr": 0.5}
+    checkpoint = {"epoch": 2, "global_step": 30, "saved_with": "ddp", "state_dict": model.state_dict(), "lr": 0.5}
     PortableCheckpointIO().save_checkpoint(checkpoint, tmp_path / "b")
     assert invoke("diff", path, tmp_path / "b") == (0, "both hold the same values and tensors\n")
 
@@ -193,7 +193,7 @@ def test_a_lightning_checkpoint_is_converted(tmp_path, invoke, model, optimizer)
     torch.save(lightning(model, optimizer), tmp_path / "l.ckpt")
     code, output = invoke("convert", tmp_path / "l.ckpt", tmp_path / "c")
     assert code == 0
-    assert "9 weights, epoch 3, step 40, 1 optimizer, 1 schedulers" in output
+    assert "9 weights, epoch 3, step 40, 1 optimizer, 1 scheduler\n" in output
     assert "left out: 'callbacks' (Lightning's own)" in output
     converted = PortableCheckpointIO().load_checkpoint(tmp_path / "c")
     assert (converted["epoch"], converted["global_step"], converted["hyper_parameters"]) == (3, 40, {"lr": 0.1})
@@ -204,14 +204,15 @@ def test_a_lightning_checkpoint_is_converted(tmp_path, invoke, model, optimizer)
         assert torch.equal(state["state"][name]["exp_avg"], optimizer.state[parameter]["exp_avg"])
 
 
-def test_an_optimizer_whose_parameters_are_not_certain_is_left_out_and_said(tmp_path, invoke, model):
+def test_an_optimizer_whose_parameters_are_not_certain_goes_by_their_order(tmp_path, invoke, model):
     optimizer = torch.optim.AdamW(model[2].parameters())
     model(torch.randn(5, 4)).sum().backward()
     optimizer.step()
     torch.save(lightning(model, optimizer), tmp_path / "l.ckpt")
     _, output = invoke("convert", tmp_path / "l.ckpt", tmp_path / "c")
-    assert "left out: optimizers (it is not certain which state belongs to which parameter)" in output
-    assert "optimizers" not in PortableCheckpointIO().load_checkpoint(tmp_path / "c")
+    assert "1 optimizer (which must be made of the same parameters in the same order again)" in output
+    (state,) = PortableCheckpointIO().load_checkpoint(tmp_path / "c")["optimizer_states"]
+    assert state["param_groups"][0]["params"] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_sizes_are_readable(size, text):
 
 def test_all_of_them_take_urls(invoke, model, tmp_path):
     url = f"memory://commands/{tmp_path.name}"
-    PortableCheckpointIO().save_checkpoint({"state_dict": model.state_dict(), "strategy": "ddp"}, f"{url}/a")
+    PortableCheckpointIO().save_checkpoint({"state_dict": model.state_dict(), "saved_with": "ddp"}, f"{url}/a")
     assert "saved by    ddp on 1 rank\n" in invoke("inspect", f"{url}/last")[1]
     assert invoke("verify", f"{url}/a")[0] == 0
     assert invoke("diff", f"{url}/a", f"{url}/a") == (0, "both hold the same values and tensors\n")

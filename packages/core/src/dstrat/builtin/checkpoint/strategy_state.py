@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import CheckpointError
@@ -14,9 +15,15 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
 
 
+_SHARDED = ("state_dict", "optimizers")
+"""Where a checkpoint has tensors that may be sharded."""
+
+_log = logging.getLogger(__name__)
+
+
 def module_entries(strategy: Strategy) -> dict[str, Any]:
     """Return the module's state as a checkpoint has it; collective."""
-    is_sharded = strategy.checkpoint_io.is_collective and not strategy.replicates_state
+    is_sharded = _shards(strategy, strategy.checkpoint_io)
     state = strategy.sharded_module_state() if is_sharded else strategy.module_state_dict()
     if not strategy.is_global_zero:  # buffers, which may differ, are those of global rank 0
         buffers = {name for name, _ in strategy.module.named_buffers(remove_duplicate=False)}
@@ -49,16 +56,46 @@ def read_checkpoint(strategy: Strategy, io: CheckpointIO, path: str | Path, *, h
         path: Of the checkpoint.
         has_optimizers: Whether the state of the optimizers is going to be loaded too.
     """
-    if io.is_collective and not strategy.replicates_state:
-        template: dict[str, Any] = {"state_dict": strategy.sharded_module_state()}
-        if has_optimizers:
-            template["optimizers"] = [strategy.sharded_optimizer_state(optimizer) for optimizer in strategy.optimizers]
-        return io.load_into(path, template)
-    checkpoint = io.load_checkpoint(path)
+    return load_module(strategy, io, path, read_values(strategy, io, path), has_optimizers=has_optimizers)
+
+
+def read_values(strategy: Strategy, io: CheckpointIO, path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint before the strategy has set up the module; one that is to be sharded without what will be.
+
+    Raises:
+        CheckpointError: It cannot be read, or is none of a training.
+    """
+    checkpoint = io.load_into(path, dict.fromkeys(_SHARDED)) if _shards(strategy, io) else io.load_checkpoint(path)
     if "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} has no 'state_dict': it is not a checkpoint of a training")
-    strategy.load_module_state_dict(checkpoint["state_dict"])
     return checkpoint
+
+
+def load_module(
+    strategy: Strategy, io: CheckpointIO, path: str | Path, values: Mapping[str, Any], *, has_optimizers: bool
+) -> dict[str, Any]:
+    """Load the module's state, and return the checkpoint with all that :func:`restore_optimization` needs; collective.
+
+    Args:
+        strategy: Has set up the module.
+        io: Reads the checkpoint.
+        path: Of the checkpoint.
+        values: What :func:`read_values` returned.
+        has_optimizers: Whether the state of the optimizers is going to be loaded too.
+    """
+    if not _shards(strategy, io):
+        strategy.load_module_state_dict(values["state_dict"])
+        return dict(values)
+    template: dict[str, Any] = {**dict.fromkeys(values), "state_dict": strategy.sharded_module_state()}
+    if has_optimizers and "optimizers" in values:
+        check_same_number("optimizers", strategy.optimizers, values["optimizers"], path)
+        template["optimizers"] = [strategy.optimizer_template(optimizer) for optimizer in strategy.optimizers]
+    filled = io.load_into(path, template)
+    return {**values, **{key: filled[key] for key in _SHARDED if key in filled}}
+
+
+def _shards(strategy: Strategy, io: CheckpointIO) -> bool:
+    return io.is_collective and not strategy.replicates_state
 
 
 def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path: str | Path) -> None:
@@ -79,6 +116,9 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
     strategy.precision_plugin.load_state_dict(checkpoint["precision"])
     if is_of_same_strategy(strategy, checkpoint):
         strategy.load_state_dict(checkpoint["strategy"]["state"])
+    elif checkpoint.get("strategy", {}).get("state") and strategy.is_global_zero:
+        saved, own = checkpoint["strategy"]["name"], type(strategy).__name__
+        _log.warning("%s has a state of %s, which %s begins without", path, saved, own)
 
 
 def is_of_same_strategy(strategy: Strategy, checkpoint: Mapping[str, Any]) -> bool:

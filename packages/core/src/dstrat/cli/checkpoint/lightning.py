@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dstrat.errors import CheckpointError
+from dstrat.training.loops.position import Position
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _VERSION_KEY = "pytorch-lightning_version"
 _CHECKPOINT_VERSION = 2
 _KEPT = ("hyper_parameters", "hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_name")
+_SCALER_KEY = "MixedPrecision"
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -25,7 +27,7 @@ class Conversion:
     """A converted checkpoint.
 
     Attributes:
-        checkpoint: Under our keys.
+        checkpoint: Under our keys; a fit can go on from it where the source has optimizers.
         taken: What was taken over, for people.
         left_out: What was not, and why.
     """
@@ -52,33 +54,69 @@ def converted(source: Mapping[str, Any], path: Place) -> Conversion:
         "state_dict": weights,
     }
     taken = [f"{len(weights)} weights", f"epoch {checkpoint['epoch']}, step {checkpoint['global_step']}"]
-    left_out: list[str] = []
-    _take_optimizers(source, weights, checkpoint, taken, left_out)
+    if source.get("optimizer_states"):
+        checkpoint |= _training(source, weights)
+        taken += _numbers_of(checkpoint)
     for key in _KEPT:
         if key in source:
             checkpoint[key] = source[key]
-    known = {*checkpoint, *_KEPT, _VERSION_KEY, "optimizer_states"}
-    left_out += [f"{key!r} (Lightning's own)" for key in source if key not in known and source[key]]
+    known = {"epoch", "global_step", "state_dict", _VERSION_KEY, *_KEPT}
+    if "loops" in checkpoint:
+        known |= {"loops", "optimizer_states", "lr_schedulers", _SCALER_KEY}
+    left_out = [f"{key!r} (Lightning's own)" for key in source if key not in known and source[key]]
     return Conversion(checkpoint=checkpoint, taken=taken, left_out=left_out)
 
 
-def _take_optimizers(
-    source: Mapping[str, Any],
-    weights: Mapping[str, Any],
-    checkpoint: dict[str, Any],
-    taken: list[str],
-    left_out: list[str],
-) -> None:
-    states = source.get("optimizer_states", [])
+def _training(source: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a fit needs to go on."""
+    return {
+        **_optimizers(source["optimizer_states"], weights),
+        "lr_schedulers": source.get("lr_schedulers", []),
+        "precision": source.get(_SCALER_KEY, {}),
+        "loops": _counters(source),
+        "metrics": {"values": {}, "shown": [], "written": []},
+    }
+
+
+def _optimizers(states: list[Mapping[str, Any]], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states by names, or by numbers where it is not certain which name has which number."""
     named = [_by_name(state, weights) for state in states]
-    if states and all(state is not None for state in named):
-        checkpoint["optimizers"] = named
-        taken.append(f"{len(named)} optimizer{'s' * (len(named) > 1)}")
-        if "lr_schedulers" in source:
-            checkpoint["lr_schedulers"] = source["lr_schedulers"]
-            taken.append(f"{len(source['lr_schedulers'])} schedulers")
-    elif states:
-        left_out.append("optimizers (it is not certain which state belongs to which parameter), and schedulers")
+    return {"optimizer_states": list(states)} if None in named else {"optimizers": named}
+
+
+def _counters(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the fit is: at the beginning of an epoch, as Lightning does not say which data it has read."""
+    loop = source.get("loops", {}).get("fit_loop", {})
+    batches = loop.get("epoch_loop.batch_progress", {})
+    step = source.get("global_step", 0)
+    return {
+        **Position().state_dict(),
+        "epochs_done": _epochs_done(source, loop, batches),
+        "global_step": step,
+        "steps_before": step,
+        "batches_seen": batches.get("total", {}).get("processed", step),
+        "loader_length": None,
+    }
+
+
+def _epochs_done(source: Mapping[str, Any], loop: Mapping[str, Any], batches: Mapping[str, Any]) -> int:
+    """Return how many epochs are done; one that was left in the middle is not."""
+    epochs: Mapping[str, int] | None = loop.get("epoch_progress", {}).get("current")
+    if epochs is None:
+        return int(source.get("epoch", 0))  # before 1.6 it was the number of the next
+    is_at_its_end = epochs["started"] > epochs["processed"] and batches.get("is_last_batch", False)
+    return epochs["processed"] + is_at_its_end
+
+
+def _numbers_of(checkpoint: Mapping[str, Any]) -> list[str]:
+    is_named = "optimizers" in checkpoint
+    optimizers, schedulers = checkpoint["optimizers" if is_named else "optimizer_states"], checkpoint["lr_schedulers"]
+    order = "" if is_named else " (which must be made of the same parameters in the same order again)"
+    return [_counted(optimizers, "optimizer") + order, _counted(schedulers, "scheduler")]
+
+
+def _counted(things: list[Any], name: str) -> str:
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
 
 
 def _by_name(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -133,7 +133,7 @@ def test_no_pickle_is_written(io, tmp_path):
 
 
 def test_the_manifest_says_what_wrote_it(tmp_path):
-    PortableCheckpointIO().save_checkpoint({"strategy": "ddp"}, tmp_path / "c")
+    PortableCheckpointIO().save_checkpoint({"saved_with": "ddp"}, tmp_path / "c")
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())["manifest"]
     assert (manifest["strategy"], manifest["world_size"], manifest["version"]) == ("ddp", 1, 1)
     assert manifest["torch"] == torch.__version__

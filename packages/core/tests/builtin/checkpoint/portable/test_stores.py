@@ -39,7 +39,7 @@ def large(seed=0):
 def content(seed=0):
     return {
         "epoch": seed,
-        "strategy": "ddp",
+        "saved_with": "ddp",
         "state_dict": {"large": large(seed), "small": torch.ones(3)},
         "per_rank": {"seed": seed},
     }

@@ -29,7 +29,7 @@ class PortableCheckpointIO(CheckpointIO):
 
     Saving is collective: every rank calls it with nested values.  A plain tensor is the same on every rank and is
     written by one of them; a ``DTensor`` is written by the ranks that hold its shards; other values are rank 0's; what
-    is under the key ``"per_rank"`` each rank keeps for itself; a text under ``"strategy"`` is in the manifest too.
+    is under the key ``"per_rank"`` each rank keeps for itself; a text under ``"saved_with"`` is in the manifest too.
     Loading is not collective.  A path may be a URL of a store that fsspec reaches, such as ``s3://bucket/folder``.  The
     format is described in ``docs/checkpoint-format.md``.
 

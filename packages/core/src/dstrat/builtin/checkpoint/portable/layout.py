@@ -15,7 +15,7 @@ LAST = "last"
 
 PER_RANK = "per_rank"
 """The key of a checkpoint under which each rank keeps what is only its own."""
-STRATEGY = "strategy"
+SAVED_WITH = "saved_with"
 """The key under which a checkpoint names the strategy that it was saved with; the manifest names it too."""
 
 MEBIBYTE = 1024 * 1024

@@ -13,7 +13,7 @@ import torch
 from dstrat.builtin.checkpoint.portable.checksum import block_checksums
 from dstrat.builtin.checkpoint.portable.encoding import Encoded, encode
 from dstrat.builtin.checkpoint.portable.index import Piece, TensorEntry, index_from_json, index_to_json
-from dstrat.builtin.checkpoint.portable.layout import INDEX, LARGEST_JSON, PER_RANK, STATE, STRATEGY, rank_file
+from dstrat.builtin.checkpoint.portable.layout import INDEX, LARGEST_JSON, PER_RANK, SAVED_WITH, STATE, rank_file
 from dstrat.builtin.checkpoint.portable.manifest import FileRecord, Manifest
 from dstrat.builtin.checkpoint.portable.marks import joined
 from dstrat.builtin.checkpoint.portable.planning import plan
@@ -71,7 +71,7 @@ def prepare(checkpoint: Mapping[str, Any], ranks: Ranks) -> Prepared:
         own=own_state,
         shard=arrange(decided.payloads),
         entries=decided.entries,
-        strategy=strategy if isinstance(strategy := checkpoint.get(STRATEGY), str) else "",
+        strategy=strategy if isinstance(strategy := checkpoint.get(SAVED_WITH), str) else "",
         ranks=ranks,
     )
 
