@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.training.metrics.batch_size import size_of
-from dstrat.training.metrics.entry import Entry, NumberEntry
 from dstrat.training.metrics.metric_entry import MetricEntry, is_metric
+from dstrat.training.metrics.number_entry import NumberEntry
 from dstrat.training.metrics.options import Options, changed
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from dstrat.training.metrics.entry import Entry
     from dstrat.training.module.train_module import TrainModule
 
 _ADD_DATALOADER_IDX = Options._fields.index("add_dataloader_idx")

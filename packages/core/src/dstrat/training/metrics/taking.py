@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dstrat.training.metrics.entry import Entry, NumberEntry
+from dstrat.training.metrics.entry import Entry
 from dstrat.training.metrics.logged import entry_of
 from dstrat.training.metrics.metric_entry import MetricEntry
+from dstrat.training.metrics.number_entry import NumberEntry
 from dstrat.training.metrics.reduction import Statement, exchange_epoch, exchange_steps
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dstrat.errors import MisuseError
-from dstrat.training.metrics.entry import NumberEntry
+from dstrat.training.metrics.number_entry import NumberEntry
 from dstrat.training.metrics.options import Options
 
 

@@ -1,0 +1,234 @@
+"""One name whose values are numbers: the value of the latest step, and the total over the epoch."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dstrat.errors import MisuseError
+from dstrat.training.metrics.entry import Entry
+from dstrat.training.metrics.reduction import Share
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dstrat.training.metrics.options import Options
+
+
+class NumberEntry(Entry):
+    """A name whose values are numbers or tensors with one element.
+
+    Numbers and tensors in host memory are added up in double precision at once.  Those on another device stay there,
+    in a total of their own.
+
+    Args:
+        name: As the user logs it.
+        options: As they were given.
+        in_step: Whether it is logged in steps, or around them.
+        training: Whether it is logged while training.
+        has_peers: Whether there are other processes to reduce over.
+
+    Attributes:
+        weighs: Whether the weight of a value matters.
+        weight: Sum of the weights of the epoch's values.
+        sync_step: Whether the value of a step is reduced over all processes.
+        sync_epoch: Whether that over the epoch is.
+        reduced: The latest value of a step that was reduced; None before the first.
+    """
+
+    __slots__ = (
+        "_device_total",
+        "_last_weight",
+        "_total",
+        "_version",
+        "adds",
+        "reduced",
+        "reduction",
+        "sync_epoch",
+        "sync_step",
+        "weighs",
+        "weight",
+    )
+
+    def __init__(self, name: str, options: Options, *, in_step: bool, training: bool, has_peers: bool = True) -> None:
+        super().__init__(name, options, in_step=in_step, training=training)
+        self.reduction = options.reduction(name)
+        self.adds = self.reduction in ("mean", "sum")
+        sync = False if options.rank_zero_only else options.sync_dist
+        self.sync_step = self.on_step and sync is True and has_peers
+        self.sync_epoch = self.on_epoch and sync is not False
+        if sync and self.on_step and not training:
+            raise MisuseError(
+                f"log({name!r}, on_step=True, sync_dist=True) works in training only: in evaluation the processes may "
+                "have different numbers of steps; set on_step=False"
+            )
+        self.weighs = self.reduction == "mean" and (self.on_epoch or self.sync_step)
+        self.reduced: float | None = None
+        self._version = 0
+        self._last_weight = 1.0
+        self._reset()
+
+    def start_epoch(self) -> None:
+        super().start_epoch()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._total: float | None = None
+        self._device_total: Tensor | None = None
+        self.weight = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "latest": self.own_latest,
+            "last_weight": self._last_weight,
+            "total": self._total,
+            "device_total": self._device_total,
+            "weight": self.weight,
+            "reduced": self.reduced,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._version = _version_of(self.latest) if isinstance(self.latest, Tensor) else 0
+        self._last_weight, self.reduced = state["last_weight"], state["reduced"]
+        self._total, self._device_total, self.weight = state["total"], state["device_total"], state["weight"]
+
+    def take(self, value: Any, weight: float) -> None:
+        """Take a value of a batch with its weight in the mean."""
+        self.is_fresh = self.was_logged = True
+        if isinstance(value, Tensor):
+            if not value.is_cpu:
+                self._take_on_device(value, weight)
+                return
+            try:
+                value = value.item()
+            except RuntimeError:
+                raise _not_one_number(self.name, value) from None
+        elif type(value) is not float:
+            value = _number(self.name, value)
+        self.latest, self._last_weight = value, weight
+        if self.on_epoch:
+            self.weight += weight
+            if self._total is None:
+                self._total = value * weight if self.adds else value
+            elif self.adds:
+                self._total += value * weight
+            else:
+                self._total = _extreme(self.reduction, self._total, value)
+
+    def _take_on_device(self, value: Tensor, weight: float) -> None:
+        if value.numel() != 1:
+            raise _not_one_number(self.name, value)
+        value = value.detach()
+        if value.dim():
+            value = value.reshape(())
+        self._version = _version_of(value)
+        self.latest, self._last_weight = value, weight
+        if self.on_epoch:
+            self.weight += weight
+            self._device_total = self._added_on_device(value, weight)
+
+    def _added_on_device(self, value: Tensor, weight: float) -> Tensor:
+        total = self._device_total
+        if total is None:
+            # Later values may come outside of inference mode, where a tensor made in it cannot be changed.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                dtype = torch.float32 if value.device.type == "mps" else torch.float64
+                total = torch.zeros((), dtype=dtype, device=value.device)
+                if not self.adds:
+                    return total.copy_(value)
+        elif total.device != value.device:
+            if total.is_cpu:  # as a checkpoint brought it
+                total = total.to(value.device)
+            else:
+                value = value.to(total.device)
+        if self.adds:
+            return total.add_(value, alpha=weight)
+        return torch.maximum(total, value) if self.reduction == "max" else torch.minimum(total, value)
+
+    @property
+    def step_value(self) -> Tensor | float | None:
+        return self.reduced if self.sync_step else self.own_latest
+
+    @property
+    def shown_value(self) -> Tensor | float:
+        return self.own_latest if self.reduced is None else self.reduced
+
+    @property
+    def own_latest(self) -> Tensor | float:
+        """The value of the latest step in this process.
+
+        Raises:
+            MisuseError: It was changed since it was logged.
+        """
+        if isinstance(self.latest, Tensor) and _version_of(self.latest) != self._version:
+            raise MisuseError(
+                f"the tensor that was logged as {self.name!r} has been changed in place since: log a copy, x.clone()"
+            )
+        return self.latest
+
+    @property
+    def resolved(self) -> Options:
+        return super().resolved._replace(reduce_fx=self.reduction, sync_dist=self.options.sync_dist)
+
+    @property
+    def step_share(self) -> Share:
+        """What this process adds to the reduced value of the latest step."""
+        total = self.own_latest * self._last_weight if self.adds else self.own_latest
+        return self._share(self.step_name, total, self._last_weight)
+
+    @property
+    def epoch_share(self) -> Share:
+        """What this process adds to the reduced value over the epoch."""
+        return self._share(self.epoch_name, self._whole_total, self.weight)
+
+    @property
+    def own_epoch_value(self) -> Tensor | float:
+        """The value over the epoch in this process."""
+        if self.reduction != "mean":
+            return self._whole_total
+        return self._whole_total / self.weight if self.weight else math.nan
+
+    def _share(self, name: str, total: Tensor | float, weight: float) -> Share:
+        return Share(name, self.reduction, total, weight, self.options.sync_dist_group)
+
+    @property
+    def _whole_total(self) -> Tensor | float:
+        total, on_device = self._total, self._device_total
+        if on_device is None:
+            assert total is not None  # noqa: S101 - asked only of what was logged
+            return total
+        if total is None:
+            return on_device
+        if self.adds:
+            return on_device + total
+        return on_device.clamp(min=total) if self.reduction == "max" else on_device.clamp(max=total)
+
+
+def _extreme(reduction: str, one: float, other: float) -> float:
+    if math.isnan(one) or math.isnan(other):
+        return math.nan
+    return max(one, other) if reduction == "max" else min(one, other)
+
+
+def _version_of(value: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for one of inference mode, which does not count."""
+    return 0 if value.is_inference() else value._version  # noqa: SLF001 - torch documents it under this name
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Real):
+        return float(value)
+    raise MisuseError(
+        f"log({name!r}) got a {type(value).__name__}; log a number, a tensor with one element, or a torchmetrics Metric"
+        + (" (and several with log_dict)" if hasattr(value, "items") else "")
+    )
+
+
+def _not_one_number(name: str, value: Tensor) -> MisuseError:
+    return MisuseError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}; log one number")
