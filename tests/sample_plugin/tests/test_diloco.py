@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
+import dstrat
 import pytest
 import torch
 from dstrat import Callback, Trainer, TrainModule
@@ -223,6 +225,24 @@ def test_the_weights_of_a_checkpoint_are_the_mean(tmp_path):
                 assert torch.allclose(weights(saved), mean)
 
     fit(Plain(), Compares(tmp_path / "saved", 5, "on_train_batch_end"))
+
+
+def train_by_hand(loop):
+    module = Plain()
+    loop.setup(module, lambda module: module.configure_optimizers())
+    for batch in itertools.islice(loop.training_loader(DataLoader(TensorDataset(numbers()), BATCH)), 2 * ROUND):
+        loop.backward(loop.compute(module.loss, batch))
+        loop.step()
+    return weights(module)
+
+
+def test_in_a_hand_written_loop_it_trains_as_in_the_trainer():
+    strategy = dstrat.build(
+        strategy=DiLoCoStrategy(inner_steps=ROUND, start_method="fork"), accelerator="cpu", devices=2
+    )
+    module = Plain()
+    fit(module, steps=2 * ROUND)
+    assert torch.equal(dstrat.OwnLoop(strategy).launch(train_by_hand), weights(module))
 
 
 @pytest.mark.parametrize(
