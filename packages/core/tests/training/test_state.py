@@ -1,0 +1,120 @@
+"""What modules and callbacks can ask the Trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dstrat import Callback, ModelCheckpoint, SingleDeviceStrategy
+from dstrat.errors import MisuseError
+
+STAGES = ("training", "validating", "testing", "predicting", "sanity_checking", "is_fitting")
+
+
+class Asking(Callback):
+    """Notes what the Trainer says in each stage."""
+
+    def __init__(self):
+        self.said = {}
+
+    def note(self, stage, trainer):
+        loaders = {name: len(getattr(trainer, f"{name}_dataloaders")) for name in ("val", "test", "predict")}
+        self.said[stage] = {name for name in STAGES if getattr(trainer, name)}, trainer.num_val_batches, loaders
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.note("train", trainer)
+        self.said["last batches"] = [*self.said.get("last batches", []), trainer.is_last_batch]
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        self.note("sanity check" if trainer.sanity_checking else trainer.stage, trainer)
+
+    def on_test_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        self.note("test", trainer)
+
+    def on_predict_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        self.note("predict", trainer)
+
+
+def test_each_stage_is_known_with_its_loaders(quiet_trainer, line_class, loader):
+    class Several(line_class):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            pass
+
+    asking, module = Asking(), Several()
+    trainer = quiet_trainer(callbacks=asking, max_epochs=1, val_check_interval=3)
+    trainer.fit(module, loader(), [loader(), loader(16)])
+    assert trainer.num_training_batches == 6
+    assert trainer.train_dataloader.batch_size == 8
+    trainer.validate(module, loader())
+    trainer.test(module, loader())
+    trainer.predict(module, loader())
+    none = {"val": 0, "test": 0, "predict": 0}
+    assert asking.said == {
+        "sanity check": ({"sanity_checking", "is_fitting"}, [2, 2], none | {"val": 2}),
+        "train": ({"training", "is_fitting"}, [6, 3], none | {"val": 2}),
+        "fit": ({"validating", "is_fitting"}, [6, 3], none | {"val": 2}),
+        "validate": ({"validating"}, [6], none | {"val": 1}),
+        "test": ({"testing"}, [], none | {"test": 1}),
+        "predict": ({"predicting"}, [], none | {"predict": 1}),
+        "last batches": [False] * 5 + [True],
+    }
+
+
+def test_the_parts_of_the_run_are_known(quiet_trainer, line_class, loader):
+    class Knowing(line_class):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+        def on_train_start(self):
+            trainer = self.trainer
+            self.known = trainer.optimizers, trainer.lr_scheduler_configs, trainer.model, trainer.num_devices
+
+    module, checkpoint = Knowing(), ModelCheckpoint(monitor="val_loss")
+    trainer = quiet_trainer(callbacks=checkpoint, max_epochs=1)
+    trainer.fit(module, loader(), loader())
+    [optimizer], [config], model, num_devices = module.known
+    assert (type(optimizer), type(config.scheduler)) == (torch.optim.SGD, torch.optim.lr_scheduler.StepLR)
+    assert model is module
+    assert num_devices == 1
+    assert trainer.checkpoint_callback is checkpoint
+    assert trainer.checkpoint_callbacks == [checkpoint]
+    assert trainer.logger is None
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
+    assert trainer.is_global_zero
+
+
+def test_the_number_of_steps_is_known_only_in_a_run(quiet_trainer):
+    with pytest.raises(MisuseError, match="estimated_stepping_batches is known during a fit"):
+        _ = quiet_trainer().estimated_stepping_batches
+
+
+def test_something_is_printed_once_for_the_job(quiet_trainer, line_class, loader, averaging, capfd):
+    class Printing(line_class):
+        def on_train_start(self):
+            self.trainer.print("so many ranks:", self.trainer.world_size, end="!\n", flush=True)
+
+    quiet_trainer(strategy=averaging(), devices=2, max_epochs=1).fit(Printing(), loader())
+    assert capfd.readouterr().out == "so many ranks: 2!\n"
+
+
+def test_a_module_can_leave_its_gradients_unsynchronised(quiet_trainer, line_class, loader):
+    entered = []
+
+    class Noting(SingleDeviceStrategy):
+        def no_backward_sync(self):
+            entered.append(self.module.batch)
+            return super().no_backward_sync()
+
+    class ByHand(line_class):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.batch = batch_idx
+            optimizer = self.optimizers()
+            with self.no_backward_sync(enabled=batch_idx == 1), optimizer.toggle_model(sync_grad=batch_idx != 2):
+                self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    quiet_trainer(strategy=Noting(), max_epochs=1).fit(ByHand(), loader())
+    assert entered == [1, 2]
