@@ -36,6 +36,11 @@ class CheckpointIO(ABC):
 
     is_collective: bool = False
 
+    @classmethod
+    def recognizes(cls, path: str | Path) -> bool:  # noqa: ARG003 - most read only what they have written
+        """Return whether a path has a checkpoint of another program, which :meth:`load_checkpoint` converts to ours."""
+        return False
+
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write the checkpoint.

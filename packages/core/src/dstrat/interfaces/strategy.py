@@ -392,9 +392,9 @@ class Strategy(ABC):
         return named_state(optimizer, self.module)
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what the optimizer's state of a checkpoint is loaded into, each tensor as far as this process holds it.
+        """Return the tensors that a checkpoint of the optimizer is loaded into, as far as this process holds them.
 
-        :meth:`load_sharded_optimizer_state` is called with it after that.
+        :meth:`load_sharded_optimizer_state` is called after that.
         """
         return self.sharded_optimizer_state(optimizer)
 

@@ -1,4 +1,4 @@
-"""``dstrat checkpoint convert``: a Lightning checkpoint as one of ours."""
+"""``dstrat checkpoint convert``: a checkpoint of another program as one of ours."""
 
 from __future__ import annotations
 
@@ -18,19 +18,24 @@ if TYPE_CHECKING:
 @click.argument("output", type=PLACE)
 @json_option
 def convert(path: Place, output: Place, as_json: bool) -> None:
-    """Convert a .ckpt file of PyTorch Lightning.
+    """Convert a .ckpt file of PyTorch Lightning, or what an installed plugin can read.
 
     Weights, the states of optimizers by the names of their parameters, schedulers, counters and hyperparameters are
-    taken over.  The file is read without running code from it.
+    taken over.  Files are read without running code from them.
     """
     from rich.console import Console
 
     from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
     from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
     from dstrat.cli.checkpoint.lightning import converted
+    from dstrat.cli.checkpoint.readers import as_conversion, reader_of
 
     with Console(stderr=True).status("reading ..."):  # shown in terminals only
-        conversion = converted(TorchCheckpointIO().load_checkpoint(str(path)), path)
+        reader = reader_of(str(path))
+        if reader is None:
+            conversion = converted(TorchCheckpointIO().load_checkpoint(str(path)), path)
+        else:
+            conversion = as_conversion(reader.load_checkpoint(str(path)))
     with Console(stderr=True).status("writing ..."):
         PortableCheckpointIO().save_checkpoint(conversion.checkpoint, str(output))
     if as_json:

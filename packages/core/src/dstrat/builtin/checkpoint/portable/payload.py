@@ -55,4 +55,5 @@ class Payload:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as a flat tensor of uint8."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
