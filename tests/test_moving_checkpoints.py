@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,6 +40,12 @@ def _fairscale() -> Any:
     return DDPShardedStrategy
 
 
+def _zero(stage: int) -> Any:
+    from dstrat_deepspeed import DeepSpeedStrategy
+
+    return DeepSpeedStrategy(stage=stage, start_method="fork")
+
+
 PLACES = [
     Place("single_device", SingleDeviceStrategy, 1),
     *(Place(f"ddp on {n}", lambda: DDPStrategy(start_method="fork"), n) for n in (1, 2, 3, 4)),
@@ -46,6 +53,11 @@ PLACES = [
     Place("fsdp, two replicas", lambda: FSDPStrategy(start_method="fork", device_mesh=(2, 2)), 4),
     Place("model_parallel", lambda: ModelParallelStrategy(start_method="fork", tensor_parallel_size=2), 4, shares=2),
     *([Place("ddp_sharded", lambda: _fairscale()(start_method="fork"), 2)] if find_spec("fairscale") else []),
+    *(
+        Place(f"deepspeed, stage {stage} on {n}", partial(_zero, stage), n)
+        for stage, n in ((0, 2), (1, 3), (2, 2), (3, 3))
+        if find_spec("deepspeed")
+    ),
 ]
 NAMES = [place.name for place in PLACES]
 

@@ -40,5 +40,11 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @hookimpl
 def dstrat_components() -> list[Component]:
     """Return the aliases of the family."""
+    files = Component(
+        kind="checkpoint_io",
+        alias="deepspeed",
+        target="dstrat_deepspeed.native:DeepSpeedCheckpointIO",
+        summary="reads what DeepSpeed itself has saved",
+    )
     variants = [_DEEPSPEED.variant(alias, text, **options) for alias, (text, options) in _VARIANTS.items()]
-    return [_DEEPSPEED, *variants]
+    return [_DEEPSPEED, *variants, files]
