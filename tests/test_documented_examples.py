@@ -1,10 +1,7 @@
-"""The programs of the documents that the project started from, with our import names, and those of our own guide."""
+"""The programs of the documents that the project started from, with our import names."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,28 +107,3 @@ def test_a_custom_ddp_strategy_wraps_and_sets_up_in_its_own_way() -> None:
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, callbacks=Check(), **QUIET)
     trainer.fit(Net())
     assert trainer.global_step == 2
-
-
-def _blocks(document: str) -> list[str]:
-    text = (Path(__file__).parents[1] / "docs" / document).read_text()
-    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def test_the_first_program_of_the_guide_runs_on_two_processes(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(_blocks("trainer.md")[0])
-    run = [sys.executable, "-W", "error", str(program)]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("val_loss") == 1  # printed once for the job
-    assert "{'width': 32, 'lr': 0.01}" in done.stdout
-
-
-def test_the_other_programs_of_the_guide_run_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("torchmetrics")
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "guide"}
-    for number, block in enumerate(_blocks("trainer.md")):
-        exec(compile(block, f"trainer.md, program {number}", "exec"), names)

@@ -1,0 +1,253 @@
+"""The guides in docs: their programs run, their commands work, and the messages that they explain exist."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import dstrat.errors
+from dstrat import StrategyRegistry
+from dstrat.errors import DstratError
+from dstrat.plugins.catalog import get_catalog
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+_FENCE = re.compile(r"^```(?P<kind>\w*) ?(?P<rest>.*)\n(?P<text>(?:.*\n)*?)^```$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    kind: str
+    title: str
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    found = _FENCE.finditer((DOCS / page).read_text())
+    return [Block(block["kind"], block["rest"].removeprefix("title=").strip('"'), block["text"]) for block in found]
+
+
+def programs(page: str) -> list[str]:
+    return [block.text for block in blocks(page) if block.kind == "python" and not block.title]
+
+
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+PACKAGE = ("publish.md", "testing.md")
+"""Pages whose blocks with a title are together the files of a package."""
+
+
+def test_every_block_of_the_guides_is_of_a_kind_that_is_tested() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.kind in {"python", "toml", "console", "text", ""}, (page, block)
+            if block.title or block.kind in {"toml", "console"}:
+                assert page in PACKAGE, (page, block)
+
+
+# Programs
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Remove what a guide registers."""
+    before = set(StrategyRegistry.available_strategies())
+    yield
+    for alias in set(StrategyRegistry.available_strategies()) - before:
+        StrategyRegistry.remove(alias)
+
+
+def run(*command: str, cwd: Path, **environ: str) -> str:
+    env = {**os.environ, **environ}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("page", "printed"), [("trainer.md", "'width': 32, 'lr': 0.01"), ("own-loop.md", "epoch 3, step 48")]
+)
+def test_the_first_program_of_a_guide_runs_as_a_script_on_two_processes(
+    page: str, printed: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(programs(page)[0])
+    assert run(sys.executable, "-W", "error", str(program), cwd=tmp_path).count(printed) == 1  # once for the job
+
+
+def test_the_own_loop_of_the_readme_trains_and_saves(tmp_path: Path) -> None:
+    (program,) = (text for text in programs("../README.md") if "OwnLoop" in text)
+    (tmp_path / "program.py").write_text(program)
+    run(sys.executable, "-W", "error", "program.py", cwd=tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("epoch-*")) == ["epoch-1", "epoch-2"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if programs(page)])
+def test_the_programs_of_a_guide_run_one_after_the_other(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: None
+) -> None:
+    if page == "trainer.md":
+        pytest.importorskip("torchmetrics")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "guide", **given(page)}
+    for number, program in enumerate(programs(page)):
+        exec(compile(program, f"{page}, program {number}", "exec"), names)
+
+
+def given(page: str) -> dict[str, Any]:
+    """Return what a page takes for granted."""
+    if page != "checkpoint-format.md":
+        return {}
+    from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+
+    return {
+        "torch": torch,
+        "model": torch.nn.Linear(2, 2),
+        "path": Path("saved"),
+        "PortableCheckpointIO": PortableCheckpointIO,
+    }
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package of the guide, as pip would have installed it."""
+    folder = tmp_path_factory.mktemp("package")
+    for block in (block for page in PACKAGE for block in blocks(page) if block.title):
+        (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
+        (folder / block.title).write_text(block.text)
+    project = (folder / "pyproject.toml").read_text()
+    (point,) = re.findall(r'dstrat\.v1"\]\n(\w+ = ".*")', project)
+    metadata = folder / "acme_signsgd-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-signsgd\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text("[dstrat.v1]\n" + point.replace('"', "") + "\n")
+    return folder
+
+
+def commands() -> list[str]:
+    return [block.text for page in PACKAGE for block in blocks(page) if block.kind == "console"]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_commands_of_a_guide_know_its_package(command: str, package: Path) -> None:
+    prompt, program, *arguments = command.split()
+    assert (prompt, program) == ("$", "dstrat")
+    script = package / "main.py"
+    script.write_text("from dstrat.cli.main import main; main()")
+    printed = run(sys.executable, str(script), *arguments, cwd=package, PYTHONPATH=str(package))
+    assert "acme-signsgd 0.1.0" in printed
+
+
+def test_the_package_of_a_guide_trains(package: Path) -> None:
+    program = (
+        "import dstrat, torch\n"
+        "def train(loop):\n"
+        "    net = torch.nn.Linear(2, 1)\n"
+        "    loop.setup(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.5))\n"
+        "    loop.backward(loop.compute(net, torch.ones(1, 2)).sum())\n"
+        "    before = net.bias.item()\n"
+        "    loop.step()\n"
+        "    return net.bias.item() - before\n"
+        "if __name__ == '__main__':\n"
+        "    import acme_signsgd.strategy\n"
+        "    strategy = acme_signsgd.strategy.SignSGDStrategy(start_method='fork')\n"
+        "    print(dstrat.OwnLoop(dstrat.build(strategy=strategy, accelerator='cpu', devices=2)).launch(train))\n"
+    )
+    (package / "program.py").write_text(program)
+    change = run(sys.executable, "program.py", cwd=package, PYTHONPATH=str(package))
+    assert float(change) == pytest.approx(-0.5)
+
+
+def test_the_package_of_a_guide_passes_standard_tests_of_its_plugin(package: Path) -> None:
+    pytest_of_package = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-k", "TestPlugin")
+    printed = run(*pytest_of_package, cwd=package, PYTHONPATH=str(package))
+    assert " passed" in printed
+
+
+# Messages
+
+
+@cache
+def texts() -> list[re.Pattern[str]]:
+    """Return a pattern for each sentence, or part of one, in the sources; its groups are what is no value."""
+    found = []
+    for path in ROOT.glob("packages/*/src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            own = [part.value if isinstance(part, ast.Constant) and type(part.value) is str else None for part in parts]
+            if sum(len(text) for text in own if text) >= 8 and any(" " in text for text in own if text):
+                found.append(re.compile("".join(".*?" if text is None else f"({re.escape(text)})" for text in own)))
+    return found
+
+
+def share_from_sources(message: str) -> float:
+    """Return which share of a message, without the values that are shown as ..., stands in the sources."""
+    known: set[int] = set()
+    for text in texts():
+        if match := text.search(message):
+            known.update(*(range(*match.span(group)) for group in range(1, text.groups + 1)))
+    return len(known) / len(message.replace("...", ""))
+
+
+def explained() -> list[str]:
+    return [" ".join(block.text.split("\n")).strip() for block in blocks("troubleshooting.md") if block.kind == "text"]
+
+
+@pytest.mark.parametrize("message", explained())
+def test_a_message_that_is_explained_is_one_that_the_code_can_raise(message: str) -> None:
+    assert share_from_sources(message) > 0.4
+
+
+def test_a_message_of_nobody_is_not_taken_for_one_of_the_sources() -> None:
+    assert (
+        share_from_sources("cannot open the module, because its checkpoint is of another kind: buy a larger one") < 0.2
+    )
+
+
+def test_every_class_of_errors_is_explained() -> None:
+    headings = set(re.findall(r"^###? (\w+Error)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE))
+    classes = {name for name, value in vars(dstrat.errors).items() if isinstance(value, type)}
+    assert headings == classes - {DstratError.__name__, "CatalogError"}
+
+
+def test_the_aliases_that_are_recommended_are_installed() -> None:
+    page = (DOCS / "choose.md").read_text()
+    first_table = page.split("## ")[0]
+    recommended = {alias for line in first_table.splitlines() for alias in re.findall("`([a-z0-9_]+)`", line)}
+    assert recommended - {"auto"} <= {name for offer in get_catalog().offers("strategy") for name in offer.names}
+    assert len(recommended) > 8
+
+
+# The site
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().split("nav:")[1].split("theme:")[0]
+    assert sorted(re.findall(r"[\w-]+\.md", navigation)) == PAGES
+
+
+@pytest.mark.parametrize("page", [*(f"docs/{page}" for page in PAGES), "README.md"])
+def test_links_between_the_guides_lead_somewhere(page: str) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, link
