@@ -51,14 +51,15 @@ def test_accumulation_and_clipping_equal_a_hand_written_loop(quiet_trainer, make
 def test_gradients_are_clipped_by_value_where_that_is_asked_for(quiet_trainer, make_line, loader):
     class Watching(type(make_line())):
         def on_before_optimizer_step(self, optimizer):
-            self.before = self.layer.weight.grad.abs().max()
+            self.before = self.layer.weight.grad.clone()
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
-            self.after = self.layer.weight.grad.abs().max()
+            self.after = self.layer.weight.grad.clone()
 
     module = make_line(Watching)
-    quiet_trainer(max_steps=1, gradient_clip_val=0.01, gradient_clip_algorithm="value").fit(module, loader())
-    assert module.before > 0.01 >= module.after
+    quiet_trainer(max_steps=1, gradient_clip_val=2.0, gradient_clip_algorithm="value").fit(module, loader())
+    assert module.before.abs().max() > 2 > module.before.abs().min()
+    assert torch.equal(module.after, module.before.clamp(-2, 2))
 
 
 def test_max_steps_ends_training_within_an_epoch(quiet_trainer, line, loader):
@@ -361,6 +362,16 @@ def test_evaluation_counts_each_sample_once_on_several_processes(quiet_trainer, 
     [one] = quiet_trainer().validate(module, loader(batch_size=5))
     [several] = quiet_trainer(strategy=averaging(), devices=devices).validate(module, loader(batch_size=5))
     assert several == pytest.approx(one, rel=1e-6)
+
+
+def test_each_process_evaluates_everything_where_the_data_is_not_divided(quiet_trainer, make_line, loader, averaging):
+    class Counting(type(make_line())):
+        def test_step(self, batch, batch_idx):
+            self.log("samples", float(len(batch[0])), reduce_fx="sum")
+
+    trainer = quiet_trainer(strategy=averaging(), devices=2, use_distributed_sampler=False)
+    assert trainer.test(make_line(Counting), loader()) == [{"samples": 2 * 48.0}]
+    assert len(trainer.predict(make_line(Counting), loader())) == 6
 
 
 def test_predictions_of_several_processes_come_back_in_order(quiet_trainer, line, loader, averaging):

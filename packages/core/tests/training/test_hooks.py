@@ -168,6 +168,21 @@ def test_callbacks_come_before_the_module_and_those_that_save_come_last(quiet_tr
     assert calls == ["callback", "module", ("saving", True)]
 
 
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end", "on_validation_end", "on_fit_end"])
+def test_the_order_holds_in_every_hook(quiet_trainer, make_line, loader, hook):
+    calls = []
+
+    def noting(name):
+        return lambda self, *args: calls.append(name)
+
+    early, late = type("Early", (Callback,), {hook: noting("early")}), type("Late", (Callback,), {hook: noting("late")})
+    late.runs_last = True
+    module = make_line(type("Module", (type(make_line()),), {hook: noting("module")}))
+    options = {"max_steps": 1, "num_sanity_val_steps": 0, "val_check_interval": 1}
+    quiet_trainer(callbacks=[late(), early()], **options).fit(module, loader(), loader())
+    assert calls == ["early", "module", "late"]
+
+
 def test_a_hook_can_end_the_epoch(quiet_trainer, make_line, loader):
     class Leaving(type(make_line())):
         def on_train_batch_start(self, batch, batch_idx):
