@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Misdeed = Literal["nothing", "raises", "dies", "hangs"]
 
 WAITS = 4.0  # seconds that a collective waits for a rank, where the strategy lets it be chosen
+LONG = 16.0  # the same where no rank hangs, so that nothing should wait for so long
 _AT_BATCH = 2
 _EXIT_CODE = 7
 WORDS = "this rank has had enough"
@@ -157,9 +158,10 @@ def _launch(place: Place, subject: Subject, accelerator: str, devices: int, misd
     return Outcome(error=error, rank=rank, seconds=seconds, left=left_over(), steps=steps, has_trained=has_trained)
 
 
-def patient(subject: Subject) -> Subject:
-    """Return the strategy with a short timeout, where it takes one."""
-    return subject.with_options(timeout=timedelta(seconds=WAITS)) if subject.takes("timeout") else subject
+def with_timeout(subject: Subject, misdeed: Misdeed) -> Subject:
+    """Return the strategy with a timeout that a rank that hangs makes run out soon, where it takes one."""
+    seconds = WAITS if misdeed == "hangs" else LONG
+    return subject.with_options(timeout=timedelta(seconds=seconds)) if subject.takes("timeout") else subject
 
 
 class _Nothing(Callback):

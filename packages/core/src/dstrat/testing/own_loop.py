@@ -70,7 +70,7 @@ def life_cycle(place: Place, subject: Subject, accelerator: str, *, is_fitting: 
     found: dict[str, Any] = {"after setup": _view(strategy, module)}
     if is_fitting:
         before = _weights(strategy)
-        train(strategy, 3)
+        found["error in steps"] = _problem_of("a step", lambda: train(strategy, 3))
         found["has trained"] = _weights(strategy) != before
     events.append("| teardown")
     strategy.teardown()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dstrat.testing.subject import Subject
 
 _NEEDS_NO_SCRIPT = ("fork", "forkserver")
-_SOON = 20.0  # seconds; 1 to 4 on an idle machine
+_SOON = 13.0  # seconds; 1 to 4 on an idle machine, and less than what a collective waits
 
 
 class Failures(StrategyTests):
@@ -76,23 +76,22 @@ class Failures(StrategyTests):
 
         self.need_processes(devices)
         outcomes = self.shared_job(
-            launch, 1, subject=self.launched, accelerator=self.accelerator, devices=devices, misdeed=misdeed
+            launch, 1, subject=self.launched(misdeed), accelerator=self.accelerator, devices=devices, misdeed=misdeed
         )
         return outcomes[0][0]
 
-    @property
-    def launched(self) -> Subject:
-        """The strategy with a start method that needs no script, and a short timeout."""
+    def launched(self, misdeed: Misdeed) -> Subject:
+        """Return the strategy with a start method that needs no script, and a timeout that fits the misdeed."""
         __tracebackhide__ = True
-        from dstrat.testing.launching import patient
+        from dstrat.testing.launching import with_timeout
 
         subject = self.subject
         if subject.takes("start_method"):
-            return patient(subject.with_options(start_method="fork"))
+            return with_timeout(subject.with_options(start_method="fork"), misdeed)
         method = subject.make().start_method
         if method not in _NEEDS_NO_SCRIPT:
             pytest.skip(f"{self.alias} takes no start_method, and {method!r} starts no ranks from here")
-        return patient(subject)
+        return with_timeout(subject, misdeed)
 
     def _check_end(self, outcome: Outcome, what: str, world_size: int) -> None:
         __tracebackhide__ = True
@@ -112,7 +111,11 @@ class Failures(StrategyTests):
                 details=outcome.error,
             )
         if outcome.seconds > _SOON:
-            fail(f"it took {outcome.seconds:.0f} s until the job had ended after rank {culprit} {what}")
+            fail(
+                f"it took {outcome.seconds:.0f} s until the job had ended after rank {culprit} {what}",
+                expected=f"less than {_SOON:.0f} s: nothing waits for a rank that is gone.",
+                cure="on_exception must free what others wait for at once, and not communicate.",
+            )
 
     def _check_nothing_left(self, outcome: Outcome, when: str) -> None:
         __tracebackhide__ = True

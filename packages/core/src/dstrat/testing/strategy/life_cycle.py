@@ -67,6 +67,8 @@ class LifeCycle(StrategyTests):
                 f"{after['optimized elsewhere']} parameters of the optimizer are not those of the module after setup",
                 cure="create the optimizers (super().setup_optimizers) after the module was moved and wrapped.",
             )
+        if found["error in steps"]:
+            fail(f"in a hand-written loop {found['error in steps']}")
         if not found["has trained"]:
             fail("three optimizer steps in a hand-written loop left every parameter as it was")
 

@@ -48,7 +48,13 @@ class Sessions(Failures):
 
         self.need_processes(pair)
         outcomes = self.shared_job(
-            launch, 1, subject=self.launched, accelerator=self.accelerator, devices=pair, misdeed="nothing", times=2
+            launch,
+            1,
+            subject=self.launched("nothing"),
+            accelerator=self.accelerator,
+            devices=pair,
+            misdeed="nothing",
+            times=2,
         )[0]
         for name, outcome in zip(("first", "second"), outcomes, strict=True):
             if outcome.error:

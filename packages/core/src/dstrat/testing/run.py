@@ -1,0 +1,167 @@
+"""Running a suite without a test file, or from one, and what came of each standard test."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from dstrat.errors import RequestError
+from dstrat.testing.standard import standard_of
+from dstrat.testing.suite import Suite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from dstrat.plugins.component import Kind
+    from dstrat.testing.standard import Standard, Tier
+
+Outcome = Literal["passed", "failed", "expected failure", "not declared"]
+
+_SUITES: dict[Kind, str] = {
+    "strategy": "StrategySuite",
+    "accelerator": "AcceleratorSuite",
+    "precision": "PrecisionSuite",
+    "checkpoint_io": "CheckpointIOSuite",
+    "cluster_environment": "ClusterEnvironmentSuite",
+}
+_FILE = """
+from dstrat.testing import {suite}
+
+
+class Test(  # what an author writes
+    {suite}
+):
+    alias = {alias!r}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What came of one standard test in one case.
+
+    Attributes:
+        name: The test, with its case in brackets.
+        tier: What it needs.
+        capability: What it proves.
+        outcome: How it ended; "not declared" is skipped, as the component does not declare what it proves.
+        message: The advice of a failure, or the reason why it was expected or skipped.
+        seconds: How long it took.
+    """
+
+    name: str
+    tier: Tier
+    capability: str
+    outcome: Outcome
+    message: str
+    seconds: float
+
+
+def run_suite(
+    kind: Kind,
+    alias: str,
+    *,
+    tiers: Collection[str],
+    path: Path | None = None,
+    tell: Callable[[int, int], None] | None = None,
+) -> list[Result]:
+    """Run the standard tests of a component.
+
+    Args:
+        kind: What it is.
+        alias: Its name.
+        tiers: Which tests.
+        path: The author's test file or folder, with what it declares; None declares nothing.
+        tell: Is told after each test how many are done, of how many.
+
+    Raises:
+        RequestError: The file has no test class for the alias, or cannot be collected.
+    """
+    collector = _Collector(alias, tiers, tell or _tell_nobody)
+    with tempfile.TemporaryDirectory(prefix="dstrat-test-") as folder:
+        file = Path(folder) / "test_conformance.py"
+        file.write_text(_FILE.format(suite=_SUITES[kind], alias=alias))
+        own = ["--rootdir", folder, "-c", _empty(folder)] if path is None else []
+        arguments = [str(path or file), *own, "-p", "no:terminal", "-p", "no:cacheprovider"]
+        pytest.main(arguments, plugins=[collector])
+    if collector.errors:
+        raise RequestError(f"{path or alias} cannot be collected: {collector.errors[0]}")
+    if not collector.results:
+        raise RequestError(f"there is no test class with alias = {alias!r} in {path}: derive one from {_SUITES[kind]}")
+    return collector.results
+
+
+def _empty(folder: str) -> str:
+    """Keep the settings of whatever project lies above from being used."""
+    settings = Path(folder) / "pytest.ini"
+    settings.write_text("[pytest]\n")
+    return str(settings)
+
+
+def _tell_nobody(done: int, total: int) -> None:
+    pass
+
+
+class _Collector:
+    """A plugin of pytest that picks the standard tests of an alias, and keeps what came of them."""
+
+    def __init__(self, alias: str, tiers: Collection[str], tell: Callable[[int, int], None]) -> None:
+        self.alias, self.tiers, self.tell = alias, tiers, tell
+        self.results: list[Result] = []
+        self.errors: list[str] = []
+        self.tests: dict[str, Standard] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep what was asked for, in the order of capabilities."""
+        kept = [item for item in items if self._is_asked_for(item)]
+        names = dict.fromkeys(self.tests[item.nodeid].capability for item in kept)
+        order = list(reversed(names))  # pytest comes to the tests of the first base last
+        items[:] = sorted(kept, key=lambda item: order.index(self.tests[item.nodeid].capability))
+
+    def _is_asked_for(self, item: pytest.Item) -> bool:
+        cls, test = getattr(item, "cls", None), standard_of(getattr(item, "function", None))
+        if cls is None or test is None or not issubclass(cls, Suite) or cls.alias != self.alias:
+            return False
+        self.tests[item.nodeid] = test
+        return test.tier in self.tiers
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note what could not be collected."""
+        if report.failed:
+            self.errors.append(str(report.longrepr))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note what came of a test: of its call, or of a set-up that ended it."""
+        if report.when != "call" and report.passed:
+            return
+        test = self.tests[report.nodeid]
+        self.results.append(
+            Result(
+                name=report.nodeid.rpartition("::")[2],
+                tier=test.tier,
+                capability=test.capability,
+                outcome=_outcome(report),
+                message=_message(report),
+                seconds=report.duration,
+            )
+        )
+        self.tell(len(self.results), len([one for one in self.tests.values() if one.tier in self.tiers]))
+
+
+def _outcome(report: pytest.TestReport) -> Outcome:
+    if hasattr(report, "wasxfail"):
+        return "failed" if report.passed else "expected failure"
+    outcomes: dict[str, Outcome] = {"passed": "passed", "failed": "failed", "skipped": "not declared"}
+    return outcomes[report.outcome]
+
+
+def _message(report: pytest.TestReport) -> str:
+    if hasattr(report, "wasxfail"):
+        return str(report.wasxfail)
+    if report.skipped:
+        reason: Any = report.longrepr
+        return str(reason[2] if isinstance(reason, tuple) else reason).removeprefix("Skipped: ")
+    return str(report.longrepr or "")

@@ -1,0 +1,62 @@
+"""Strategies from whose checkpoints a training does not go on."""
+
+from __future__ import annotations
+
+import torch
+from tests.broken_strategies.good import Averaging
+
+from dstrat_ddp import DDPStrategy
+
+
+class LosesTheOptimizer(DDPStrategy):
+    def optimizer_state(self, optimizer):
+        return {**super().optimizer_state(optimizer), "state": {}}
+
+    def sharded_optimizer_state(self, optimizer):
+        return {**super().sharded_optimizer_state(optimizer), "state": {}}
+
+
+class ForgetsToLoadTheOptimizer(DDPStrategy):
+    def load_optimizer_state(self, optimizer, state):
+        pass
+
+    load_sharded_optimizer_state = load_optimizer_state
+
+
+class ForgetsToLoadTheWeights(DDPStrategy):
+    def load_module_state_dict(self, state, strict=True):
+        pass
+
+
+class SavesTheNamesOfItsWrapper(Averaging):
+    def module_state_dict(self):
+        return {f"module.{name}": value for name, value in super().module_state_dict().items()}
+
+    def load_module_state_dict(self, state, strict=True):
+        super().load_module_state_dict({name.removeprefix("module."): value for name, value in state.items()})
+
+
+class DrawsRandomNumbersWhenItBegins(DDPStrategy):
+    def setup(self, trainer):
+        self.noise = None
+        super().setup(trainer)
+
+    def training_step(self, *args, **kwargs):
+        if self.noise is None:
+            self.noise = torch.rand(1)
+        return super().training_step(*args, **kwargs)
+
+
+class KeepsMomentumToItself(Averaging):
+    """Remembers the last gradients, and tells no checkpoint of them."""
+
+    def setup(self, trainer):
+        self.last = None
+        super().setup(trainer)
+
+    def synchronize_gradients(self, gradients):
+        super().synchronize_gradients(gradients)
+        now = [gradient.clone() for gradient in gradients]
+        for gradient, last in zip(gradients, self.last or now, strict=True):
+            gradient.add_(last, alpha=0.5)
+        self.last = now

@@ -1,0 +1,72 @@
+"""Strategies whose collectives give something else."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from tests.broken_strategies.good import Averaging
+
+from dstrat_ddp import DDPStrategy
+
+
+class SkipsTheBarrier(DDPStrategy):
+    def barrier(self, name=None):
+        pass
+
+
+class GathersInItsOwnOrder(DDPStrategy):
+    def all_gather(self, tensor, group=None, sync_grads=False):
+        return super().all_gather(tensor, group, sync_grads).roll(-self.global_rank, 0)
+
+
+class GathersFlat(DDPStrategy):
+    def all_gather(self, tensor, group=None, sync_grads=False):
+        return super().all_gather(tensor, group, sync_grads).flatten(0, 1)
+
+
+class BroadcastsFromRank0(DDPStrategy):
+    def broadcast(self, obj, src=0):
+        return super().broadcast(obj, src=0)
+
+
+class SumsForTheMean(DDPStrategy):
+    def reduce(self, tensor, group=None, reduce_op="mean"):
+        return super().reduce(tensor, group, "sum" if reduce_op in ("mean", "avg") else reduce_op)
+
+
+class ReducesInPlace(DDPStrategy):
+    def reduce(self, tensor, group=None, reduce_op="mean"):
+        reduced = super().reduce(tensor, group, reduce_op)
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            tensor.data.copy_(reduced)
+        return reduced
+
+
+class DecidesAlone(DDPStrategy):
+    def reduce_boolean_decision(self, decision, all=True):  # noqa: A002 - the known name
+        return decision
+
+
+class CountsItsRankFromOne(Averaging):
+    @property
+    def is_global_zero(self):
+        return self.global_rank == 1
+
+
+class SamplesTwice(DDPStrategy):
+    @property
+    def distributed_sampler_kwargs(self):
+        return {"num_replicas": self.world_size, "rank": 0}
+
+
+class EvaluatesEverythingEverywhere(DDPStrategy):
+    def validation_step(self, batch, *args, **kwargs):
+        parts = [self.broadcast(batch, src=rank) for rank in range(self.world_size)]
+        whole = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+        return super().validation_step(whole, *args, **kwargs)
+
+
+class ListensToEverybody(DDPStrategy):
+    def setup_environment(self):
+        super().setup_environment()
+        self.store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)

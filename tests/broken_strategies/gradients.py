@@ -1,0 +1,94 @@
+"""Strategies that apply a wrong gradient."""
+
+from __future__ import annotations
+
+import contextlib
+
+from tests.broken_strategies.good import Averaging
+
+from dstrat_ddp import DDPStrategy
+
+
+class ForgetsToAverage(Averaging):
+    def synchronize_gradients(self, gradients):
+        pass
+
+
+class SumsGradients(Averaging):
+    def synchronize_gradients(self, gradients):
+        for gradient in gradients:
+            gradient.copy_(self.reduce(gradient, reduce_op="sum"))
+
+
+class DividesTwice(DDPStrategy):
+    def backward(self, loss, *args, **kwargs):
+        super().backward(loss / self.world_size, *args, **kwargs)
+
+
+class ScalesTheLossAgain(DDPStrategy):
+    def setup(self, trainer):
+        self.accumulates = trainer.accumulate_grad_batches
+        super().setup(trainer)
+
+    def backward(self, loss, *args, **kwargs):
+        super().backward(loss / self.accumulates, *args, **kwargs)
+
+
+class LosesWhatWasAccumulated(Averaging):
+    @contextlib.contextmanager
+    def no_backward_sync(self):
+        with super().no_backward_sync():
+            yield
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+
+class IgnoresClipping(DDPStrategy):
+    def clip_gradients(self, optimizer, clip_val, algorithm="norm"):
+        pass
+
+
+class ClipsBeforeAveraging(Averaging):
+    def setup(self, trainer):
+        self.limit = trainer.gradient_clip_val
+        super().setup(trainer)
+
+    def synchronize_gradients(self, gradients):
+        if self.limit is not None:
+            super().clip_gradients(self.optimizers[0], self.limit)
+        super().synchronize_gradients(gradients)
+
+    def clip_gradients(self, optimizer, clip_val, algorithm="norm"):
+        pass
+
+
+class IgnoresTheLastGroup(DDPStrategy):
+    def setup(self, trainer):
+        self.group, self.count = trainer.accumulate_grad_batches, 0
+        super().setup(trainer)
+
+    def backward(self, loss, *args, **kwargs):
+        self.count += 1
+        super().backward(loss, *args, **kwargs)
+
+    def optimizer_step(self, optimizer, closure, model=None, **kwargs):
+        loss = closure()
+        if self.count == self.group:
+            optimizer.step(**kwargs)
+        self.count = 0
+        return loss
+
+
+class KeepsItsOwnFirstValues(Averaging):
+    def wrap_model(self, trainer):
+        pass
+
+
+class OptimizesACopy(DDPStrategy):
+    def setup_optimizers(self, trainer):
+        import copy
+
+        module, self._module = self._module, copy.deepcopy(self._module)
+        trainer._module = lambda copied=self._module: copied
+        super().setup_optimizers(trainer)
+        self._module = module
