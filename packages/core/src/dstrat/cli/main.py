@@ -18,6 +18,7 @@ _HOMES = {
     "plugins": "dstrat.cli.plugins",
     "show": "dstrat.cli.show",
     "strategies": "dstrat.cli.listing",
+    "test": "dstrat.cli.test",
 }
 
 
