@@ -5,9 +5,11 @@ import io
 
 import pytest
 import torch
-from fsdp_loop import Net, parts, start, train
+from fsdp_loop import Net, parts, single_device_losses, start, train
 from torch.distributed.tensor import DTensor
 
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.builtin.checkpoint.strategy_state import module_entries, read_checkpoint
 from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat_fsdp import FSDPStrategy
@@ -114,7 +116,7 @@ def through_shards(cluster):
     with torch.no_grad():
         for name, value in tensors(second.sharded_module_state()):
             value.to_local().copy_(module[name])
-    template = second.sharded_optimizer_state(second.optimizers[0])
+    template = second.optimizer_template(second.optimizers[0])
     for name, entry in template["state"].items():
         for key, value in entry.items():
             getattr(value, "_local_tensor", value).copy_(local[name][key])
@@ -181,3 +183,46 @@ def test_shards_of_another_mesh_are_refused(ranks):
         assert message.startswith(
             "an earlier run has left Net sharded over a mesh of (2,), which this run, over (2, 1)"
         )
+
+
+class StartsUnlikeZero(Net):
+    """Its optimizer keeps a product that is 1 before the first step."""
+
+    def configure_optimizers(self):
+        return torch.optim.NAdam(self.parameters(), lr=0.01)
+
+
+def saved_before_the_first_step(cluster, target):
+    strategy = FSDPStrategy()
+    start(strategy, StartsUnlikeZero(), parts(cluster))
+    values = {**module_entries(strategy), "optimizers": [strategy.sharded_optimizer_state(strategy.optimizers[0])]}
+    PortableCheckpointIO().save_checkpoint(values, target)
+    losses = train(strategy)
+    strategy.teardown()
+    return losses
+
+
+def loaded_before_the_first_step(cluster, target):
+    strategy = FSDPStrategy()
+    torch.manual_seed(1)
+    start(strategy, StartsUnlikeZero(), parts(cluster))
+    checkpoint = read_checkpoint(strategy, PortableCheckpointIO(), target, has_optimizers=True)
+    strategy.load_sharded_optimizer_state(strategy.optimizers[0], checkpoint["optimizers"][0])
+    losses = train(strategy)
+    strategy.teardown()
+    return losses
+
+
+@pytest.mark.parametrize("saved_by", ["one device", "ranks"])
+def test_what_is_saved_before_the_first_step_is_no_step(ranks, tmp_path, saved_by):
+    expected = single_device_losses(StartsUnlikeZero())
+    if saved_by == "ranks":
+        for losses in ranks(saved_before_the_first_step, target=tmp_path / "c"):
+            assert losses == pytest.approx(expected, rel=1e-6)
+    else:
+        strategy = SingleDeviceStrategy()
+        start(strategy, StartsUnlikeZero(), parts())
+        values = {**module_entries(strategy), "optimizers": [strategy.sharded_optimizer_state(strategy.optimizers[0])]}
+        PortableCheckpointIO().save_checkpoint(values, tmp_path / "c")
+    for losses in ranks(loaded_before_the_first_step, target=tmp_path / "c"):
+        assert losses == pytest.approx(expected, rel=1e-6)
