@@ -161,6 +161,16 @@ def merged(base: dict[str, Any], given: GivenConfig, settings: Iterable[Setting]
     return config
 
 
+def without_boundaries(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with which gradients accumulate until a step, however many backward passes there are."""
+    zero = config["zero_optimization"]
+    if zero["stage"] == 0:
+        return config  # all gradients are reduced in each backward pass
+    if zero["stage"] == 1:
+        zero = {**zero, "overlap_comm": False}  # they are reduced in the step
+    return {**config, "managed_gradient_accumulation": False, "zero_optimization": zero}
+
+
 def _over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in values.items():

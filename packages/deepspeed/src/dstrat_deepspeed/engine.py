@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.errors import MisuseError
+from dstrat_deepspeed.config import without_boundaries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +56,8 @@ class Engine:
         self._footprint = footprint
         self._has_gradients = False
         self._norm: float | Tensor | None = None
+        if is_manual:
+            config = without_boundaries(config)
         self.engine, *_ = deepspeed.initialize(
             model=steps, optimizer=optimizer, config=config, dist_init_required=False
         )
@@ -91,8 +94,9 @@ class Engine:
         import_module("deepspeed.runtime.utils").register_output_backward_hooks(loss, engine._backward_prologue)  # noqa: SLF001 - as its forward does
 
     def set_boundary(self, *, is_boundary: bool) -> None:
-        """Say whether the next backward pass is the last one before the optimizer's step."""
-        self.engine.set_gradient_accumulation_boundary(is_boundary)
+        """Say whether the next backward pass is the last one before the step; manual optimization need not know."""
+        if self.engine.managed_gradient_accumulation():
+            self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature
         """Clear the module's gradients, which a step has done already."""
