@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from dstrat.errors import ClusterError
+from dstrat.plugins.catalog import get_catalog
+from dstrat.testing.advice import fail
 from dstrat.testing.light import check_light
 from dstrat.testing.record import check_record
 from dstrat.testing.standard import standard
 from dstrat.testing.suite import Suite
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from dstrat.interfaces.cluster import ClusterEnvironment
+
+_RANKS = 3
+
 
 class ClusterEnvironmentSuite(Suite):
-    """Standard tests of a cluster environment; a test class sets ``alias``."""
+    """Standard tests of a cluster environment.
+
+    Attributes:
+        rank_environ: What the scheduler sets in a rank, as a static method of ``rank`` and ``world_size``, for ranks of
+            one machine.
+    """
 
     kind = "cluster_environment"
+    settings = Suite.settings | {"rank_environ"}
+    rank_environ: ClassVar[Callable[[int, int], Mapping[str, str]] | None] = None
 
     @standard("basic", "record")
     def test_its_plugin_is_light_to_import(self) -> None:
@@ -20,3 +44,69 @@ class ClusterEnvironmentSuite(Suite):
     @standard("basic", "record")
     def test_its_record_is_complete_and_true(self) -> None:
         check_record(self.offer)
+
+    @standard("basic", "evidence")
+    def test_it_is_not_found_where_nothing_is_set(self) -> None:
+        found = self._class.evidence({"PATH": "/usr/bin", "HOME": "/root"})
+        if found is not None:
+            fail(f"evidence() found {found!r} in an environment without anything of a scheduler's: return None")
+
+    @standard("optional", "evidence")
+    def test_it_says_by_what_it_is_found(self) -> None:
+        found = self._class.evidence(self._environ(0))
+        if not isinstance(found, str) or not 0 < len(found) < 80:
+            fail(
+                f"evidence() returned {found!r} in a rank's environment",
+                expected='a few words that say why, such as "SLURM_STEP_ID is set".',
+            )
+
+    @standard("optional", "ranks")
+    def test_it_knows_every_rank(self) -> None:
+        for rank in range(_RANKS):
+            cluster = self._cluster(rank)
+            expected = {"world_size": _RANKS, "global_rank": rank, "local_rank": rank, "node_rank": 0}
+            for name, value in expected.items():
+                if getattr(cluster, name) != value:
+                    fail(f"{name} is {getattr(cluster, name)!r} in rank {rank} of {_RANKS}, and should be {value}")
+
+    @standard("optional", "ranks")
+    def test_all_ranks_agree_where_they_meet(self) -> None:
+        places = {(cluster.main_address, cluster.main_port) for cluster in map(self._cluster, range(_RANKS))}
+        if len(places) != 1:
+            fail(f"the ranks would meet at {len(places)} places: {', '.join(map(str, sorted(places)))}")
+        address, port = next(iter(places))
+        if not isinstance(address, str) or not address or not isinstance(port, int) or not 0 < port < 65536:
+            fail(f"the ranks would meet at {address!r}, port {port!r}, which is no place")
+
+    @standard("optional", "ranks")
+    def test_it_refuses_a_request_for_another_number_of_ranks(self) -> None:
+        cluster = self._cluster(0)
+        cluster.validate(num_devices=_RANKS, num_nodes=1)
+        try:
+            cluster.validate(num_devices=_RANKS + 1, num_nodes=1)
+        except ClusterError:
+            return
+        fail(
+            f"validate(num_devices={_RANKS + 1}, num_nodes=1) passed in a job of {_RANKS} ranks",
+            cure="raise ClusterError, which says how to start as many as were asked for.",
+        )
+
+    @standard("optional", "ranks")
+    def test_it_can_be_pickled(self) -> None:
+        cluster = self._class(dict(self._environ(1)))
+        if pickle.loads(pickle.dumps(cluster)).global_rank != 1:  # noqa: S301 - our own bytes
+            fail("a copy of it in another process has another rank: it must travel with the environ that it was given")
+
+    @property
+    def _class(self) -> type[ClusterEnvironment]:
+        return get_catalog().load(self.offer)
+
+    def _environ(self, rank: int) -> Mapping[str, str]:
+        given: Any = inspect.getattr_static(type(self), "rank_environ")  # as it is called without self
+        if given is None:
+            pytest.skip(f"{type(self).__name__} declares no rank_environ(rank, world_size)")
+        function: Callable[[int, int], Mapping[str, str]] = getattr(given, "__func__", given)
+        return MappingProxyType(dict(function(rank, _RANKS)))  # which nobody can write to
+
+    def _cluster(self, rank: int) -> ClusterEnvironment:
+        return self._class(self._environ(rank))

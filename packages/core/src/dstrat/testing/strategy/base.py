@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 _USUAL_PRECISIONS = ("64-true", "bf16-mixed")
 
+_PAIR = 2
+
 _shared: dict[str, Any] = {}
 
 
@@ -58,7 +60,7 @@ class StrategyTests(Suite):
         """Try each number of processes that the author declares."""
         if "world_size" in metafunc.fixturenames:
             metafunc.parametrize("world_size", metafunc.cls.world_sizes)
-        several = [size for size in metafunc.cls.world_sizes if size > 1]
+        several = [size for size in metafunc.cls.world_sizes if size > 1] or [_PAIR]  # which is skipped with a reason
         if "several" in metafunc.fixturenames:
             metafunc.parametrize("several", several)
         if "pair" in metafunc.fixturenames:
@@ -111,6 +113,8 @@ class StrategyTests(Suite):
     def need_processes(self, world_size: int) -> None:
         """Skip the test where the record says that there cannot be so many processes."""
         facts = self.component
+        if world_size not in {1, *self.world_sizes}:
+            pytest.skip(f"{type(self).__name__} declares world_sizes = {self.world_sizes}")
         if world_size > 1 and not facts.starts_processes:
             pytest.skip(f"{self.alias} runs in one process (starts_processes=False)")
         if facts.max_devices is not None and world_size > facts.max_devices:

@@ -78,15 +78,17 @@ class Training(StrategyTests):
     def test_every_rank_has_the_same_parameters_at_the_end(self, several: int) -> None:
         if not self.subject.cls.replicates_state:
             pytest.skip(f"{self.alias} shards its parameters (replicates_state=False)")
+        self.need_losses_of_one_device()
         self._check_same(self._fit(several), "at the end of a training")
 
     @standard("processes", "training")
     def test_every_rank_begins_with_the_parameters_of_rank_0(self, pair: int) -> None:
+        self.need_losses_of_one_device()
         fitted = self._fit(pair, net="own", samples=8)
-        expected = self._fit(1, net="own", samples=8)[0] if self.gives_losses_of_one_device else None
+        expected = self._fit(1, net="own", samples=8)[0]
         if self.subject.cls.replicates_state:
             self._check_same(fitted, "after ranks that had initialised the module differently trained one step")
-        if expected is not None and not _close(_values(fitted[0].state), _values(expected.state), self.tolerance):
+        if not _close(_values(fitted[0].state), _values(expected.state), self.tolerance):
             fail(
                 f"{pair} ranks that had initialised the module differently did not train from the values of rank 0",
                 expected="setup gives every rank the parameters and buffers of rank 0.",
