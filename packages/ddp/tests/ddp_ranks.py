@@ -1,4 +1,4 @@
-"""Ranks that cost a fraction of a second: processes of a warm forkserver, connected over loopback."""
+"""Ranks that cost a fraction of a second: processes of the warm fork server, connected over loopback."""
 
 import faulthandler
 import importlib.util
@@ -12,15 +12,6 @@ import warnings
 
 from dstrat.interfaces.cluster import ClusterEnvironment
 
-PRELOADED = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.algorithms.ddp_comm_hooks",
-    "torch.distributed.algorithms.model_averaging.averagers",
-    "torch.distributed.optim",
-    "dstrat_ddp",
-    "pytest",
-]
 SECONDS = 60
 DIED = "died without a word"
 
@@ -59,7 +50,6 @@ class RankRunner:
 
     def __init__(self):
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
 
     def run(self, path, name, world_size, *, may_die=(), **arguments):
         """Return what the function returned in each rank, None for those that may die and did.
@@ -70,7 +60,7 @@ class RankRunner:
         results = []
         processes = []
         for rank in range(world_size):
-            receiving, sending = self.context.Pipe(duplex=False)
+            receiving, sending = self.context.Pipe()
             place = (rank, world_size, listener.getsockname()[1], listener if rank == 0 else None)
             process = self.context.Process(target=work, args=(sending, str(path), name, place, arguments), daemon=True)
             process.start()
@@ -81,6 +71,8 @@ class RankRunner:
         try:
             return self.collect(results, may_die)
         finally:
+            for result in results:
+                result.close()
             for process in processes:
                 process.join(0.5)
                 if process.is_alive():
@@ -128,6 +120,7 @@ def work(results, path, name, place, arguments):
         results.send((outcome, None))
     except BaseException:
         results.send((None, traceback.format_exc()))
+    results.poll(SECONDS)  # until all have answered: rank 0 has the store that others may still need
 
 
 def load(path):

@@ -12,7 +12,7 @@ from fsdp_ranks import RankRunner
 
 @pytest.fixture(scope="session")
 def runner():
-    """Processes of a warm forkserver."""
+    """Processes of the warm fork server."""
     return RankRunner()
 
 

@@ -1,4 +1,4 @@
-"""Ranks that cost a fraction of a second: processes of a warm forkserver, connected over loopback."""
+"""Ranks that cost a fraction of a second: processes of the warm fork server, connected over loopback."""
 
 import faulthandler
 import importlib.util
@@ -12,14 +12,6 @@ import warnings
 
 from dstrat.interfaces.cluster import ClusterEnvironment
 
-PRELOADED = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "dstrat_fsdp",
-    "pytest",
-]
 SECONDS = 60
 DIED = "died without a word"
 
@@ -58,7 +50,6 @@ class RankRunner:
 
     def __init__(self):
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
 
     def run(self, path, name, world_size, *, may_die=(), **arguments):
         """Return what the function returned in each rank, None for those that may die and did.

@@ -3,6 +3,7 @@
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -72,26 +73,36 @@ def test_teardown_before_setup_and_twice_is_harmless():
 
 
 class Hanging(Net):
+    """Rank 1 hangs until the other has told that it waits no longer."""
+
+    told = None
+
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and dist.get_rank() == 1:
-            time.sleep(20)
+            deadline = time.monotonic() + 30
+            while not Path(self.told).exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
         return super().training_step(batch, batch_idx)
 
 
-def until_it_times_out(cluster, device_mesh):
-    strategy = FSDPStrategy(timeout=timedelta(seconds=4), device_mesh=device_mesh)
-    start(strategy, Hanging(), parts(cluster))
+def until_it_times_out(cluster, device_mesh, told):
+    strategy = FSDPStrategy(timeout=timedelta(seconds=2), device_mesh=device_mesh)
+    module = Hanging()
+    module.told = told
+    start(strategy, module, parts(cluster))
     begun = time.monotonic()
     try:
         for index, batch in enumerate(batches(3)):
             one_pass(strategy, batch, index, 1)
     except Exception as error:
+        waited = time.monotonic() - begun
+        Path(told).touch()
         strategy.on_exception(error)
-        return time.monotonic() - begun
+        return waited
     return None
 
 
 @pytest.mark.parametrize("device_mesh", [None, (1, 2)])
-def test_a_rank_that_hangs_is_waited_for_as_long_as_was_asked_on_every_mesh(ranks, device_mesh):
-    waited, _ = ranks(until_it_times_out, device_mesh=device_mesh)
-    assert 3 < waited < 15
+def test_a_rank_that_hangs_is_waited_for_as_long_as_was_asked_on_every_mesh(ranks, device_mesh, tmp_path):
+    waited, _ = ranks(until_it_times_out, device_mesh=device_mesh, told=str(tmp_path / "told"))
+    assert 1.5 < waited < 20

@@ -13,6 +13,7 @@ def release_reducer(model: DistributedDataParallel) -> None:
 
     It goes before the process group, also where a traceback keeps the model alive.  Were the reducer the last to let
     the group go, torch would wait for the group's threads while it holds Python's lock, for which they may wait.
+    The other ranks notice that this one has failed only when nothing holds the group.
     """
-    for name in ("logger", "reducer"):  # the logger refers to the reducer
+    for name in ("logger", "reducer", "process_group"):  # the logger refers to the reducer
         model.__dict__.pop(name, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -107,17 +106,8 @@ def program(tmp_path):
     assert program.wait_until_gone() == []
 
 
-@pytest.fixture(scope="session")
-def _fork_server():
-    """One fork server that has loaded torch, for all tests: a rank then starts in a few milliseconds."""
-    import torch._dynamo  # noqa: F401
-
-    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])
-    multiprocessing.forkserver.ensure_running()
-
-
 @pytest.fixture
-def rank_functions(_fork_server, monkeypatch):
+def rank_functions(monkeypatch):
     """The functions that ranks of the fork server run; they have torch, and a process group."""
     monkeypatch.syspath_prepend(HERE)
     import rank_functions

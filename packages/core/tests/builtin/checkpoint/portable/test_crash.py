@@ -45,9 +45,7 @@ def save_on_and_on(folder, first):
 @pytest.fixture(scope="module")
 def processes():
     """Processes that need not import torch again."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dstrat.builtin.checkpoint.portable.checkpoint_io"])
-    return context
+    return multiprocessing.get_context("forkserver")
 
 
 def kill_while_it_saves(processes, folder, first, delay):

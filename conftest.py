@@ -1,0 +1,33 @@
+"""What the tests of all packages share: one fork server that has loaded what their ranks need."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+
+import pytest
+
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.optim",
+    "dstrat.training.trainer",
+    "dstrat_ddp.strategy",
+    "dstrat_deepspeed.strategy",
+    "dstrat_fsdp.strategy",
+    "deepspeed",
+    "pytest",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_fork_server():
+    """Start the fork server first of all, so that a rank starts in milliseconds rather than seconds.
+
+    A process has one, and whoever starts it decides what it has loaded.  It loads beside the tests.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        if "DS_ACCELERATOR" not in os.environ:
+            patch.setenv("DS_ACCELERATOR", "cpu")  # DeepSpeed asks when it is imported
+        multiprocessing.forkserver.ensure_running()
