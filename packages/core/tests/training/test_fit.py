@@ -173,6 +173,23 @@ def test_a_monitored_value_that_nobody_logged_is_named_with_the_known_ones(quiet
         quiet_trainer().fit(make_line(Plateau), loader(), loader())
 
 
+def test_a_monitored_value_may_be_missing_where_that_is_said(quiet_trainer, make_line, loader):
+    watched = []
+
+    class Plateau(type(make_line())):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            config = {"scheduler": scheduler, "monitor": "val_loss", "strict": False}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+        def lr_scheduler_step(self, scheduler, metric):
+            watched.append((self.current_epoch, metric is not None))
+
+    quiet_trainer(max_epochs=3, check_val_every_n_epoch=2).fit(make_line(Plateau), loader(), loader())
+    assert watched == [(1, True), (2, True)]  # in the first epoch nothing had been logged
+
+
 def test_a_closure_optimizer_evaluates_the_step_several_times(quiet_trainer, make_line, loader):
     class Closure(type(make_line())):
         calls = 0
