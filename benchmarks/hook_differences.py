@@ -160,14 +160,17 @@ def resume_without_a_check(calls: Calls) -> Calls:
     return [*calls[: start - 1], "data.val_dataloader()", *calls[end:]]
 
 
-def restore_the_module_alone(calls: Calls) -> Calls:
-    """Leave out the state of callbacks and data where a checkpoint is evaluated."""
+def restore_to_evaluate(calls: Calls) -> Calls:
+    """Let callbacks see a checkpoint before the module where it is evaluated, and take their states after it."""
     if "module.training_step(0)" in calls or "module.on_load_checkpoint()" not in calls:
         return calls
-    left_out = ("callback.load_state_dict()", "data.load_state_dict()", "callback.on_load_checkpoint()")
-    kept = [call for call in calls if call not in left_out]
-    index = kept.index("module.on_load_checkpoint()")
-    return [*kept[:index], "callback.on_load_checkpoint()", *kept[index:]]
+    restoring = [
+        *("callback.on_load_checkpoint()", "module.on_load_checkpoint()"),
+        *("callback.load_state_dict()", "data.load_state_dict()"),
+    ]
+    start = min(calls.index(call) for call in restoring if call in calls)
+    kept = [call for call in calls if call not in restoring]
+    return [*kept[:start], *restoring, *kept[start:]]
 
 
 def tear_down_always(calls: Calls) -> Calls:
@@ -230,8 +233,8 @@ DIFFERENCES = (
         rewrite=save_after_the_module,
     ),
     Difference(
-        reason="a checkpoint is restored when the strategy has set up module and optimizers, which it may shard, "
-        "rather than before; callbacks see it first",
+        reason="states are restored when the strategy has set up module and optimizers, which it may shard, rather than "
+        "before; callbacks see a checkpoint first",
         rewrite=restore_when_set_up,
     ),
     Difference(
@@ -239,8 +242,8 @@ DIFFERENCES = (
         rewrite=resume_without_a_check,
     ),
     Difference(
-        reason="evaluating a checkpoint restores the module alone: the state of callbacks and data belongs to training",
-        rewrite=restore_the_module_alone,
+        reason="callbacks see a checkpoint before the module, and take their states after it, in evaluation too",
+        rewrite=restore_to_evaluate,
     ),
     Difference(
         reason="teardown follows an exception, too, so that what setup opened is closed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 
 from dstrat import Callback
 from dstrat.training.module.hooks import DataHooks, ModuleHooks
@@ -219,3 +220,30 @@ def test_the_state_of_callbacks_comes_back_from_other_processes(quiet_trainer, l
     counting = Counting()
     quiet_trainer(strategy=averaging(), devices=2, callbacks=counting).fit(line, loader(4))
     assert counting.count == 12
+
+
+def test_what_a_module_learns_from_a_checkpoint_is_known_when_its_optimizers_are_made(
+    quiet_trainer, line_class, loader, tmp_path
+):
+    class Grows(line_class):
+        def __init__(self, words=1):
+            super().__init__()
+            self.words = torch.nn.Embedding(words, 2)
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["words"] = self.words.num_embeddings
+
+        def on_load_checkpoint(self, checkpoint):
+            self.words = torch.nn.Embedding(checkpoint["words"], 2)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + self.words.weight.sum()
+
+    class Saving(Callback):
+        def on_train_end(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / "saved")
+
+    quiet_trainer(max_epochs=1, callbacks=Saving()).fit(Grows(5), loader(24))
+    module = Grows()
+    quiet_trainer(max_epochs=2).fit(module, loader(24), ckpt_path=tmp_path / "saved")
+    assert module.words.weight.shape == (5, 2)
