@@ -21,13 +21,14 @@ ROOT = Path(__file__).resolve().parent
 NOX = "nox>=2025.5.1,<2027"
 
 
-def environment(name: str, *requirements: str, inputs: tuple[Path, ...] = ()) -> Path:
+def environment(name: str, *steps: tuple[str, ...], inputs: tuple[Path, ...] = (), first_import: str = "") -> Path:
     """Make a private environment, unless it is there, complete, and made from the same things.
 
     Args:
         name: Its folder in ``.nox``.
-        requirements: Arguments of ``pip install``.
-        inputs: Files that the requirements refer to; a change of their text makes the environment anew.
+        steps: Arguments of ``pip install``, once for each step.
+        inputs: Files that the steps refer to; a change of their text makes the environment anew.
+        first_import: A module to import once, which compiles what it imports; pip would compile everything.
 
     Returns:
         The folder of its programs.
@@ -35,14 +36,17 @@ def environment(name: str, *requirements: str, inputs: tuple[Path, ...] = ()) ->
     folder = ROOT / ".nox" / name
     programs = folder / "bin"
     stamp = folder / "made-from"
-    wanted = "\n".join([sys.version, str(ROOT), *requirements, *(path.read_text(encoding="utf-8") for path in inputs)])
+    texts = (path.read_text(encoding="utf-8") for path in inputs)
+    wanted = "\n".join([sys.version, str(ROOT), *(argument for step in steps for argument in step), *texts])
     if not ((programs / "python").exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted):
-        make_environment(folder, *requirements)
+        make_environment(folder, *steps)
+        if first_import:
+            subprocess.run([programs / "python", "-c", f"import {first_import}"], cwd=folder, check=True)
         stamp.write_text(wanted, encoding="utf-8")  # last, so that an interrupted environment is made again
     return programs
 
 
-def make_environment(folder: Path, *requirements: str) -> None:
+def make_environment(folder: Path, *steps: tuple[str, ...]) -> None:
     """Make an environment in place of what is in the folder, or end with a message that says what is missing."""
     print("making the environment", folder.relative_to(ROOT), flush=True)
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
@@ -53,16 +57,18 @@ def make_environment(folder: Path, *requirements: str) -> None:
     if subprocess.run([sys.executable, "-I", "-m", "venv", "--clear", folder], check=False).returncode != 0:
         sys.exit(f"{sys.executable} could not make an environment in {folder}: see the lines above")
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    pip = [folder / "bin" / "python", "-I", "-m", "pip", "install", "--disable-pip-version-check", *quiet]
-    if subprocess.run([*pip, *requirements], cwd=ROOT, check=False).returncode != 0:
-        sys.exit(
-            f"pip could not fill the environment {folder}: see the lines above. It needs a package index: check the "
-            "network, or name a mirror to pip (PIP_INDEX_URL=https://...)"
-        )
+    options = ["--disable-pip-version-check", "--no-compile", *quiet]
+    pip = [folder / "bin" / "python", "-I", "-m", "pip", "install", *options]
+    for step in steps:
+        if subprocess.run([*pip, *step], cwd=ROOT, check=False).returncode != 0:
+            sys.exit(
+                f"pip could not fill the environment {folder}: see the lines above. It needs a package index: check "
+                "the network, or name a mirror to pip (PIP_INDEX_URL=https://...)"
+            )
 
 
 if __name__ == "__main__":
-    private_nox = environment("bootstrap", NOX) / "nox"
+    private_nox = environment("bootstrap", (NOX,)) / "nox"
     os.execv(private_nox, [private_nox, "--noxfile", ROOT / "noxfile.py", *sys.argv[1:]])  # does not return
 
 import nox  # noqa: E402 - not there before the lines above
@@ -72,6 +78,9 @@ nox.options.sessions = ["lint", "types", "layers", "wheels", "tests"]
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
+NEW_PIP = ("--upgrade", "pip>=25.1")  # several times as fast as the one that Python 3.10 or 3.11 brings
+BUILD_TOOLS = ("editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or pip makes an environment for each build
+FAIRSCALE = "fairscale==0.4.13"  # after torch: built elsewhere it would bring another one
 
 
 def workspace(name: str = "shared", *more: str) -> Path:
@@ -79,7 +88,9 @@ def workspace(name: str = "shared", *more: str) -> Path:
     tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
     editable = [f"--editable={package.relative_to(ROOT)}" for package in PACKAGES]
     inputs = (CONSTRAINTS, *(package / "pyproject.toml" for package in PACKAGES))
-    return environment(name, "--constraint=constraints.txt", *editable, *tools, *more, inputs=inputs)
+    beside = ("--no-build-isolation", "--constraint=constraints.txt")
+    steps = ((*NEW_PIP, *BUILD_TOOLS), (*beside, *editable, *tools, *more), (*beside, FAIRSCALE))
+    return environment(name, *steps, inputs=inputs, first_import="dstrat_fsdp.strategy, torch._dynamo, pytest")
 
 
 def run(session: nox.Session, programs: Path, program: str, *arguments: str, **env: str) -> None:
@@ -111,8 +122,14 @@ def layers(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The tests of all packages; arguments after -- go to pytest."""
-    run(session, workspace(), "pytest", "-m", "not wheels", *session.posargs)
+    """The tests of all packages, in several processes; or with arguments after --, which go to pytest, in one."""
+    run(session, workspace(), "pytest", "-m", "not wheels", *(session.posargs or workers()))
+
+
+def workers() -> list[str]:
+    """Return pytest's options for running everything: a process more than cores, as many tests wait for others."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [f"--numprocesses={cores + 1}", "--dist=worksteal"]
 
 
 @nox.session
@@ -123,8 +140,8 @@ def wheels(session: nox.Session) -> None:
     for package in PACKAGES:
         run(session, workspace(), "pyproject-build", "--quiet", "--no-isolation", f"--outdir={dist}", str(package))
     fresh = ROOT / ".nox" / "wheels"
-    # Nothing is borrowed from the other environment. torch comes out of pip's cache, and is not compiled ahead.
-    make_environment(fresh, "--no-compile", "--constraint=constraints.txt", *map(str, sorted(dist.glob("*.whl"))))
+    # Nothing is borrowed from the other environment; torch comes out of pip's cache.
+    make_environment(fresh, NEW_PIP, ("--constraint=constraints.txt", *map(str, sorted(dist.glob("*.whl")))))
     run(session, workspace(), "pytest", "-m", "wheels", "tests", DSTRAT_TEST_WHEELS=str(fresh))
 
 
@@ -139,7 +156,7 @@ def demo(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the guides as a site in .nox/site; whatever is not as it should be is an error."""
     requirements = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "docs")
-    programs = environment("docs", *requirements, inputs=(ROOT / "pyproject.toml",))
+    programs = environment("docs", requirements, inputs=(ROOT / "pyproject.toml",))
     run(session, programs, "mkdocs", "build", "--strict", "--quiet", NO_MKDOCS_2_WARNING="1")
 
 
