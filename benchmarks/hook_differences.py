@@ -233,7 +233,7 @@ DIFFERENCES = (
         rewrite=save_after_the_module,
     ),
     Difference(
-        reason="states are restored when the strategy has set up module and optimizers, which it may shard, rather than "
+        reason="states are restored when the strategy has set up module and optimizers, which it may shard, and not "
         "before; callbacks see a checkpoint first",
         rewrite=restore_when_set_up,
     ),
