@@ -250,6 +250,23 @@ def test_transfer_hooks_see_each_batch(quiet_trainer, make_line, loader):
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(module.layer.bias.item() ** 2)
 
 
+def test_transfer_hooks_know_the_loader_of_a_batch(quiet_trainer, make_line, loader):
+    moved = []
+
+    class Moving(type(make_line())):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            moved.append((self.trainer.stage, dataloader_idx))
+            return batch
+
+        def test_step(self, batch, batch_idx, dataloader_idx):
+            pass
+
+    module, loaders = make_line(Moving), [loader(count=16), loader(count=8)]
+    quiet_trainer().test(module, loaders)
+    quiet_trainer(max_epochs=1).fit(module, loaders[0])
+    assert moved == [("test", 0), ("test", 0), ("test", 1), ("fit", 0), ("fit", 0)]
+
+
 def test_a_data_module_gives_the_loaders(quiet_trainer, line, loader):
     calls = []
 
@@ -639,6 +656,14 @@ class TestWrongUse:
 
         with pytest.raises(RuntimeError, match=r"^out of something$"):
             quiet_trainer().fit(make_line(Failing), loader())
+
+    def test_accumulation_with_an_optimizer_that_repeats_the_step(self, quiet_trainer, make_line, loader):
+        class Closure(type(make_line())):
+            def configure_optimizers(self):
+                return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+        with pytest.raises(MisuseError, match="LBFGS computes the loss of a batch several times in one step"):
+            quiet_trainer(accumulate_grad_batches=2).fit(make_line(Closure), loader())
 
     def test_several_optimizers(self, quiet_trainer, make_line, loader):
         class Two(type(make_line())):
