@@ -67,6 +67,16 @@ def test_an_empty_folder_and_one_below_missing_ones_are_filled(tmp_path):
     assert (tmp_path / "a" / "b" / "dstrat-deep" / "pyproject.toml").is_file()
 
 
+def test_the_folder_that_one_is_in_is_filled(tmp_path, monkeypatch):
+    folder = tmp_path / "dstrat-here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    run_new(".")
+    assert Path("pyproject.toml").is_file()
+    assert not list(tmp_path.glob(".dstrat-new-*"))
+    assert not list(folder.glob(".dstrat-new-*"))
+
+
 @pytest.mark.parametrize(
     ("kind", "folder", "alias", "names"),
     [
@@ -125,14 +135,22 @@ def test_a_file_is_left_alone(tmp_path):
     assert (tmp_path / "dstrat-ring").read_text() == "mine"
 
 
-def test_nothing_is_left_where_writing_fails(tmp_path, monkeypatch):
-    def fill_disk(*_):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("folder_exists", [False, True])
+def test_nothing_is_left_where_writing_fails(tmp_path, monkeypatch, folder_exists):
+    if folder_exists:
+        (tmp_path / "dstrat-ring").mkdir()
+    before = set(tmp_path.rglob("*"))
+    rename = Path.rename
 
-    monkeypatch.setattr(Path, "rename", fill_disk)
+    def rename_some(path, target):
+        if path.name in ("dstrat-ring", "pyproject.toml"):
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_some)
     with pytest.raises(DstratError, match=r"cannot be written \(No space left on device\): choose another place"):
         run_new(tmp_path / "dstrat-ring")
-    assert not list(tmp_path.iterdir())
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_without_copier_the_error_says_how_to_get_it(dstrat, site):

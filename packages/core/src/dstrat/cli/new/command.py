@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ def new(path: Path, kind: Kind, alias: str | None) -> None:
     It has a class that works, the entry point by which dstrat finds it, tests that inherit dstrat's conformance kit, a
     README and a workflow for GitHub.  It needs copier: pip install "dstrat[new]".
     """
-    folder = path.absolute()
+    folder = Path(os.path.abspath(path))  # noqa: PTH100 - without following links, which have names of their own
     names = make_names(kind, folder.name, alias)
     check_free(kind, names, loaded_catalog())
     check_can_write(folder)

@@ -43,22 +43,41 @@ def check_can_write(folder: Path) -> None:
 def write_package(kind: Kind, names: Names, folder: Path) -> None:
     """Write the package.
 
+    Args:
+        kind: What it offers.
+        names: What is called how.
+        folder: An absolute path to nothing, or to an empty folder.
+
     Raises:
         RequestError: The folder cannot be written.
     """
-    beside = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    beside = next(parent for parent in folder.parents if parent.is_dir())
     try:
         with tempfile.TemporaryDirectory(prefix=".dstrat-new-", dir=beside) as temporary:
             finished = Path(temporary, folder.name)
             _render(kind, names, finished)
-            folder.parent.mkdir(parents=True, exist_ok=True)
             if folder.is_dir():
-                folder.rmdir()  # it is empty; Windows does not rename onto it
-            finished.rename(folder)
+                _fill(folder, finished)
+            else:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                finished.rename(folder)
     except OSError as error:
         raise RequestError(
             f"{str(folder)!r} cannot be written ({error.strerror or error}): choose another place"
         ) from error
+
+
+def _fill(folder: Path, finished: Path) -> None:
+    """Move what is in the finished folder to an empty one, which may be where the user is."""
+    parts = list(finished.iterdir())
+    try:
+        for part in parts:
+            part.rename(folder / part.name)
+    except OSError:
+        for part in parts:
+            if not part.exists():
+                (folder / part.name).rename(part)
+        raise
 
 
 def _render(kind: Kind, names: Names, folder: Path) -> None:
