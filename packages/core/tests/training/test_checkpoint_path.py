@@ -4,8 +4,9 @@ import shutil
 
 import pytest
 
-from dstrat import Callback, ModelCheckpoint, TorchCheckpointIO
+from dstrat import Callback, ModelCheckpoint, SingleDeviceStrategy, TorchCheckpointIO
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat.training.module.loading import read_checkpoint
 
@@ -105,3 +106,11 @@ def test_the_pointer_beside_the_checkpoints_can_be_loaded(fit, tmp_path, line_cl
     assert read_checkpoint(tmp_path / "last")["epoch"] == 1
     assert fit(3, ckpt_path=tmp_path / "last").global_step == 18
     line_class.load_from_checkpoint(tmp_path / "last")
+
+
+@pytest.mark.parametrize(
+    ("asked", "alias"), [("auto", "single_device"), (SingleDeviceStrategy(), "SingleDeviceStrategy")]
+)
+def test_a_checkpoint_names_the_strategy_as_the_plan_does(fit, tmp_path, asked, alias):
+    fit(1, ModelCheckpoint(tmp_path, "{epoch}"), strategy=asked, devices=1)
+    assert read_manifest(tmp_path / "0.ckpt").strategy == alias
