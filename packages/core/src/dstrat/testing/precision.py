@@ -128,7 +128,7 @@ class PrecisionSuite(Suite):
         if norm > 0.0101:
             fail(f"after clip_gradients to a norm of 0.01 the norm is {norm:.4f}")
 
-    @standard("basic", "checkpoints")
+    @standard("basic", "state")
     def test_its_state_comes_back(self) -> None:
         precision, other = self._precision, self._precision
         other.load_state_dict(precision.state_dict())

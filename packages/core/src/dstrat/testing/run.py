@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from dstrat.errors import RequestError
-from dstrat.testing.standard import standard_of
+from dstrat.testing.standard import CAPABILITIES, standard_of
 from dstrat.testing.suite import Suite
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ def run_suite(
         RequestError: The file has no test class for the alias, or cannot be collected.
     """
     collector = _Collector(alias, tiers, tell or _tell_nobody)
-    with tempfile.TemporaryDirectory(prefix="dstrat-test-") as folder:
-        file = Path(folder) / "test_conformance.py"
+    with tempfile.TemporaryDirectory(prefix="dstrat_test_") as folder:
+        file = Path(folder) / f"{Path(folder).name}.py"  # a name that no earlier run has imported
         file.write_text(_FILE.format(suite=_SUITES[kind], alias=alias))
-        own = ["--rootdir", folder, "-c", _empty(folder)] if path is None else []
+        own = ["--rootdir", folder, "-c", _empty(folder), "--import-mode=importlib"] if path is None else []
         arguments = [str(path or file), *own, "-p", "no:terminal", "-p", "no:cacheprovider"]
         pytest.main(arguments, plugins=[collector])
     if collector.errors:
@@ -117,9 +117,7 @@ class _Collector:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep what was asked for, in the order of capabilities."""
         kept = [item for item in items if self._is_asked_for(item)]
-        names = dict.fromkeys(self.tests[item.nodeid].capability for item in kept)
-        order = list(reversed(names))  # pytest comes to the tests of the first base last
-        items[:] = sorted(kept, key=lambda item: order.index(self.tests[item.nodeid].capability))
+        items[:] = sorted(kept, key=lambda item: CAPABILITIES.index(self.tests[item.nodeid].capability))
 
     def _is_asked_for(self, item: pytest.Item) -> bool:
         cls, test = getattr(item, "cls", None), standard_of(getattr(item, "function", None))

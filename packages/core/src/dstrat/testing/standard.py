@@ -17,6 +17,32 @@ Tier = Literal["basic", "optional", "processes", "device"]
 
 TIERS: tuple[Tier, ...] = ("basic", "optional", "processes", "device")
 
+CAPABILITIES = (
+    "record",
+    "life cycle",
+    "collectives",
+    "gradients",
+    "training",
+    "precision",
+    "evaluation",
+    "checkpoints",
+    "moving",
+    "failures",
+    "sessions",
+    "hardware",
+    "devices",
+    "random numbers",
+    "dtypes",
+    "steps",
+    "state",
+    "round trip",
+    "errors",
+    "removal",
+    "evidence",
+    "ranks",
+)
+"""What tests can prove, in the order of the table: what others rest on comes first."""
+
 _Test = TypeVar("_Test", bound=Callable[..., None])
 
 _OURS = "dstrat.testing."

@@ -1,0 +1,61 @@
+"""``dstrat test``: a table, the advice of what failed, JSON, and the exit code."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from dstrat.cli.main import commands
+
+WRITTEN = """
+from dstrat.testing import PrecisionSuite
+
+class Test32(PrecisionSuite):
+    alias = "32-true"
+    options = {"flag": "64-true"}
+    expected_failures = %s
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """Writes the author's test file."""
+    file = tmp_path / f"{tmp_path.name}.py"
+    return lambda text: (file.write_text(text), file)[1]
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: CliRunner().invoke(commands, ["test", *map(str, arguments)])
+
+
+def test_it_prints_a_line_for_each_capability(run):
+    done = run("32-true", "--kind", "precision")
+    assert done.exit_code == 0, done.output
+    header, *lines = done.output.splitlines()
+    assert header.startswith("capability   passed  failed  expected failure  not declared  seconds")
+    assert [line.split()[0] for line in lines] == ["record", "dtypes", "steps", "state"]
+
+
+def test_what_fails_gives_its_advice_and_the_exit_code(run, mine):
+    done = run("32-true", mine(WRITTEN % {}), "--kind", "precision")
+    assert done.exit_code == 1
+    assert "test_its_flag_is_its_alias\nflag is '64-true', and users write precision='32-true'" in done.output
+
+
+def test_what_is_expected_to_fail_is_listed(run, mine):
+    done = run("32-true", mine(WRITTEN % {"test_its_flag_is_its_alias": "it is called so"}), "--kind", "precision")
+    assert done.exit_code == 0
+    assert done.output.rstrip().endswith("test_its_flag_is_its_alias  it is called so")
+
+
+def test_json_has_every_test(run):
+    found = json.loads(run("cpu", "--kind", "accelerator", "--tier", "basic", "--json").output)
+    assert (found["alias"], found["kind"]) == ("cpu", "accelerator")
+    assert {test["outcome"] for test in found["tests"]} == {"passed"}
+    assert {test["tier"] for test in found["tests"]} == {"basic"}
+
+
+def test_a_file_without_a_class_for_the_alias_is_an_error(run, mine):
+    done = run("cpu", mine(WRITTEN % {}), "--kind", "accelerator")
+    assert "there is no test class with alias = 'cpu'" in str(done.exception)

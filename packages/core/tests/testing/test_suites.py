@@ -1,0 +1,160 @@
+"""A test class keeps every standard test of its suite, and fails where it is declared to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import ClassVar
+
+import pytest
+
+from dstrat.errors import CatalogError, MisuseError
+from dstrat.testing import (
+    AcceleratorSuite,
+    CheckpointIOSuite,
+    ClusterEnvironmentSuite,
+    PluginSuite,
+    PrecisionSuite,
+    StrategySuite,
+)
+from dstrat.testing.run import run_suite
+from dstrat.testing.standard import CAPABILITIES, standard_tests
+
+SUITES = (AcceleratorSuite, CheckpointIOSuite, ClusterEnvironmentSuite, PluginSuite, PrecisionSuite, StrategySuite)
+TIERS = ("basic", "optional", "processes", "device")
+
+
+def test_a_standard_test_cannot_be_replaced():
+    with pytest.raises(MisuseError, match=r"Mine.test_it_can_be_pickled replaces a standard test.*expected_failures"):
+
+        class Mine(StrategySuite):
+            def test_it_can_be_pickled(self):
+                pass
+
+
+def test_a_standard_test_cannot_be_set_to_none():
+    with pytest.raises(MisuseError, match="replaces a standard test"):
+
+        class Mine(StrategySuite):
+            test_it_can_be_pickled = None
+
+
+def test_a_standard_test_cannot_be_replaced_by_a_mixin():
+    class Mixin:
+        test_it_can_be_pickled = None
+
+    with pytest.raises(MisuseError, match="replaces a standard test"):
+
+        class Mine(Mixin, StrategySuite):
+            pass
+
+
+def test_parts_of_the_kit_cannot_be_replaced():
+    with pytest.raises(MisuseError, match=r"Mine\.job replaces a part of the conformance kit: choose another name"):
+
+        class Mine(StrategySuite):
+            def job(self):
+                pass
+
+
+@pytest.mark.parametrize("mark", [pytest.mark.skip, pytest.mark.skipif(True, reason="no"), pytest.mark.xfail])
+def test_a_class_cannot_be_skipped_as_a_whole(mark):
+    with pytest.raises(MisuseError, match="which would drop its standard tests"):
+
+        class Mine(StrategySuite):
+            pytestmark = mark
+
+
+def test_what_is_expected_to_fail_must_exist_and_have_a_reason():
+    with pytest.raises(MisuseError, match="names 'test_nothing', which is no standard test: possible are test_"):
+
+        class Mine(AcceleratorSuite):
+            expected_failures: ClassVar = {"test_nothing": "it is not there"}
+
+    with pytest.raises(MisuseError, match="gives no reason for"):
+
+        class Other(AcceleratorSuite):
+            expected_failures: ClassVar = {"test_it_says_whether_it_is_available": " "}
+
+
+def test_an_author_may_add_tests_and_settings():
+    class Mine(StrategySuite):
+        alias = "mine"
+        world_sizes = (2,)
+
+        def test_of_mine(self):
+            pass
+
+    assert "test_of_mine" not in standard_tests(Mine)
+    assert standard_tests(Mine) == standard_tests(StrategySuite)
+
+
+def test_every_test_of_a_suite_is_a_standard_test_of_a_known_tier():
+    for suite in SUITES:
+        names = {name for name in dir(suite) if name.startswith("test_")}
+        assert names == set(standard_tests(suite))
+        assert {test.tier for test in standard_tests(suite).values()} <= set(TIERS)
+        assert {test.capability for test in standard_tests(suite).values()} <= set(CAPABILITIES)
+
+
+def test_no_two_parts_of_the_strategy_suite_have_the_same_name():
+    seen: dict[str, str] = {}
+    for part in StrategySuite.__mro__[1:-1]:
+        for name in vars(part):
+            if name.startswith("__") or name in {"kind", "settings"}:
+                continue
+            assert seen.setdefault(name, part.__name__) == part.__name__, name
+
+
+WRITTEN = """
+from dstrat.testing import PrecisionSuite
+
+class Test32(PrecisionSuite):
+    alias = "32-true"
+    options = {"flag": "64-true"}
+    expected_failures = {"test_its_flag_is_its_alias": "it is called so"%s}
+"""
+
+
+@pytest.mark.parametrize("more", ["", ', "test_it_clips_to_the_limit": "a guess"'])
+def test_an_expected_failure_is_told_of_and_one_that_passes_is_a_failure(tmp_path, more):
+    file = tmp_path / f"{tmp_path.name}.py"
+    file.write_text(WRITTEN % more)
+    results = {result.name: result for result in run_suite("precision", "32-true", tiers=TIERS, path=file)}
+    assert len(results) == len(standard_tests(PrecisionSuite))
+    flag = results.pop("test_its_flag_is_its_alias")
+    assert (flag.outcome, flag.message) == ("expected failure", "it is called so")
+    failed = {name for name, result in results.items() if result.outcome == "failed"}
+    assert failed == ({"test_it_clips_to_the_limit"} if more else set())
+
+
+def test_a_class_that_is_changed_afterwards_fails(tmp_path):
+    file = tmp_path / f"{tmp_path.name}.py"
+    file.write_text(WRITTEN % "" + "Test32.test_it_clips_to_the_limit = lambda self: None\n")
+    results = run_suite("precision", "32-true", tiers=TIERS, path=file)
+    assert {result.outcome for result in results} == {"failed"}
+    assert "replaces a standard test" in results[0].message
+
+
+def test_a_class_without_an_alias_says_so():
+    with pytest.raises(MisuseError, match=r'set alias = "\.\.\." to the name that users write'):
+        AcceleratorSuite().component  # noqa: B018 - the look-up is what is tested
+
+
+def test_an_alias_that_nobody_offers_is_the_catalogs_error():
+    suite = type("TestMine", (AcceleratorSuite,), {"alias": "abacus"})
+    with pytest.raises(CatalogError, match="accelerator 'abacus' is not known"):
+        suite().component  # noqa: B018 - as above
+
+
+def test_dstrat_does_not_import_the_kit_or_pytest():
+    code = "import sys, dstrat, dstrat.cli.main; assert not {'dstrat.testing', 'pytest', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_without_pytest_the_kit_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("dstrat.testing")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    with pytest.raises(ImportError, match=r'pip install "dstrat\[testing\]"'):
+        __import__("dstrat.testing.suite")
