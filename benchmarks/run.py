@@ -31,7 +31,7 @@ from settings import Settings
 if TYPE_CHECKING:
     from figure import Figure
 
-MODULES = ("imports", "listing", "losses", "wall_time", "memory", "steps", "loop", "failing", "checkpoint")
+MODULES = ("imports", "listing", "losses", "wall_time", "memory", "steps", "loop", "failing", "checkpoint", "fsdp")
 WHEN_ASKED = ("loop_instructions",)
 """Takes ten minutes, and valgrind."""
 
