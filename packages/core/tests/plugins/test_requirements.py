@@ -7,8 +7,8 @@ def installed(site, **versions):
         site.write(f"{name}.py", "raise ValueError('never imported')")
 
 
-def check(site, *requires):
-    site.add("acme", site.component("acme", requires=requires))
+def check(site, *requires, **facts):
+    site.add("acme", site.component("acme", requires=requires, **facts))
     return site.ask(
         "offer = get_catalog().find('strategy', 'acme')\n"
         "catalog = get_catalog()\n"
@@ -30,6 +30,11 @@ def test_what_is_not_installed_is_named_with_its_command(site):
             'pip install "engine>=1.0"'
         ),
     ]
+
+
+def test_options_of_pip_are_in_the_command(site):
+    _, message = check(site, "engine>=1.0", pip_options=("--no-build-isolation",))
+    assert message.endswith('which is not installed: pip install --no-build-isolation "engine>=1.0"')
 
 
 def test_another_version_than_required_is_missing(site):

@@ -35,6 +35,7 @@ class Component:
         summary: One line for tables.
         synonyms: Further names for the same component.
         requires: Requirement strings (``"acme-runtime>=1.2"``), checked against installed metadata.
+        pip_options: What ``pip install`` of the requirements needs besides (``"--no-build-isolation"``).
         options: Constructor arguments that the alias presets.
         auto: Rank for the automatic choice, the highest available one wins; None is never chosen automatically.
         groups: Names that stand for several accelerators (``"gpu"``); the available one with the highest
@@ -53,6 +54,7 @@ class Component:
     summary: str
     synonyms: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
+    pip_options: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     auto: int | None = None
     groups: tuple[str, ...] = ()
@@ -72,7 +74,7 @@ class Component:
             raise InvalidComponentError(
                 f"target {self.target!r} of {self.kind} {self.alias!r} must look like 'package.module:Class'"
             )
-        for name in ("synonyms", "requires", "groups", "accelerators", "precisions"):
+        for name in ("synonyms", "requires", "pip_options", "groups", "accelerators", "precisions"):
             if not isinstance(getattr(self, name), tuple):
                 raise InvalidComponentError(f"{name} of {self.kind} {self.alias!r} must be a tuple of strings")
 

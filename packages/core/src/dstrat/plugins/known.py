@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from dstrat.plugins.component import Kind
 
@@ -85,9 +85,9 @@ def known_distribution(requirement: str) -> str:
     return requirement.partition("[")[0]
 
 
-def pip_command(*requirements: str, upgrade: bool = False) -> str:
+def pip_command(*requirements: str, upgrade: bool = False, options: Iterable[str] = ()) -> str:
     """Return the command that installs the requirements, quoted for a shell."""
-    return " ".join(["pip install", *(["--upgrade"] if upgrade else []), *map(quoted, requirements)])
+    return " ".join(["pip install", *(["--upgrade"] if upgrade else []), *options, *map(quoted, requirements)])
 
 
 def quoted(requirement: str) -> str:

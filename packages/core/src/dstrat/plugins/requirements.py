@@ -32,7 +32,8 @@ def check_requirements(offer: Offer) -> None:
         return
     states = ", and ".join(f"{text}, {state}" for text, state in missing)
     bare = [text.partition(";")[0].strip() for text, _ in missing]
-    raise MissingRequirementError(f"{offer.title} needs {states}: {pip_command(*bare)}")
+    command = pip_command(*bare, options=offer.component.pip_options)
+    raise MissingRequirementError(f"{offer.title} needs {states}: {command}")
 
 
 def _missing(offer: Offer) -> Iterable[tuple[str, str]]:
