@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 import dstrat
 from dstrat import Callback, OwnLoop, Trainer
 from dstrat.errors import RankFailedError
 from dstrat_ddp import DDPStrategy
-from dstrat_fsdp import FSDPStrategy
+from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -85,16 +87,27 @@ def train(
     return losses
 
 
-def strategies() -> dict[str, Strategy]:
-    return {
-        "ddp": DDPStrategy(start_method="fork"),
-        "fsdp": FSDPStrategy(start_method="fork"),
-    }
+STRATEGIES = ["ddp", "fsdp"]
+
+
+def strategy_of(name: str) -> Strategy | str:
+    """Return the strategy, such that a test can launch it."""
+    if name == "ddp":
+        return DDPStrategy(start_method="fork")
+    if name == "fsdp":
+        return FSDPStrategy(start_method="fork")
+    if name == "model_parallel":
+        return ModelParallelStrategy(tensor_parallel_size=2, start_method="fork")
+    if name == "deepspeed_stage_3":
+        pytest.importorskip("deepspeed")
+        from dstrat_deepspeed import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(stage=3, start_method="forkserver")
+    return name
 
 
 def loop_of(name: str, devices: int, **options: Any) -> OwnLoop:
-    strategy: Any = strategies().get(name, name)
-    return OwnLoop(dstrat.build(strategy=strategy, accelerator="cpu", devices=devices, **options))
+    return OwnLoop(dstrat.build(strategy=strategy_of(name), accelerator="cpu", devices=devices, **options))
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +116,64 @@ def expected() -> list[float]:
 
 
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, 0.05)])
-@pytest.mark.parametrize("name", strategies())
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_the_losses_are_those_of_one_device(name: str, accumulate: int, clip: float | None, expected: Any) -> None:
     if clip is not None:
         expected = loop_of("single_device", 1).launch(train, clip=clip)
     assert loop_of(name, 2).launch(train, accumulate=accumulate, clip=clip) == pytest.approx(expected, rel=1e-5)
 
 
+def test_an_engine_that_steps_and_clips_by_itself_has_the_losses_of_one_device_and_resumes(tmp_path: Path) -> None:
+    expected = loop_of("single_device", 1).launch(train, clip=0.05)
+    engine: dict[str, Any] = {"accumulate": 2, "clip": 0.05, "path": tmp_path / "saved"}
+    losses = loop_of("deepspeed_stage_3", 2).launch(train, save_at=6, **engine)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert loop_of("deepspeed_stage_3", 2).launch(train, load=True, **engine) == losses
+
+
+def train_split(loop: OwnLoop) -> list[float]:
+    """Train with layers that are split over the processes that share a batch."""
+    net, losses = Net(), []
+    plan = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
+    parallelize_module(net, loop.strategy.device_mesh["tensor_parallel"], plan)
+    loop.setup(net, adam)
+    for x, y in loop.training_loader(DataLoader(data(), batch_size=GLOBAL_BATCH)):
+        loss = loop.compute(net.loss, x, y)
+        loop.backward(loss)
+        loop.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_layers_are_split_by_the_mesh_of_the_strategy(expected: list[float]) -> None:
+    assert loop_of("model_parallel", 2).launch(train_split) == pytest.approx(expected[:4], rel=1e-5)
+
+
+def count(loop: OwnLoop, samples: int) -> tuple[float, float, bool]:
+    """Return how many samples were evaluated, and the sum of their numbers, over all processes."""
+    net = Net()
+    loop.setup(net)
+    numbers = torch.arange(samples, dtype=torch.float32)
+    loader = loop.evaluation_loader(DataLoader(TensorDataset(numbers), batch_size=2))
+    seen = torch.zeros(2)
+    with loop.evaluation():
+        for (batch,) in loader:
+            assert not loop.compute(net.layers, batch[:, None].expand(-1, 6)).requires_grad
+            seen += torch.stack((torch.tensor(float(len(batch))), batch.sum()))
+    seen = loop.strategy.reduce(seen, reduce_op="sum")
+    return seen[0].item(), seen[1].item(), loader.is_divided
+
+
+@pytest.mark.parametrize(("name", "samples", "is_divided"), [("ddp", 9, True), ("fsdp", 9, False), ("fsdp", 8, True)])
+def test_evaluation_weighs_each_sample_alike(name: str, samples: int, is_divided: bool) -> None:
+    number, total, divided = loop_of(name, 2).launch(count, samples)
+    assert divided == is_divided
+    assert number == (samples if divided else 2 * samples)
+    assert total / number == (samples - 1) / 2
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("name", strategies())
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_mixed_precision_stays_near_the_losses_of_one_device(name: str, precision: str, expected: Any) -> None:
     losses = loop_of(name, 2, precision=precision).launch(train)
     assert losses == pytest.approx(expected, rel=0.05)
@@ -119,7 +181,7 @@ def test_mixed_precision_stays_near_the_losses_of_one_device(name: str, precisio
 
 
 @pytest.mark.parametrize("save_at", [4, 6])  # at the end of an epoch, and in the middle of one
-@pytest.mark.parametrize("name", strategies())
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_resumed_loop_has_the_same_losses_to_the_last_bit(name: str, save_at: int, tmp_path: Path) -> None:
     whole = loop_of(name, 2).launch(train, path=tmp_path / "saved", shuffle=True, save_at=save_at)
     resumed = loop_of(name, 2).launch(train, path=tmp_path / "saved", shuffle=True, load=True)
@@ -160,18 +222,16 @@ def test_a_loop_is_launched_again_in_one_program(expected: list[float]) -> None:
     assert loop.launch(train) == loop.launch(train) == pytest.approx(expected, rel=1e-5)
 
 
-def run_program(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, "-W", "error", str(PROGRAM), "--accelerator", "cpu", *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+def test_the_example_runs_its_script_in_each_rank_and_goes_on_on_one_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--strategy", "ddp", "--accelerator", "cpu", "--devices", "2", "--epochs", "1"]
+    command = [sys.executable, "-W", "error", str(PROGRAM), *arguments, "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_example_trains_on_processes_that_run_the_script_and_goes_on_on_one_device(tmp_path: Path) -> None:
-    first = run_program("--strategy", "ddp", "--devices", "2", "--epochs", "1", cwd=tmp_path)
-    assert first.startswith("epoch 1, step 64: ")
-    second = run_program("--strategy", "single_device", "--devices", "1", "--epochs", "2", cwd=tmp_path)
-    assert second.startswith("epoch 2, step 128: ")
+    assert done.stdout.startswith("epoch 1, step 64: ")
+    loop_of("single_device", 1).launch(runpy.run_path(str(PROGRAM))["train"], 2, tmp_path)
+    assert capsys.readouterr().out.startswith("epoch 2, step 128: ")
 
 
 def test_nothing_of_an_own_loop_imports_the_trainer(tmp_path: Path) -> None:

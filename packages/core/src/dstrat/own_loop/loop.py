@@ -341,8 +341,8 @@ class OwnLoop:
 
     def _preparation(self, settings: Settings, optimizer: Optimizer) -> Callable[[], None]:
         def prepare() -> None:
-            self.strategy.unscale_gradients(optimizer)
             if settings.gradient_clip_val is not None:
+                self.strategy.unscale_gradients(optimizer)
                 self.strategy.clip_gradients(optimizer, settings.gradient_clip_val, settings.gradient_clip_algorithm)
 
         return prepare
