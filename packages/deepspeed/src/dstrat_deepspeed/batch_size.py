@@ -38,6 +38,8 @@ class MicroBatch:
             ConflictError: Two sizes contradict each other.
         """
         accumulate = config["gradient_accumulation_steps"]
+        if _MICRO in config:
+            self._state(_MICRO, config[_MICRO], config)
         if _GLOBAL in config:
             whole, share = config.pop(_GLOBAL), world_size * accumulate
             if not isinstance(whole, int) or whole % share:
@@ -46,9 +48,7 @@ class MicroBatch:
                     f"accumulate_grad_batches={accumulate}: give one that is, or leave it out"
                 )
             self._state(_GLOBAL, whole // share, config)
-        if _MICRO in config:
-            self._state(_MICRO, config[_MICRO], config)
-        elif self._asked != "auto":
+        if self._asked != "auto":
             self._state("logging_batch_size_per_gpu", int(self._asked), config)
         config.setdefault(_MICRO, 1)
 

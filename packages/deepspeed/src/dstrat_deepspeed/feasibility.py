@@ -40,12 +40,17 @@ def check_options(options: Options, config: dict[str, Any], stage: int) -> None:
         raise ConflictError(f"{', '.join(idle)} say how files on NVMe are read, and nothing is offloaded to 'nvme'")
 
 
-def check_precision(options: Options, flag: str) -> None:
-    """Check that loss-scale options have a loss to scale.
+def check_precision(options: Options, flag: str, device_type: str) -> None:
+    """Check that DeepSpeed computes in a precision here, and that loss-scale options have a loss to scale.
 
     Raises:
-        ConflictError: The precision scales none.
+        ConflictError: It does not, or the precision scales none.
     """
+    if flag == "16-mixed" and device_type == "cpu":
+        raise ConflictError(
+            "precision '16-mixed' cannot work on the accelerator 'cpu', where DeepSpeed has no float16: "
+            "choose 'bf16-mixed', 'bf16-true' or '32-true'"
+        )
     idle = changed(options.loss_scale)
     if idle and flag != "16-mixed":
         raise ConflictError(f"{', '.join(idle)} scale the loss of precision '16-mixed', and the precision is {flag!r}")

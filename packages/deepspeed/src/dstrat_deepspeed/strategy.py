@@ -118,8 +118,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     def receive(self, parts: Parts) -> None:
         super().receive(parts)
-        if self.parts.precision_plugin is not None:
-            check_precision(self._options, self.precision_plugin.flag)
+        if self.parts.precision_plugin is not None and self.parts.parallel_devices:
+            check_precision(self._options, self.precision_plugin.flag, self.parallel_devices[0].type)
         check_can_offload(self._partial_config, os.environ)
 
     def precision_for(self, flag: str) -> Precision | None:

@@ -1,0 +1,234 @@
+"""What cannot work is said before it starts, with what to do."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed_loop import Net, Run, parts, start
+from deepspeed_ranks import LoopbackCluster
+
+from dstrat import Trainer
+from dstrat.errors import ConflictError, RequestError
+from dstrat_deepspeed import DeepSpeedStrategy
+from dstrat_deepspeed.config_source import PATH_VARIABLE, read_config
+from dstrat_deepspeed.prerequisites import build_folder, check_prerequisites
+from dstrat_deepspeed.runtime import load_deepspeed
+
+
+def refused(error, match, **options):
+    with pytest.raises(error, match=match):
+        DeepSpeedStrategy(**options)
+
+
+def test_a_stage_out_of_range():
+    for stage in (4, -1, True, "2"):
+        refused(RequestError, r"choose 0, 1, 2 or 3", stage=stage)
+    refused(RequestError, r"choose 0, 1, 2 or 3", config={"zero_optimization": {"stage": 5}})
+
+
+def test_an_option_that_does_not_exist():
+    refused(RequestError, "did you mean 'offload_optimizer'", offload_optimiser=True)
+    refused(RequestError, "pass what has no name here in config", xyz=1)
+
+
+def test_a_device_that_does_not_exist():
+    refused(RequestError, "choose 'cpu' or 'nvme'", stage=3, offload_optimizer=True, offload_optimizer_device="disk")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 0, "offload_optimizer": True},
+        {"stage": 2, "offload_parameters": True},
+        {"stage": 2, "remote_device": "cpu"},
+        {"stage": 2, "offload_optimizer": True, "offload_optimizer_device": "nvme"},
+        {"stage": 3, "queue_depth": 4},
+    ],
+)
+def test_an_option_that_would_be_ignored(options):
+    refused(ConflictError, "stage|nvme", **options)
+
+
+def test_a_configuration_that_is_not_there(tmp_path):
+    refused(RequestError, "No such file", config=tmp_path / "missing.json")
+    refused(RequestError, "of the type int", config=3)
+
+
+def test_a_configuration_that_is_not_json(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{stage: 2}")
+    refused(RequestError, "config.json' is not JSON", config=path)
+    path.write_text("[1]")
+    refused(RequestError, "JSON list", config=str(path))
+
+
+def test_the_environment_names_a_file_which_an_argument_goes_before(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    environ = {PATH_VARIABLE: str(path)}
+    assert read_config(None, environ).values == {"zero_optimization": {"stage": 1}}
+    assert read_config({"steps_per_print": 5}, environ).values == {"steps_per_print": 5}
+    assert read_config(None, {}).values == {}
+    with pytest.raises(RequestError, match=f"{PATH_VARIABLE}='nowhere.json' cannot be read"):
+        read_config(None, {PATH_VARIABLE: "nowhere.json"})
+
+
+def test_nvme_without_a_folder_that_can_be_written(tmp_path):
+    strategy = DeepSpeedStrategy(
+        stage=3, offload_optimizer=True, offload_optimizer_device="nvme", nvme_path=str(tmp_path / "missing")
+    )
+    with pytest.raises(RequestError, match="is not a folder that can be written"):
+        strategy.receive(parts())
+
+
+def test_offloading_without_a_compiler_or_ninja(tmp_path):
+    environ = {"PATH": str(tmp_path), "HOME": str(tmp_path), "CXX": "nothing-like-it"}
+    with pytest.raises(RequestError, match="no C\\+\\+ compiler 'nothing-like-it': apt install g"):
+        check_prerequisites("cpu_adam", "offload_optimizer", environ)
+
+
+def test_a_lock_that_a_process_has_left(tmp_path):
+    environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    lock = build_folder("cpu_adam", environ) / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w"):  # by a process that lives
+        check_prerequisites("cpu_adam", "offload_optimizer", environ)
+    with pytest.raises(RequestError, match=r"has left a lock.*rm "):
+        check_prerequisites("cpu_adam", "offload_optimizer", environ)
+
+
+def test_nvme_without_libaio(tmp_path):
+    environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "CFLAGS": "", "LDFLAGS": ""}
+    if (Path("/usr/include") / "libaio.h").exists():
+        pytest.skip("libaio is installed here")
+    with pytest.raises(RequestError, match="there is no libaio: apt install libaio-dev"):
+        check_prerequisites("async_io", "offload_param on 'nvme'", environ)
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "libaio.h").touch()
+    environ.update(CFLAGS=f"-I{tmp_path}/include", LDFLAGS=f"-L{tmp_path}/lib")
+    check_prerequisites("async_io", "offload_param on 'nvme'", environ)
+
+
+def test_16_mixed_on_cpus():
+    with pytest.raises(ConflictError, match="on the accelerator 'cpu', where DeepSpeed has no float16"):
+        Trainer(strategy="deepspeed", accelerator="cpu", devices=2, precision="16-mixed", logger=False)
+
+
+def test_another_precision():
+    with pytest.raises(ConflictError, match="cannot run with precision '64-true'"):
+        Trainer(strategy="deepspeed", accelerator="cpu", devices=2, precision="64-true", logger=False)
+
+
+def test_a_loss_scale_without_a_loss_to_scale():
+    strategy = DeepSpeedStrategy(loss_scale=128)
+    with pytest.raises(ConflictError, match="loss_scale scale the loss of precision '16-mixed'"):
+        strategy.receive(parts())
+
+
+class Lbfgs(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Two(Net):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.first.parameters(), 0.1), torch.optim.SGD(self.last.parameters(), 0.1)]
+
+
+CASES = {
+    "LBFGS computes the loss several times": ("Lbfgs", {}, {}),
+    "returned 2 optimizers, and DeepSpeed trains with one": ("Two", {}, {}),
+    "config says gradient_clipping: 1.0, and the Trainer's gradient_clip_val=None": (
+        "Net",
+        {"config": {"gradient_clipping": 1.0}},
+        {},
+    ),
+    "config says gradient_accumulation_steps: 4, and the Trainer's accumulate_grad_batches=2": (
+        "Net",
+        {"config": {"gradient_accumulation_steps": 4}},
+        {"accumulate": 2},
+    ),
+    "config says bf16.enabled: True, and precision='32-true'": ("Net", {"config": {"bf16": {"enabled": True}}}, {}),
+    "config says fp16.enabled: True, and precision='32-true'": ("Net", {"config": {"fp16": {"enabled": True}}}, {}),
+    "config has the key 'gradient_cliping', which DeepSpeed does not know, did you mean 'gradient_clipping'?": (
+        "Net",
+        {"config": {"gradient_cliping": 1.0}},
+        {},
+    ),
+    "DeepSpeed does not take the configuration (config): Zero stag=2: Extra inputs": (
+        "Net",
+        {"config": {"zero_optimization": {"stag": 2}}},
+        {},
+    ),
+    "config says train_batch_size: 7, which is no multiple of 2 ranks times accumulate_grad_batches=1": (
+        "Net",
+        {"config": {"train_batch_size": 7}},
+        {},
+    ),
+    "config says train_batch_size, which makes 4 samples in each batch of a rank, and train_micro_batch_size_per_gpu": (
+        "Net",
+        {"config": {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}},
+        {},
+    ),
+    "config has an 'optimizer', and configure_optimizers returned AdamW": (
+        "Net",
+        {"config": {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}},
+        {},
+    ),
+    "config has a 'scheduler', which DeepSpeed would step by itself": (
+        "Net",
+        {"config": {"scheduler": {"type": "WarmupLR"}}},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("expected", CASES)
+def test_what_contradicts_the_trainer_or_is_unknown_is_an_error_that_names_both_places(expected):
+    kind, options, run = CASES[expected]
+    load_deepspeed("cpu", logging.WARNING)
+    strategy = DeepSpeedStrategy(**options)
+    strategy.receive(parts(LoopbackCluster(0, 2, 0, None)))
+    strategy.connect(globals()[kind]())
+    with pytest.raises(RequestError) as caught:
+        strategy.setup(Run(strategy.module, **run))
+    assert expected in str(caught.value)
+
+
+def said_by(attempt):
+    with pytest.raises(Exception) as caught:
+        attempt()
+    return str(caught.value)
+
+
+def during_training(cluster):
+    strategy = DeepSpeedStrategy(config={"train_micro_batch_size_per_gpu": 3})
+    start(strategy, Net(), parts(cluster))
+    found = [
+        said_by(lambda: strategy.training_step((torch.ones(4, 6), torch.ones(4, 3)), 0)),
+        said_by(lambda: strategy.clip_gradients(strategy.optimizers[0], 1.0, "value")),
+        said_by(strategy.grad_norm),
+    ]
+    strategy.teardown()
+    return found
+
+
+def test_what_shows_in_the_first_step(ranks):
+    batch, value, norm = ranks(during_training)[0]
+    assert "makes 3 samples in each batch of a rank, and the first batch of the training loader has 4" in batch
+    assert "gradient_clip_algorithm='value' is not possible with DeepSpeed" in value
+    assert "the norm of the last gradients is not known" in norm
+
+
+def test_deepspeed_says_nothing_on_stdout_and_its_log_follows_ours(caplog):
+    load_deepspeed("cpu", logging.INFO)
+    logger = logging.getLogger("DeepSpeed")
+    assert not logger.handlers
+    with caplog.at_level(logging.INFO):
+        logger.info("something")
+    assert "something" in caplog.text
+    with pytest.raises(ConflictError, match="DeepSpeed was imported for 'cpu' before"):
+        load_deepspeed("cuda", logging.INFO)
