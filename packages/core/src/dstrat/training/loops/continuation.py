@@ -83,7 +83,12 @@ class Continuation:
         """Put random numbers, logged values and gradients back, when the hooks at the start have been called."""
         trainer, state = self._trainer, self._state
         strategy = trainer.strategy
-        if state["gradients"] is not None:
+        if state["gradients"] is not None and not strategy.replicates_state:
+            _log.warning(
+                "the checkpoint was saved between the batches of one optimizer step, and has whole gradients of them, "
+                "which are left out, as the strategy shards gradients"
+            )
+        elif state["gradients"] is not None:
             for name, parameter in strategy.module.named_parameters():
                 gradient = state["gradients"].get(name)
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
