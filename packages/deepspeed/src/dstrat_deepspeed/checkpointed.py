@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import CheckpointError
@@ -9,6 +10,7 @@ from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_deepspeed.gradients import put_back, waiting_gradients
 from dstrat_deepspeed.module_state import gather_persistent, sharded_state
+from dstrat_deepspeed.native_save import remove_native, save_native
 from dstrat_deepspeed.partitions import partitions_of
 from dstrat_deepspeed.state import PartitionedState
 from dstrat_deepspeed.whole_state import (
@@ -23,11 +25,16 @@ from dstrat_deepspeed.whole_state import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from torch.optim import Optimizer
 
     from dstrat.interfaces.parts import TrainerLike
     from dstrat_deepspeed.engine import Engine
+    from dstrat_deepspeed.options import Options
+
+
+_logger = logging.getLogger(__name__)
 
 
 class CheckpointedStrategy(ParallelStrategy):
@@ -38,6 +45,7 @@ class CheckpointedStrategy(ParallelStrategy):
     """
 
     stage: int
+    _options: Options
     _engine: Engine | None = None
     _group_names: list[list[str]] | None = None
     _state: PartitionedState | None = None
@@ -115,17 +123,49 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def rank_state(self) -> dict[str, Any]:
         """Return the gradients that this rank has accumulated, where they wait for a step."""
-        return {"gradients": waiting_gradients(self._ready_optimizer)} if self.saves_gradients else {}
+        if not self.saves_gradients:
+            return {}
+        gradients = waiting_gradients(self._ready_optimizer)
+        if gradients and self.is_global_zero:
+            _logger.info(
+                "the checkpoint is saved between the batches of one optimizer step: a run that continues it on %d "
+                "ranks with stage %d has their gradients, others leave these batches out",
+                self.world_size,
+                self.stage,
+            )
+        return {"gradients": gradients, "stage": self.stage}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Let the next backward pass accumulate onto the gradients that were saved."""
-        if self.saves_gradients:
-            put_back(self._ready_optimizer, state.get("gradients", {}))
+        gradients = state.get("gradients", {})
+        if self.saves_gradients and state.get("stage") == self.stage:
+            put_back(self._ready_optimizer, gradients)
+        elif gradients and self.is_global_zero:
+            _logger.warning(
+                "the checkpoint has gradients of stage %s between the batches of one optimizer step: with stage %d "
+                "these batches are left out",
+                state.get("stage"),
+                self.stage,
+            )
 
     @property
     def saves_gradients(self) -> bool:  # type: ignore[override]  # not the same for all stages
         """Whether :meth:`rank_state` has the gradients that wait for a step."""
         return self.stage > 0 and self._engine is not None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write a checkpoint, and DeepSpeed's own files beside it where ``save_native`` asks for them; collective."""
+        super().save_checkpoint(checkpoint, path)
+        options = self._options.checkpoints
+        if options.save_native and self._engine is not None and self.optimizers:
+            exclude_frozen = options.exclude_frozen_parameters
+            save_native(self._engine.engine, checkpoint, path, self, exclude_frozen=exclude_frozen)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint, with the files that DeepSpeed has written beside it."""
+        super().remove_checkpoint(path)
+        if self._options.checkpoints.save_native and self.is_global_zero:
+            remove_native(path)
 
     @property
     def _ready_optimizer(self) -> Any:

@@ -1,0 +1,222 @@
+"""DeepSpeed's own checkpoints: read from real files of every stage, and written for programs without dstrat."""
+
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from deepspeed_loop import Net, batches, parts, start, train
+from tied_net import Tied, assert_close
+
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.cli.checkpoint.convert import convert
+from dstrat.errors import CheckpointError
+from dstrat_deepspeed import DeepSpeedStrategy
+from dstrat_deepspeed.native import DeepSpeedCheckpointIO
+
+STEPS = 3
+
+
+def script(cluster, out, stage, bf16=False, source=None):
+    """What somebody's own DeepSpeed script does, with the process group that is open."""
+    import deepspeed
+
+    model = Tied()
+    if bf16:
+        model = model.bfloat16()
+    model.forward = lambda batch: model.training_step(batch, 0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+        "bf16": {"enabled": bf16},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=model.configure_optimizers(), config=config, dist_init_required=False
+    )
+    if source is not None:
+        loaded, _ = engine.load_checkpoint(source)
+        assert loaded is not None
+    losses = []
+    for batch in batches(STEPS):
+        where = (cluster.rank, cluster.size)
+        own = tuple(t[where[0] :: where[1]].to(torch.bfloat16 if bf16 else torch.float32) for t in batch)
+        loss = engine(own)
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float()
+        torch.distributed.all_reduce(mean)
+        losses.append(float(mean) / where[1])
+    if out is not None:
+        engine.save_checkpoint(out, client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}})
+    engine.destroy()
+    return losses
+
+
+def in_group(cluster, **arguments):
+    """Open the process group as the strategy does, and run the script."""
+    strategy = DeepSpeedStrategy()
+    strategy.receive(parts(cluster))
+    strategy.connect(Net())
+    strategy.setup_environment()
+    try:
+        return script(cluster, **arguments)
+    finally:
+        strategy.teardown()
+
+
+def went_on(cluster, target, stage):
+    """Load a converted checkpoint, and train."""
+    strategy = DeepSpeedStrategy(stage=stage)
+    start(strategy, Tied(), parts(cluster))
+    [optimizer] = strategy.optimizers
+    state = PortableCheckpointIO().load_checkpoint(target)
+    strategy.load_module_state_dict(state["state_dict"])
+    strategy.load_sharded_optimizer_state(optimizer, state["optimizers"][0])
+    losses = train(strategy, steps=STEPS)
+    strategy.teardown()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def native(runner, tmp_path_factory):
+    """Folders with checkpoints of scripts, made when they are asked for, and the losses of going on from them."""
+    made = {}
+
+    def make(stage, bf16=False):
+        if (stage, bf16) not in made:
+            out = tmp_path_factory.mktemp(f"stage{stage}")
+            runner.run(Path(__file__), "in_group", 2, out=str(out), stage=stage, bf16=bf16)
+            made[stage, bf16] = out
+        return made[stage, bf16]
+
+    return make
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_script_has_saved_is_converted_and_goes_on(ranks, native, tmp_path, stage):
+    folder = native(stage)
+    result = CliRunner().invoke(convert, [str(folder), str(tmp_path / "c")])
+    assert result.exit_code == 0, result.output
+    assert "step 3, 1 optimizer" in result.output
+    expected = ranks(in_group, out=None, stage=stage, source=str(folder))
+    for found in ranks(went_on, 4, target=str(tmp_path / "c"), stage=2):
+        assert found == pytest.approx(expected[0], rel=1e-6)
+    converted = PortableCheckpointIO().load_checkpoint(tmp_path / "c")
+    names = [name for group in converted["optimizers"][0]["param_groups"] for name in group["params"]]
+    assert sorted(names) == sorted(n for n, p in Tied().named_parameters() if p.requires_grad)
+    tied = converted["state_dict"]
+    assert torch.equal(tied["blocks.0.up.weight"], tied["blocks.1.up.weight"])
+    assert list(converted["state_dict"]) == list(Tied().state_dict())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_rounded_weights_come_with_their_exact_ones(native, stage):
+    converted = DeepSpeedCheckpointIO().load_checkpoint(native(stage, bf16=True))
+    exact = converted["optimizers"][0]["fp32_weights"]
+    assert len(exact) == len([p for p in Tied().parameters() if p.requires_grad])
+    for name, weight in exact.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight.bfloat16(), converted["state_dict"][name])
+
+
+def test_weights_of_stage_0_are_read_and_what_is_uncertain_is_left_out(native, caplog):
+    converted = DeepSpeedCheckpointIO().load_checkpoint(native(0))
+    assert list(converted["state_dict"]) == list(Tied().state_dict())
+    assert "optimizers" not in converted
+    assert "not certain" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_universal_checkpoint_says_the_same(native, tmp_path, stage):
+    folder = native(stage)
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
+    command += ["--num_merge_workers", "1", "--input_folder", str(folder / "global_step3")]
+    subprocess.run([*command, "--output_folder", str(tmp_path / "u")], check=True, timeout=120, capture_output=True)
+    same, universal = (DeepSpeedCheckpointIO().load_checkpoint(path) for path in (folder, tmp_path / "u"))
+    assert_close(universal["state_dict"], same["state_dict"])
+    for name, entry in same["optimizers"][0]["state"].items():
+        assert_close(universal["optimizers"][0]["state"][name], entry)
+
+
+class Bomb:
+    def __reduce__(self):
+        return (Path.touch, (Path("exploded"),))
+
+
+@pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt"])
+def test_a_file_that_would_run_code_is_refused(native, tmp_path, monkeypatch, pattern):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(native(2), tmp_path / "c")
+    victim = next((tmp_path / "c" / "global_step3").glob(pattern))
+    torch.save({"module": Bomb(), "optimizer_state_dict": Bomb()}, victim)
+    with pytest.raises(CheckpointError, match="only tensors, plain values and DeepSpeed's own are read"):
+        DeepSpeedCheckpointIO().load_checkpoint(tmp_path / "c")
+    victim.write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(CheckpointError):
+        DeepSpeedCheckpointIO().load_checkpoint(tmp_path / "c")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_damaged_and_missing_files_are_named(native, tmp_path):
+    shutil.copytree(native(2), tmp_path / "c")
+    [first, second] = sorted((tmp_path / "c" / "global_step3").glob("*optim_states.pt"))
+    second.write_bytes(second.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=f"{second.name}' is damaged"):
+        DeepSpeedCheckpointIO().load_checkpoint(tmp_path / "c")
+    second.unlink()
+    with pytest.raises(CheckpointError, match="has the files of 1 of 2 ranks"):
+        DeepSpeedCheckpointIO().load_checkpoint(tmp_path / "c")
+    first.rename(second)
+    with pytest.raises(CheckpointError, match=r"has the files of ranks \[1\] only"):
+        DeepSpeedCheckpointIO().load_checkpoint(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="is no checkpoint of DeepSpeed"):
+        DeepSpeedCheckpointIO().load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="only reads"):
+        DeepSpeedCheckpointIO().save_checkpoint({}, tmp_path / "d")
+
+
+def saved_natively(cluster, folder, stage):
+    strategy = DeepSpeedStrategy(stage=stage, save_native=True)
+    start(strategy, Tied(), parts(cluster))
+    train(strategy, steps=STEPS)
+    strategy.parts = strategy.parts.__class__(
+        **{name: getattr(strategy.parts, name) for name in strategy.parts.__slots__}
+        | {"checkpoint_io": PortableCheckpointIO()}
+    )
+    checkpoint = {"epoch": 1, "global_step": STEPS, "state_dict": strategy.sharded_module_state()}
+    target = Path(folder, "c")
+    strategy.save_checkpoint(checkpoint, target)
+    try:
+        strategy.save_checkpoint(checkpoint, target)
+        message = None
+    except CheckpointError as error:
+        message = str(error)
+    names = sorted(path.name for path in Path(folder).iterdir())
+    losses = train(strategy, steps=STEPS)
+    strategy.barrier()
+    shutil.copytree(f"{target}.deepspeed", f"{folder}-{cluster.rank}")
+    strategy.barrier()
+    strategy.remove_checkpoint(target)
+    strategy.barrier()
+    left = sorted(path.name for path in Path(folder).iterdir())
+    strategy.teardown()
+    return losses, names, message, left
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_script_without_dstrat_goes_on_from_what_was_saved_for_it(ranks, tmp_path, stage):
+    (tmp_path / "f").mkdir()
+    outcomes = ranks(saved_natively, folder=str(tmp_path / "f"), stage=stage)
+    losses, names, message, left = outcomes[0]
+    assert names == ["c", "c.deepspeed", "last"]
+    assert "exists already" in message
+    assert left == []
+    for found in ranks(in_group, out=None, stage=stage, source=str(tmp_path / "f-0")):
+        assert found == losses
