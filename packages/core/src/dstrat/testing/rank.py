@@ -78,7 +78,8 @@ def _prepare(rank: int, folder: Path, path: Sequence[str]) -> None:
     stacks = (folder / f"stack-{rank}").open("wb", buffering=0)
     faulthandler.register(signal.SIGQUIT, stacks, all_threads=True)
     sys.path[:] = path
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ.update(dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback))
     import torch
 
     torch.set_num_threads(1)

@@ -1,0 +1,66 @@
+"""Whether a strategy trains on the hardware that is here as it does on the processor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dstrat.plugins.catalog import get_catalog
+from dstrat.testing.advice import fail
+from dstrat.testing.reference import on_one_device
+from dstrat.testing.standard import standard
+from dstrat.testing.strategy.base import StrategyTests
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dstrat.testing.place import Place
+
+_CPU = "cpu"
+_SAMPLES = 64
+_TOLERANCE = 1e-3  # of losses in float32, whose products other hardware sums in another order
+
+
+class Devices(StrategyTests):
+    """Trainings on accelerators other than the processor."""
+
+    @standard("device", "devices")
+    def test_losses_on_other_hardware_are_those_of_the_processor(self) -> None:
+        from dstrat.testing.fits import Fit, fit
+
+        self.need_losses_of_one_device()
+        names = [
+            offer.component.alias
+            for offer in get_catalog().offers("accelerator")
+            if offer.component.alias != _CPU and self._runs_on((*offer.names, *offer.component.groups))
+        ]
+        counts = self.shared_job(count_devices, 1, names=names)[0]
+        if not counts:
+            pytest.skip(f"none of {', '.join(names) or 'the accelerators but the processor'} is available here")
+        expected = on_one_device(samples=_SAMPLES).losses
+        for name, count in counts.items():
+            world_size = min(count, 2) if self.component.starts_processes else 1
+            fitted = self.job(fit, world_size, subject=self.subject, work=Fit(samples=_SAMPLES, accelerator=name))
+            losses = [sum(losses) / len(losses) for losses in zip(*(rank.losses for rank in fitted), strict=True)]
+            worst = max(abs(one - other) / one for one, other in zip(expected, losses, strict=True))
+            if worst > _TOLERANCE:
+                fail(
+                    f"on {world_size} devices of {name} the losses differ from those of the processor by {worst:.1e}",
+                    expected=f"a relative difference below {_TOLERANCE:g}.",
+                )
+
+    def _runs_on(self, names: Sequence[str]) -> bool:
+        return not self.component.accelerators or bool({*names} & {*self.component.accelerators})
+
+
+def count_devices(place: Place, names: Sequence[str]) -> dict[str, int]:  # noqa: ARG001 - every job's function takes it
+    """Return how many devices of each accelerator are here, of those that are."""
+    catalog = get_catalog()
+    found = {}
+    for name in names:
+        offer = catalog.find("accelerator", name)
+        accelerator = catalog.load(offer)(**offer.component.options)
+        if accelerator.is_available():
+            found[name] = accelerator.auto_device_count()
+    return found
