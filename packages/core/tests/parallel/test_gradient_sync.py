@@ -20,6 +20,17 @@ class Averaging(GradientSyncStrategy):
             gradient.copy_(self.reduce(gradient))
 
 
+class Counting(Averaging):
+    calls = 0
+
+    def synchronize_gradients(self, gradients):
+        self.calls += 1
+        super().synchronize_gradients(gradients)
+
+    def finish_training(self):
+        assert self.calls == STEPS
+
+
 class Forgetful(GradientSyncStrategy):
     start_method = "fork"
 
@@ -103,6 +114,12 @@ def test_the_weights_are_those_of_one_device(options, optimizer):
 def test_gradients_that_are_accumulated_by_hand_are_averaged_once():
     alone = fit(Manual(), 2, strategy="single_device")
     assert_same_weights(alone, fit(Manual(), 1, strategy=Averaging(), devices=2))
+
+
+@pytest.mark.parametrize("module", [Net, Manual])
+def test_gradients_are_sent_once_in_a_step(module):
+    options = {"accumulate_grad_batches": 2} if module is Net else {}
+    fit(module(), 1, strategy=Counting(), devices=2, **options)
 
 
 def test_without_synchronization_the_weights_differ():
