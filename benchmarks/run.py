@@ -31,7 +31,19 @@ from settings import Settings
 if TYPE_CHECKING:
     from figure import Figure
 
-MODULES = ("imports", "listing", "losses", "wall_time", "memory", "steps", "loop", "failing", "checkpoint", "fsdp", "zero")
+MODULES = (
+    "imports",
+    "listing",
+    "losses",
+    "wall_time",
+    "memory",
+    "steps",
+    "loop",
+    "failing",
+    "checkpoint",
+    "fsdp",
+    "zero",
+)
 WHEN_ASKED = ("loop_instructions",)
 """Takes ten minutes, and valgrind."""
 
