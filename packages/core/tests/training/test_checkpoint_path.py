@@ -108,9 +108,14 @@ def test_the_pointer_beside_the_checkpoints_can_be_loaded(fit, tmp_path, line_cl
     line_class.load_from_checkpoint(tmp_path / "last")
 
 
+class MyDevice(SingleDeviceStrategy):
+    """A strategy without an alias."""
+
+
 @pytest.mark.parametrize(
-    ("asked", "alias"), [("auto", "single_device"), (SingleDeviceStrategy(), "SingleDeviceStrategy")]
+    ("asked", "alias"),
+    [("auto", "single_device"), (SingleDeviceStrategy, "single_device"), (MyDevice, "MyDevice")],
 )
-def test_a_checkpoint_names_the_strategy_as_the_plan_does(fit, tmp_path, asked, alias):
-    fit(1, ModelCheckpoint(tmp_path, "{epoch}"), strategy=asked, devices=1)
+def test_a_checkpoint_names_the_strategy_by_its_alias(fit, tmp_path, asked, alias):
+    fit(1, ModelCheckpoint(tmp_path, "{epoch}"), strategy=asked if asked == "auto" else asked(), devices=1)
     assert read_manifest(tmp_path / "0.ckpt").strategy == alias

@@ -20,13 +20,14 @@ def inherited_record(catalog: Catalog, kind: Kind, cls: type, arguments: Mapping
     """
     records = [offer.component for offer in catalog.offers(kind)]
     for base in cls.__mro__:
-        of_base = [record for record in records if _is_target(record.target, base)]
+        of_base = [record for record in records if is_target(record.target, base)]
         if of_base:
             return max(of_base, key=lambda record: _agreement(record.options, arguments))
     return None
 
 
-def _is_target(target: str | type, cls: type) -> bool:
+def is_target(target: str | type, cls: type) -> bool:
+    """Return whether a record's target is that class."""
     if not isinstance(target, str):
         return target is cls
     module, _, name = target.partition(":")

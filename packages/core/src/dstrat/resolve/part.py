@@ -11,7 +11,7 @@ from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.interfaces.cluster import ClusterEnvironment
 from dstrat.interfaces.precision import Precision
 from dstrat.interfaces.strategy import Strategy
-from dstrat.plugins.inheritance import inherited_record
+from dstrat.plugins.inheritance import inherited_record, is_target
 from dstrat.plugins.offer import kind_label
 
 if TYPE_CHECKING:
@@ -63,6 +63,12 @@ class Part(Generic[T]):
         if self.catalog_name:
             return f"{kind_label(self.kind)} {self.name!r} from {self.owner}"
         return f"{kind_label(self.kind)} {self.name}"
+
+    @property
+    def alias(self) -> str:
+        """Its alias, also where the user gave its class or an instance; the name of a class that has none."""
+        record = self.record
+        return record.alias if record is not None and is_target(record.target, self.cls) else self.name
 
     @property
     def names(self) -> frozenset[str]:

@@ -22,6 +22,7 @@ class Plan:
     Attributes:
         choices: The lines of the table.
         strategy: Name of the strategy.
+        strategy_alias: Its alias, also where the user gave a class or an instance; a class of the user's own has none.
         accelerator: Name of the accelerator.
         cluster_environment: Name of the cluster environment.
         precision: The flag, such as ``"bf16-mixed"``.
@@ -39,6 +40,7 @@ class Plan:
 
     choices: tuple[Choice, ...]
     strategy: str
+    strategy_alias: str
     accelerator: str
     cluster_environment: str
     precision: str

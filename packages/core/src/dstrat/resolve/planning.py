@@ -121,6 +121,7 @@ def _assembled(
             checkpoint_io.choice("checkpoint io"),
         ),
         strategy=strategy.part.name,
+        strategy_alias=strategy.part.alias,
         accelerator=accelerator.part.name,
         cluster_environment=cluster.part.name,
         precision=flag_of(precision),

@@ -59,7 +59,7 @@ def _weights(trainer: Trainer) -> dict[str, Any]:
         "dstrat_checkpoint_version": CHECKPOINT_VERSION,
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        SAVED_WITH: trainer.plan.strategy,
+        SAVED_WITH: trainer.plan.strategy_alias,
         **module_entries(trainer.strategy),
         **checkpoint_entries(trainer.module, MODULE_KEYS),
         **checkpoint_entries(trainer.datamodule, DATAMODULE_KEYS),
