@@ -239,6 +239,17 @@ FAULTS = [
 ]
 
 
+SLOW = ("processes:WaitsForTheOthersWhenItBreaks",)  # which waits until the collective's timeout
+CASES = [
+    pytest.param(
+        fault,
+        id=f"{fault.target.partition(':')[2]}-{fault.test}",
+        marks=[pytest.mark.slow] if fault.target in SLOW else [],
+    )
+    for fault in FAULTS
+]
+
+
 def registered(target: str, alias: str, facts: dict[str, Any]) -> type[StrategySuite]:
     """Return a test class for a strategy that is registered in this process."""
     component = replace(_GOOD, alias=alias, target=f"tests.broken_strategies.{target}", **facts)
@@ -253,7 +264,7 @@ def tidy_catalog() -> Iterator[None]:
     get_catalog()._registered = before
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.target.partition(':')[2]}-{fault.test}")
+@pytest.mark.parametrize("fault", CASES)
 @pytest.mark.usefixtures("tidy_catalog")
 def test_a_fault_is_caught_by_the_test_that_names_it(fault: Fault, tmp_path: Path) -> None:
     number = FAULTS.index(fault)

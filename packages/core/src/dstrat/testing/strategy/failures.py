@@ -110,10 +110,11 @@ class Failures(StrategyTests):
                 cure="on_exception must free what others wait for at once, and neither raise nor communicate.",
                 details=outcome.error,
             )
-        if outcome.seconds > _SOON:
+        soon = _SOON + 2 * self._launched(world_size, "nothing").seconds  # where the machine is busy
+        if outcome.seconds > soon:
             fail(
                 f"it took {outcome.seconds:.0f} s until the job had ended after rank {culprit} {what}",
-                expected=f"less than {_SOON:.0f} s: nothing waits for a rank that is gone.",
+                expected=f"less than {soon:.0f} s here: nothing waits for a rank that is gone.",
                 cure="on_exception must free what others wait for at once, and not communicate.",
             )
 
