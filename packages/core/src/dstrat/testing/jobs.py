@@ -26,7 +26,7 @@ DEFAULT_SECONDS = 60.0
 _PATIENCE = 8.0  # seconds for the others after one rank has failed
 _STACKS = 0.5  # seconds for a rank to write its stack
 _PARTING = 1.0  # seconds for ranks to end after they have reported
-_PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "dstrat.testing.rank", "dstrat.testing.fits")
+_preloaded = ["torch", "torch._dynamo", "torch.distributed", "dstrat.testing.rank", "dstrat.testing.fits"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,12 @@ class Ended:
     output: str
     stack: str
     exit_code: int | None
+
+
+def preload(module: str) -> None:
+    """Let the process that ranks are copies of load a module too; of no effect once there is one."""
+    if module not in _preloaded:
+        _preloaded.append(module)
 
 
 def run_job(
@@ -124,7 +130,7 @@ def _start(
     function: Callable[..., Any], world_size: int, folder: Path, arguments: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
+    context.set_forkserver_preload(_preloaded)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     ranks, pipes = [], []
     with listener, _hidden_main():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
 
-from dstrat.testing.jobs import DEFAULT_SECONDS, run_job
+from dstrat.testing.jobs import DEFAULT_SECONDS, preload, run_job
 from dstrat.testing.subject import Subject
 from dstrat.testing.suite import Suite
 
@@ -84,6 +84,7 @@ class StrategyTests(Suite):
         """Return what a function returns in each rank, where the strategy can have so many."""
         __tracebackhide__ = True
         self.need_processes(world_size)
+        preload(self.component.target_name.partition(":")[0])
         return run_job(function, world_size, seconds=self.seconds, **arguments)
 
     def shared_job(self, function: Callable[..., T], world_size: int, **arguments: Any) -> list[T]:
