@@ -19,6 +19,8 @@ _COMPATIBLE = "__compatible_ops__"
 _NOT_OURS: tuple[tuple[str, type[Warning]], ...] = (
     # torch 2.13 has other names for the collectives
     (r".torch\.distributed\.\w+. is deprecated", FutureWarning),
+    # DeepSpeed imports parts of torch that raise these themselves
+    (r".torch\.jit\.\w+. is deprecated", DeprecationWarning),
 )
 
 
