@@ -1,5 +1,7 @@
 """The aliases of this distribution pass the conformance kit."""
 
+import pytest
+
 from dstrat.testing import PluginSuite, StrategySuite
 
 # DistributedDataParallel lays out its buckets anew after its first step, so that the first step after a resume sums
@@ -29,11 +31,13 @@ class TestDDPFork(StrategySuite):
 class TestDDPNotebook(StrategySuite):
     alias = "ddp_notebook"
     world_sizes = (2,)
+    pytestmark = pytest.mark.slow
 
 
 class TestDDPFindUnusedParameters(StrategySuite):
     alias = "ddp_find_unused_parameters_true"
     world_sizes = (2,)
+    pytestmark = pytest.mark.slow
 
 
 class TestDataParallel(StrategySuite):

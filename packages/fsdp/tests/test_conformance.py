@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import pytest
+
 from dstrat.testing import PluginSuite, StrategySuite
 
 
@@ -16,6 +18,7 @@ class TestFSDP(StrategySuite):
 class TestFSDPOffloaded(StrategySuite):
     alias = "fsdp_cpu_offload"
     world_sizes = (2,)
+    pytestmark = pytest.mark.slow
 
 
 class TestModelParallel(StrategySuite):

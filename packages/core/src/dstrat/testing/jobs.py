@@ -135,7 +135,7 @@ def _start(
     ranks, pipes = [], []
     with listener, _hidden_main():
         for rank in range(world_size):
-            receiving, sending = context.Pipe(duplex=False)
+            receiving, sending = context.Pipe()
             place = (rank, world_size, listener.getsockname()[1], listener if rank == 0 else None)
             process = context.Process(
                 target=run_rank, args=(sending, place, folder, list(sys.path), function, arguments), daemon=False
@@ -159,11 +159,11 @@ def _collect(pipes: Sequence[Any], seconds: float) -> dict[int, Report]:
         for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
             with contextlib.suppress(EOFError):
                 reports[rank] = waiting[rank].recv()
-            waiting.pop(rank).close()
+            del waiting[rank]
             if rank not in reports or reports[rank].failure:
                 deadline = min(deadline, time.monotonic() + _PATIENCE)
-    for pipe in waiting.values():
-        pipe.close()
+    for pipe in pipes:
+        pipe.close()  # for which ranks that are done have waited
     return reports
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+_STAYS = 60.0  # seconds
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -64,7 +65,8 @@ def run_rank(
             time_ns=time.time_ns(),
         )
     pipe.send(report)
-    pipe.close()
+    if not report.failure:
+        pipe.poll(_STAYS)  # until all have answered: the others may still be connecting to this one
     _leave()
 
 
