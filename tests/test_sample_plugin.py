@@ -105,7 +105,7 @@ def test_its_own_tests_pass(programs: Path, copied_tests: Path) -> None:
     assert " passed" in output
 
 
-@pytest.mark.timeout(420)  # the whole kit takes two minutes on two cores that have nothing else to do
+@pytest.mark.timeout(420)  # the whole kit has taken 170 s on a busy machine
 def test_the_table_of_its_standard_tests_has_no_failure(dstrat, copied_tests: Path) -> None:
     capabilities = json.loads(dstrat("test", "diloco", copied_tests, "--json"))["tests"]
     outcomes = {test["outcome"] for test in capabilities}
