@@ -58,7 +58,7 @@ def plan(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], ranks: Ranks)
         CheckpointError: A tensor cannot be saved, or differs between ranks.
     """
     with ranks.together("save its tensors"):
-        # Apart: what differs between ranks is not another name for the tensor of all of them that it shares memory with.
+        # Apart: what differs between ranks is no other name for the tensor of all of them with which it shares memory.
         entries = _entries(tensors) | _entries(own)
     leaders = _leaders(tensors, ranks)
     with ranks.together("save its tensors"):
