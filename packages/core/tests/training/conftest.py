@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import ParallelStrategy, Trainer, TrainModule
+from dstrat import GradientSyncStrategy, Trainer, TrainModule
 
 
 class Line(TrainModule):
@@ -40,19 +40,14 @@ class Line(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-class Averaging(ParallelStrategy):
-    """The strategy of ParallelStrategy's docstring: gradients averaged by hand."""
+class Averaging(GradientSyncStrategy):
+    """The strategy of GradientSyncStrategy's docstring: gradients averaged by hand."""
 
     start_method = "fork"
 
-    def optimizer_step(self, optimizer, closure, model=None, **kwargs):
-        def averaged():
-            loss = closure()
-            for parameter in self.module.parameters():
-                parameter.grad = self.reduce(parameter.grad)
-            return loss
-
-        return super().optimizer_step(optimizer, averaged, model, **kwargs)
+    def synchronize_gradients(self, gradients):
+        for gradient in gradients:
+            gradient.copy_(self.reduce(gradient))
 
 
 def numbers(count: int = 48) -> TensorDataset:
