@@ -4,10 +4,6 @@ import pytest
 
 from dstrat.testing import PluginSuite, StrategySuite
 
-# DistributedDataParallel lays out its buckets anew after its first step, so that the first step after a resume sums
-# in another order: of two numbers that is the same, of four it is not.
-REBUILT = {"test_resuming_equals_never_having_stopped_bit_for_bit[4]": "DDP lays out its buckets after the first step"}
-
 
 class TestPlugin(PluginSuite):
     distribution = "dstrat-ddp"
@@ -15,7 +11,6 @@ class TestPlugin(PluginSuite):
 
 class TestDDP(StrategySuite):
     alias = "ddp"
-    expected_failures = REBUILT
 
 
 class TestDDPSpawn(StrategySuite):

@@ -12,6 +12,7 @@ from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
 from dstrat_ddp.comm_hooks import comm_hook
 from dstrat_ddp.ddp_keywords import check_ddp_keywords
 from dstrat_ddp.ending import release_reducer
+from dstrat_ddp.layout import lay_out_buckets
 from dstrat_ddp.local_sgd import ParameterAveraging, check_averaging_period
 from dstrat_ddp.manual_backward import ManualBackward
 from dstrat_ddp.step_module import StepModule
@@ -133,6 +134,7 @@ class DDPStrategy(ParallelStrategy):
         self.model = steps
         self.configure_ddp()
         if isinstance(self.model, DistributedDataParallel):
+            lay_out_buckets(self.model)
             self._manual_backward = ManualBackward(self.model, steps.watch)
             self._explained = ExplainedUnusedParameters(self.model)
         self._configure_communication()

@@ -1,0 +1,51 @@
+"""Laying out the buckets of DistributedDataParallel before the first step rather than after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+    from torch.nn.parallel import DistributedDataParallel
+
+
+def lay_out_buckets(model: DistributedDataParallel) -> None:
+    """Run a backward pass whose gradients are all zero, by whose order torch lays out the buckets; collective.
+
+    torch gathers gradients in buckets, and lays them out anew after the first backward pass of a job, in the order in
+    which gradients came.  Sums over more than two ranks depend on the layout in their last bits, so that a job that
+    goes on from a checkpoint would differ from one that never stopped.  With this pass both have the same layout, that
+    of parameters from last to first, from the first step on.
+
+    Nothing is done where torch keeps its first layout, or where such a pass would be seen: by hooks of the user on
+    parameters, by sparse gradients, or in a graph that torch records.
+
+    Args:
+        model: As it was made, before communication hooks are registered.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if model.find_unused_parameters or model.static_graph or model.mixed_precision is not None:
+        return
+    if any(map(_has_hooks, parameters)) or any(map(_is_sparse, model.modules())):
+        return
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    model.reducer.prepare_for_forward()
+    model.reducer.prepare_for_backward([])
+    with torch.enable_grad():
+        nothing: Tensor = sum(((parameter * 0).sum() for parameter in parameters), torch.zeros(()))
+    nothing.backward()  # type: ignore[no-untyped-call]  # torch has no type for it
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _has_hooks(parameter: Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # noqa: SLF001 - torch has no public name
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
