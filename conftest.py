@@ -3,6 +3,8 @@
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,8 @@ PRELOADED = [
     "dstrat_deepspeed.strategy",
     "dstrat_fsdp.strategy",
     "deepspeed",
+    "dstrat.testing.fits",
+    "dstrat.testing.launching",
     "pytest",
 ]
 
@@ -26,6 +30,9 @@ def warm_fork_server():
 
     A process has one, and whoever starts it decides what it has loaded.  It loads beside the tests.
     """
+    main = sys.modules["__main__"]
+    if not hasattr(main, "__file__"):  # in a worker of pytest-xdist, which would count as a prompt
+        main.__file__ = str(Path(pytest.__file__).with_name("__main__.py"))
     multiprocessing.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         if "DS_ACCELERATOR" not in os.environ:

@@ -122,8 +122,11 @@ def layers(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The tests of all packages, in several processes; or with arguments after --, which go to pytest, in one."""
-    run(session, workspace(), "pytest", "-m", "not wheels", *(session.posargs or workers()))
+    """The tests of all packages, in several processes; or with arguments after --, which go to pytest, in one.
+
+    ``-- -m builds`` runs those that compile for minutes.
+    """
+    run(session, workspace(), "pytest", "-m", "not wheels and not builds", *(session.posargs or workers()))
 
 
 def workers() -> list[str]:

@@ -95,10 +95,11 @@ class Program:
 
 
 @pytest.fixture
-def program(tmp_path):
+def program(tmp_path_factory):
     """A program that leaves nothing behind, whatever happens in the test."""
-    (tmp_path / "train.py").write_text((HERE / "train.py").read_text())
-    program = Program(tmp_path)
+    folder = tmp_path_factory.mktemp("p")  # short, as the addresses of sockets that processes make in it must be
+    (folder / "train.py").write_text((HERE / "train.py").read_text())
+    program = Program(folder)
     yield program
     if program.process is not None and program.process.poll() is None:
         program.process.kill()

@@ -97,7 +97,7 @@ def listeners():
     """Return the addresses on which any process of this network namespace's ranks listens."""
     open_group(30)
     dist.all_reduce(torch.ones(1))
-    found = _listening_addresses()
+    found = listening_addresses()
     dist.barrier()
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
@@ -108,10 +108,10 @@ def listeners_of_the_supervisor():
     """Return the addresses on which the process that has forked this one listens."""
     open_group(30)
     dist.barrier()  # all ranks have been started
-    return _listening_addresses(os.getppid())
+    return listening_addresses(os.getppid())
 
 
-def _listening_addresses(pid="self"):
+def listening_addresses(pid="self"):
     """Return the hexadecimal addresses of a process's listening sockets."""
     links = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
     lines = [line for table in ("tcp", "tcp6") for line in Path("/proc/self/net", table).read_text().splitlines()[1:]]
