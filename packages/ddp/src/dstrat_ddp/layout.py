@@ -38,7 +38,7 @@ def lay_out_buckets(model: DistributedDataParallel) -> None:
     model.reducer.prepare_for_backward([])
     with torch.enable_grad():
         nothing: Tensor = sum(((parameter * 0).sum() for parameter in parameters), torch.zeros(()))
-    nothing.backward()  # type: ignore[no-untyped-call]  # torch has no type for it
+    nothing.backward()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
