@@ -186,6 +186,26 @@ def train_after_prediction(calls: Calls) -> Calls:
     return calls if end is None else [*calls[:end], "module.on_predict_model_train()", *calls[end:]]
 
 
+def save_last_by_pointing(calls: Calls) -> Calls:
+    """Leave out the hooks of a second save of the same."""
+    result: Calls = []
+    for call in calls:
+        result.append(call)
+        saves = [index for index, one in enumerate(result) if name_of(one) == "callback.state_dict"][-2:]
+        if name_of(call) == "module.on_save_checkpoint" and len(saves) == 2:
+            first, second = saves
+            if result[first:second] == result[second:]:
+                del result[second:]
+    return result
+
+
+def keep_gradients_of_manual_optimization(calls: Calls) -> Calls:
+    """Leave out that gradients are freed for validation."""
+    if any(name_of(call) == "module.optimizer_zero_grad" for call in calls):
+        return calls
+    return [call for call in calls if name_of(call) != "module.on_validation_model_zero_grad"]
+
+
 DIFFERENCES = (
     Difference(
         reason="a Trainer checks when it is made that callbacks with a state have names of their own",
@@ -231,6 +251,14 @@ DIFFERENCES = (
         reason="a checkpoint of a validation is saved after the module's on_validation_end rather than before it, so "
         "that it knows what the module logged there",
         rewrite=save_after_the_module,
+    ),
+    Difference(
+        reason="save_last points to a checkpoint that was saved just before, rather than saving the same once more",
+        rewrite=save_last_by_pointing,
+    ),
+    Difference(
+        reason="in manual optimization validation frees no gradients, which may wait for a step of the module's own",
+        rewrite=keep_gradients_of_manual_optimization,
     ),
     Difference(
         reason="states are restored when the strategy has set up module and optimizers, which it may shard, and not "

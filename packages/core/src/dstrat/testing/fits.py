@@ -173,6 +173,6 @@ class _End(Callback):
         """Whether the checkpoint is there."""
         return self.work.save_to is not None and Path(self.work.save_to).exists()
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
+    def on_fit_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
         state = trainer.strategy.module_state_dict()
         self.state = {name: numbers(value) for name, value in state.items() if isinstance(value, torch.Tensor)}

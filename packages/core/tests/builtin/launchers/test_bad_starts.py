@@ -114,3 +114,11 @@ def test_rank_that_cannot_be_started_ends_those_that_were(run):
     outcome = run(code)
     assert outcome.code == 1
     assert "LaunchError: local rank 1 of 2 cannot be started" in outcome.errors
+
+
+def test_folder_of_temporary_files_with_too_long_a_name_is_told(program):
+    folder = program.folder / ("long" * 25)
+    folder.mkdir()
+    outcome = program.run("train.py", "forkserver", "work", TMPDIR=str(folder))
+    assert outcome.code == 1
+    assert "cannot be started: AF_UNIX path too long: a socket is made in the folder of temporary" in outcome.errors

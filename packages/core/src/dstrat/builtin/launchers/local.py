@@ -132,7 +132,7 @@ class LocalLauncher(Launcher):
                 watchdog.guard(ranks[-1].pid)
         except OSError as error:
             supervisor.end_all()
-            raise LaunchError(f"local rank {len(ranks)} of {self.num_processes} cannot be started: {error}") from None
+            raise LaunchError(f"local rank {len(ranks)} of {self.num_processes} cannot be started: {error}{_cure(error)}") from None
         if job.listener is not None:
             job.listener.close()  # rank 0 has it now; were it open here too, connecting to a dead rank 0 would succeed
         supervisor.run()
@@ -174,3 +174,9 @@ def _refuse_cuda() -> None:
             "start_method='fork' cannot be used after CUDA has been initialised in this process, as copies of it "
             "cannot use CUDA: do nothing on a GPU before, or choose start_method='spawn' or 'popen'"
         )
+
+
+def _cure(error: OSError) -> str:
+    if "AF_UNIX" not in str(error):
+        return ""
+    return ": a socket is made in the folder of temporary files, whose name is too long; set TMPDIR to a shorter one"
