@@ -132,7 +132,8 @@ class LocalLauncher(Launcher):
                 watchdog.guard(ranks[-1].pid)
         except OSError as error:
             supervisor.end_all()
-            raise LaunchError(f"local rank {len(ranks)} of {self.num_processes} cannot be started: {error}{_cure(error)}") from None
+            rank = f"local rank {len(ranks)} of {self.num_processes}"
+            raise LaunchError(f"{rank} cannot be started: {error}{_cure(error)}") from None
         if job.listener is not None:
             job.listener.close()  # rank 0 has it now; were it open here too, connecting to a dead rank 0 would succeed
         supervisor.run()
