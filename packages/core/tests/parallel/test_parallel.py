@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -158,3 +160,19 @@ def test_the_processes_listen_on_the_loopback_only():
         return addresses
 
     assert in_ranks(listeners) == {"0100007F"}
+
+
+IMPORTED_WHILE_OPEN = """
+import weakref
+import dstrat.parallel.process_group
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+import torch.distributed.nn
+dist.destroy_process_group()
+assert group() is None
+"""
+
+
+def test_a_group_closes_though_torchs_functions_with_gradients_were_imported_while_it_was_open():
+    subprocess.run([sys.executable, "-c", IMPORTED_WHILE_OPEN], check=True, timeout=60)

@@ -7,6 +7,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401 - its functions keep the group that is open when it is first imported
 
 from dstrat.errors import ClusterError
 
