@@ -11,6 +11,7 @@ import torch
 
 from dstrat.errors import MisuseError
 from dstrat_deepspeed.config import without_boundaries
+from dstrat_deepspeed.ending import release_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,6 +180,7 @@ class Engine:
         if not failed:
             self._footprint.gather()
         self.engine.destroy()
+        release_groups(self.engine)
         if self.optimizer is not None:
             self.optimizer.__dict__.pop("zero_grad", None)
         self._footprint.remove()

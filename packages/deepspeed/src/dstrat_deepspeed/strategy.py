@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -216,6 +217,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._close_engine(failed=True)
+        gc.collect()  # stage 3 has given parameters methods that hold process groups, in cycles
         super().on_exception(exception)
 
     def teardown(self) -> None:
