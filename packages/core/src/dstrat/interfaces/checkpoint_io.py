@@ -64,6 +64,16 @@ class CheckpointIO(ABC):
         """
         return self.load_checkpoint(path)
 
+    def load_rank(self, path: str | Path, rank: int) -> dict[str, Any] | None:  # noqa: ARG002 - see below
+        """Return what one of the processes that saved had under ``"per_rank"``; None where it is not kept for others.
+
+        Only one that is collective can: others get what belongs to single processes as a part of the checkpoint.
+
+        Raises:
+            CheckpointError: It is damaged, or was saved by fewer processes.
+        """
+        return None
+
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint file, so that only the best ones are kept."""
         Path(path).unlink(missing_ok=True)

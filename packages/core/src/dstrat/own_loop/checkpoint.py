@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
 from dstrat.builtin.checkpoint.formats import io_for
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.strategy_state import (
     check_same_number,
     is_of_same_strategy,
@@ -125,5 +123,4 @@ def _saved_by(rank: int, checkpoint: Mapping[str, Any], io: CheckpointIO, path: 
         return own
     if "per_rank" in checkpoint:
         return checkpoint["per_rank"]  # type: ignore[no-any-return]  # what _rank_state returned
-    inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
-    return inner.load_rank(path, rank) if isinstance(inner, PortableCheckpointIO) else None
+    return io.load_rank(path, rank)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
 from dstrat.builtin.checkpoint.formats import io_for
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.strategy_state import (
     is_of_same_strategy,
     load_module,
@@ -86,9 +84,9 @@ class Restoration:
     def _move(self, checkpoint: Mapping[str, Any]) -> None:
         """Take what another number of processes had for themselves, as far as it belongs to all of them."""
         trainer, saved_by, ranks = self._trainer, checkpoint["world_size"], checkpoint.get("ranks", [])
-        io = self._io.checkpoint_io if isinstance(self._io, AsyncCheckpointIO) else self._io
-        if not ranks and isinstance(io, PortableCheckpointIO):
-            ranks = [io.load_rank(self._path, rank) for rank in range(saved_by)]
+        if not ranks:
+            found = (self._io.load_rank(self._path, rank) for rank in range(saved_by))
+            ranks = [own for own in found if own is not None]
         trainer.fit_loop.scales_position = True
         if ranks:
             trainer.fit_loop.load_rank_state(moved_state(ranks))

@@ -77,6 +77,13 @@ def test_saving_returns_before_it_is_written(slow):
     assert slow.written == {"a": {"epoch": 1}}
 
 
+def test_what_a_rank_kept_for_itself_is_read_when_it_is_written(slow, tmp_path):
+    io = AsyncCheckpointIO(PortableCheckpointIO())
+    io.save_checkpoint({"per_rank": {"seed": 1}}, tmp_path / "c")
+    assert io.load_rank(tmp_path / "c", 0) == {"seed": 1}
+    assert AsyncCheckpointIO(slow).load_rank("a", 0) is None
+
+
 def test_only_one_is_in_flight(slow):
     io = AsyncCheckpointIO(slow)
     io.save_checkpoint({"epoch": 1}, "a")

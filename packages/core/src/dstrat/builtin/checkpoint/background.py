@@ -103,6 +103,11 @@ class AsyncCheckpointIO(CheckpointIO):
         return self.checkpoint_io.load_into(path, template)
 
     @override
+    def load_rank(self, path: str | Path, rank: int) -> dict[str, Any] | None:
+        self.wait()
+        return self.checkpoint_io.load_rank(path, rank)
+
+    @override
     def remove_checkpoint(self, path: str | Path) -> None:
         if self._write is None or not self._write.remove_after(path):
             self.check()

@@ -99,10 +99,11 @@ class PortableCheckpointIO(CheckpointIO):
         with OpenedFolder(resolved(place(path)), verifies=self.verify) as folder:
             return load_into(folder, template, rank=rank, world_size=world_size)
 
-    def load_rank(self, path: str | Path, rank: int) -> Any:
-        """Return what one of the ranks that saved had under ``"per_rank"``."""
+    @override
+    def load_rank(self, path: str | Path, rank: int) -> dict[str, Any]:
         with OpenedFolder(resolved(place(path)), verifies=self.verify) as folder:
-            return load_own(folder, rank)
+            own: dict[str, Any] = load_own(folder, rank)
+            return own
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
