@@ -88,7 +88,23 @@ def test_two_writers_do_not_mix_their_files(folder, refusal):
     assert message.endswith("is being written, or was left by a crash less than a day ago: choose another path, or remove it first")  # fmt: skip # noqa: E501
     (folder / "a" / "manifest.json").write_bytes(b"faster")
     assert "exists already" in refusal(first.commit, b"{}")
+    first.close()
     assert (folder / "a" / "manifest.json").read_bytes() == b"faster"
+    assert names(folder) == ["a"]
+
+
+def test_a_writer_that_comes_when_another_one_ends_does_not_touch_its_checkpoint(io, folder, refusal, monkeypatch):
+    create = RemotePath.create
+
+    def create_late(path, data):
+        monkeypatch.setattr(RemotePath, "create", create)
+        PortableCheckpointIO().save_checkpoint(content(), str(folder / "a"))
+        path.create(data)
+
+    monkeypatch.setattr(RemotePath, "create", create_late)
+    assert "exists already" in refusal(io.save_checkpoint, content(1), str(folder / "a"))
+    assert names(folder) == ["a", "last"]
+    assert io.load_checkpoint(str(folder / "a"))["epoch"] == 0
 
 
 def test_without_its_manifest_a_checkpoint_is_none(io, folder, refusal):

@@ -39,27 +39,32 @@ class UnfinishedUpload:
 
     def __init__(self, target: RemotePath) -> None:
         self.path, self._claim = target, _claim(target)
-        if target.exists():
-            raise _taken(target)
+        self._is_to_be_removed = False
         remove_left_uploads(target.parent)
         try:
             self._claim.create(b"")
         except FileExistsError as error:
             raise _taken(target) from error
-        self._is_complete = False
+        try:
+            _check_free(target)  # with the claim, as another writer may have come to its end until then
+        except BaseException:
+            self.close()
+            raise
+        self._is_to_be_removed = True
 
     def commit(self, manifest: bytes) -> None:
         """Write the manifest, and so make the checkpoint complete."""
         try:
             (self.path / MANIFEST).create(manifest)
         except FileExistsError as error:
-            raise _taken(self.path) from error
-        self._is_complete = True
+            self._is_to_be_removed = False  # it is another writer's
+            raise _exists(self.path) from error
+        self._is_to_be_removed = False
 
     def close(self) -> None:
         """Remove the claim, and what was written where it was not committed."""
         with contextlib.suppress(CheckpointError):  # it is a leftover then
-            if not self._is_complete:
+            if self._is_to_be_removed:
                 self.path.remove_below()
             self._claim.unlink(missing_ok=True)
 
@@ -157,9 +162,22 @@ def _claim(target: RemotePath) -> RemotePath:
     return target.parent / f"{_PREFIX}{target.name}{_SUFFIX}"
 
 
+def _check_free(target: RemotePath) -> None:
+    if target.exists():
+        raise _exists(target)
+
+
 def _taken(target: RemotePath) -> CheckpointError:
     if (target / MANIFEST).exists() or not is_claimed(target):
-        what = "exists already, and none is ever written over"
-    else:
-        what = "is being written, or was left by a crash less than a day ago"
-    return CheckpointError(f"checkpoint {str(target)!r} {what}: choose another path, or remove it first")
+        return _exists(target)
+    return CheckpointError(
+        f"checkpoint {str(target)!r} is being written, or was left by a crash less than a day ago: choose another "
+        "path, or remove it first"
+    )
+
+
+def _exists(target: RemotePath) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {str(target)!r} exists already, and none is ever written over: choose another path, or remove it "
+        "first"
+    )
