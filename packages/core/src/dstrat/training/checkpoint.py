@@ -49,6 +49,8 @@ def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
     checkpoint = _weights(trainer) | _training(trainer)
     if trainer.world_size == 1:
         checkpoint |= _of_each_rank(trainer)
+    else:
+        checkpoint["state_dict"] = trainer.strategy.module_state_dict()  # with this process's buffers
     trainer.dispatch.call("on_save_checkpoint", checkpoint)
     writes_alone = trainer.world_size == 1 or not io.is_collective
     (io if writes_alone else TorchCheckpointIO()).save_checkpoint(checkpoint, path)

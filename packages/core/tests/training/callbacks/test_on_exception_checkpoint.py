@@ -133,6 +133,24 @@ def test_the_rank_that_fails_saves_alone(fit, averaging, tmp_path, rank):
     assert read_checkpoint(tmp_path / "on_exception.ckpt")["global_step"] == 3
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_it_has_the_buffers_too_whichever_rank_saves(fit, averaging, make_line, line_class, tmp_path, rank):
+    class Normed(line_class):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+    callbacks, options = [OnExceptionCheckpoint(tmp_path), Break(rank=rank)], {"validates": False, "devices": 2}
+    with pytest.raises(RankFailedError, match="broken"):
+        fit(callbacks, module=make_line(Normed), strategy=averaging(), **options)
+    saved = read_checkpoint(tmp_path / "on_exception.ckpt")
+    assert saved["state_dict"]["layer.0.num_batches_tracked"] == 3
+    trainer = fit(
+        None, module=make_line(Normed), strategy=averaging(), ckpt_path=tmp_path / "on_exception.ckpt", **options
+    )
+    assert trainer.current_epoch == 3
+
+
 def test_a_strategy_that_shards_its_state_saves_nothing_then(fit, averaging, tmp_path):
     class Sharding(averaging):
         replicates_state = False
