@@ -68,6 +68,15 @@ def test_a_callback_can_do_it_too(fit):
     assert fit(2, callbacks=[OnRank1()]) == [["4", "8", "12"]] * 2
 
 
+def test_a_hook_that_rank_0_alone_has_ends_the_epoch_for_all_of_them(fit):
+    class OnlyOnRank0(Callback):
+        def setup(self, trainer, module, stage):
+            if trainer.global_rank == 0:
+                self.on_train_batch_start = lambda trainer, module, batch, batch_idx: -1 if batch_idx == 2 else None
+
+    assert fit(2, callbacks=[OnlyOnRank0()]) == [["2", "4", "6"]] * 2
+
+
 @pytest.mark.parametrize("annotated", [True, False])
 def test_ranks_communicate_for_it_only_where_a_hook_may_return_something(
     quiet_trainer, make_line, loader, averaging, tmp_path, annotated
@@ -91,4 +100,4 @@ def test_ranks_communicate_for_it_only_where_a_hook_may_return_something(
 
     module = make_line(type("Hooked", (type(make_line()),), {"on_train_batch_start": answers}))
     quiet_trainer(strategy=Counting(), devices=2, max_epochs=1).fit(module, loader(4))
-    assert (tmp_path / "decisions_1").read_text() == ("0" if annotated else "6")
+    assert (tmp_path / "decisions_1").read_text() == ("1" if annotated else "7")  # once before training

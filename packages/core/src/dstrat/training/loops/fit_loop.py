@@ -56,6 +56,7 @@ class FitLoop(Position):
         self._continuation: Continuation | None = None
         self._stops = False
         self._must_vote = False
+        self._agrees_on_end = False
 
     # What is asked of it
 
@@ -112,6 +113,7 @@ class FitLoop(Position):
             self.scales_position = False
         self._schedule = ValidationSchedule(trainer, self.data.num_batches)
         self._votes = Votes(trainer.strategy, self.batches_seen)
+        self._agrees_on_end = self._must_agree_on_end()
         trainer.publisher.follow(self.logged)
         self.logged.start_epoch()  # what on_train_start logs belongs to the first epoch
         trainer.dispatch.call("on_train_start")
@@ -168,7 +170,7 @@ class FitLoop(Position):
         trainer, logged, votes, interruption = self._trainer, self.logged, self._votes, self._trainer.interruption
         is_alone, is_timed = trainer.world_size == 1, self._schedule.is_timed
         batch_start = trainer.dispatch.of("on_train_batch_start")
-        must_agree = not is_alone and trainer.dispatch.may_answer("on_train_batch_start")
+        must_agree = self._agrees_on_end
         batches = self._batches()  # which may go on in the middle of the epoch
         if self.phase != "done":
             self._follow_up()
@@ -177,7 +179,7 @@ class FitLoop(Position):
                 return self.is_last_batch
         for batch_idx, (batch, is_last) in enumerate(batches, self.batches_done):
             self.batch_idx, self.is_last_batch, logged.batch = batch_idx, is_last, batch
-            if batch_start:
+            if batch_start or must_agree:
                 is_over = -1 in [hook(batch, batch_idx) for hook in batch_start]
                 if self._agree_on_end(is_over) if must_agree else is_over:
                     break
@@ -265,6 +267,14 @@ class FitLoop(Position):
             self._trainer.publisher.publish_step(self.logged)
 
     # Validation and stopping
+
+    def _must_agree_on_end(self) -> bool:
+        """Return whether ``on_train_batch_start`` may end an epoch in any process, of several; collective."""
+        trainer = self._trainer
+        if trainer.world_size == 1:
+            return False
+        may_answer = trainer.dispatch.may_answer("on_train_batch_start")  # in some, where rank 0 has callbacks alone
+        return trainer.strategy.reduce_boolean_decision(may_answer, all=False)
 
     def _agree_on_end(self, is_over: bool) -> bool:
         """Return whether ``on_train_batch_start`` ends the epoch in any process, and so in all of them; collective."""
