@@ -161,6 +161,21 @@ def test_with_generators_of_the_users_own(check):
     check([BATCHES], loader=drawn_from_a_generator, hook="on_train_epoch_end")
 
 
+def two_with_generators():
+    return {"one": drawn_from_a_generator(), "other": shuffled(generator=torch.Generator().manual_seed(10))}
+
+
+class OfTwo(Net):
+    def loss(self, batch):
+        if isinstance(batch, list):
+            return super().loss(batch)
+        return super().loss(batch["one"]) + super().loss(batch["other"])
+
+
+def test_with_several_loaders_that_have_generators(check):
+    check([2, 6, 8], cls=OfTwo, loader=two_with_generators)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_with_a_stream(check, num_workers):
     check([2, 5, 8], loader=lambda: DataLoader(Stream(), batch_size=4, num_workers=num_workers))

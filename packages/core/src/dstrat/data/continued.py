@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from typing_extensions import Self
 
+from dstrat.data.agreed_end import AgreedEnd
+from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.division import sampler_of, with_parts
 from dstrat.data.random_state import RandomState
 
@@ -26,25 +28,28 @@ class Beginning:
     Args:
         random: The random numbers of this process before its loader was read.
         generators: States of the loader's own generators.
-        seed: Seed of the shuffled order that the processes share, None where there is none.
+        seeds: For each of the loaders that are read as one, the seed of the shuffled order that the processes share;
+            None where there is none.
     """
 
-    def __init__(self, random: RandomState, generators: list[Any], seed: int | None) -> None:
-        self.random, self.generators, self.seed = random, generators, seed
+    def __init__(self, random: RandomState, generators: list[Any], seeds: list[int | None]) -> None:
+        self.random, self.generators, self.seeds = random, generators, seeds
 
     @classmethod
     def of(cls, loader: Any) -> Self:
         """Return that of a loader that is going to be read."""
-        return cls(RandomState.capture(), generator_states(loader), getattr(_order_of(loader), "seed", None))
+        seeds = [getattr(_order_of(part), "seed", None) for part in _parts_of(loader)]
+        return cls(RandomState.capture(), generator_states(loader), seeds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain values and tensors."""
-        return {"random": self.random.state_dict(), "generators": self.generators, "seed": self.seed}
+        return {"random": self.random.state_dict(), "generators": self.generators, "seeds": self.seeds}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """Return what :meth:`state_dict` described."""
-        return cls(RandomState.from_state_dict(state["random"]), list(state["generators"]), state["seed"])
+        seeds = state["seeds"] if "seeds" in state else [state["seed"]]  # older ones have that of one loader
+        return cls(RandomState.from_state_dict(state["random"]), list(state["generators"]), list(seeds))
 
     def restore(self, loader: Any) -> None:
         """Let the loader, and this process, begin there again."""
@@ -54,8 +59,9 @@ class Beginning:
 
     def share_order(self, loader: Any) -> None:
         """Let the loader shuffle in every epoch as the one did whose epoch it was."""
-        if self.seed is not None and hasattr(_order_of(loader), "seed"):
-            _order_of(loader).seed = self.seed
+        for part, seed in zip(_parts_of(loader), self.seeds, strict=False):
+            if seed is not None and hasattr(_order_of(part), "seed"):
+                _order_of(part).seed = seed
 
 
 def generator_states(loader: Any) -> list[Any]:
@@ -156,8 +162,16 @@ def _order_of(loader: Any) -> Any:
 
 
 def _generators_of(loader: Any) -> list[Generator]:
-    """Return the generators of a loader and its sampler, each once."""
-    if not isinstance(loader, DataLoader):
-        return []
-    found = [loader.generator, getattr(sampler_of(loader), "generator", None)]
+    """Return the generators of what a loader reads, and of the samplers, each once."""
+    loaders = [part for part in _parts_of(loader) if isinstance(part, DataLoader)]
+    found = [generator for one in loaders for generator in (one.generator, getattr(sampler_of(one), "generator", None))]
     return list({id(generator): generator for generator in found if generator is not None}.values())
+
+
+def _parts_of(loader: Any) -> list[Any]:
+    """Return the loaders that are read through a loader, itself where it is none of dstrat's."""
+    if isinstance(loader, AgreedEnd):
+        return _parts_of(loader.loader)
+    if isinstance(loader, CombinedLoader):
+        return [part for one in loader.flattened for part in _parts_of(one)]
+    return [loader]
