@@ -78,6 +78,7 @@ nox.options.sessions = ["lint", "types", "layers", "wheels", "tests"]
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
+DEFAULT = "not wheels and not builds and not variant"
 NEW_PIP = ("--upgrade", "pip>=25.1")  # several times as fast as the one that Python 3.10 or 3.11 brings
 BUILD_TOOLS = ("editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or pip makes an environment for each build
 FAIRSCALE = "fairscale==0.4.13"  # after torch: built elsewhere it would bring another one
@@ -124,9 +125,9 @@ def layers(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The tests of all packages, in several processes; or with arguments after --, which go to pytest, in one.
 
-    ``-- -m builds`` runs those that compile for minutes.
+    ``-- -m builds`` runs those that compile for minutes, ``-- -m variant`` those of further aliases.
     """
-    run(session, workspace(), "pytest", "-m", "not wheels and not builds", *(session.posargs or workers()))
+    run(session, workspace(), "pytest", "-m", DEFAULT, *(session.posargs or workers()))
 
 
 def workers() -> list[str]:

@@ -16,23 +16,25 @@ class TestDDP(StrategySuite):
 class TestDDPSpawn(StrategySuite):
     alias = "ddp_spawn"
     world_sizes = (2,)
+    pytestmark = pytest.mark.variant
 
 
 class TestDDPFork(StrategySuite):
     alias = "ddp_fork"
     world_sizes = (2,)
+    pytestmark = pytest.mark.variant
 
 
 class TestDDPNotebook(StrategySuite):
     alias = "ddp_notebook"
     world_sizes = (2,)
-    pytestmark = pytest.mark.slow
+    pytestmark = pytest.mark.variant
 
 
 class TestDDPFindUnusedParameters(StrategySuite):
     alias = "ddp_find_unused_parameters_true"
     world_sizes = (2,)
-    pytestmark = pytest.mark.slow
+    pytestmark = pytest.mark.variant
 
 
 class TestDataParallel(StrategySuite):

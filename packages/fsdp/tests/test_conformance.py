@@ -18,7 +18,7 @@ class TestFSDP(StrategySuite):
 class TestFSDPOffloaded(StrategySuite):
     alias = "fsdp_cpu_offload"
     world_sizes = (2,)
-    pytestmark = pytest.mark.slow
+    pytestmark = pytest.mark.variant
 
 
 class TestModelParallel(StrategySuite):

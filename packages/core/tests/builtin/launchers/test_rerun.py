@@ -202,12 +202,12 @@ def test_program_without_a_script_is_told_what_to_do(program, how):
     assert "start_method='fork'" in outcome.errors
 
 
-def test_dstrat_is_found_where_only_the_script_extends_the_path(program, tmp_path):
+def test_dstrat_is_found_where_only_the_script_extends_the_path(program):
     """As in a checkout that is not installed."""
     import dstrat
 
     source = str(next(iter(dstrat.__path__)))[: -len("dstrat")]
     code = f"import sys\nsys.path.insert(0, {source!r})\n" + HEADER + "launcher('popen').launch(print, 'ran')\n"
-    (tmp_path / "script.py").write_text(code)
+    (program.folder / "script.py").write_text(code)
     outcome = program.run("-S", "script.py")
     assert (outcome.code, outcome.output.count("ran")) == (0, 2)
