@@ -23,6 +23,7 @@ Each derives from :class:`DstratError` and from the built-in that a caller would
     ├── AnomalyError                       FloatingPointError  values that are not finite, found by detect_anomaly
     ├── LoggerError                        RuntimeError   a logger failed
     └── CheckpointError                    OSError        a checkpoint cannot be written or read
+        └── StoreError                                    the store or disk that it is on refuses or fails
 """
 
 from __future__ import annotations
@@ -129,3 +130,7 @@ class LoggerError(DstratError, RuntimeError):
 
 class CheckpointError(DstratError, OSError):
     """A checkpoint cannot be written or read."""
+
+
+class StoreError(CheckpointError):
+    """The store or disk where checkpoints are refuses or fails, so that what is there is not known."""

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +45,26 @@ def test_auto_starts_anew_and_then_goes_on_from_the_newest(fit, tmp_path, caplog
     trainer, (message,) = run(3)
     assert message == f"resume='auto': training goes on from {saved}"
     assert (trainer.current_epoch, trainer.global_step) == (3, 18)
+
+
+@pytest.mark.parametrize("what", ["manifest", "folder"])
+def test_auto_does_not_start_anew_where_the_disk_fails(fit, tmp_path, monkeypatch, what):
+    fit(1, ModelCheckpoint(tmp_path, "{epoch}"))
+
+    def refuse(function):
+        refused = tmp_path / "0.ckpt" / "manifest.json" if what == "manifest" else tmp_path / "0.ckpt"
+
+        def call(path, *args, **kwargs):
+            if str(path) == str(refused):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return function(path, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(os, "open", refuse(os.open))
+    monkeypatch.setattr(Path, "iterdir", refuse(Path.iterdir))
+    with pytest.raises(CheckpointError, match=r"^no checkpoint could be looked for: .*0\.ckpt.*"):
+        fit(2, ModelCheckpoint(tmp_path, "{epoch}"), resume="auto")
 
 
 def test_auto_takes_no_checkpoint_that_is_incomplete(fit, tmp_path):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import uuid
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dstrat import ModelCheckpoint, OnExceptionCheckpoint, TorchCheckpointIO
 from dstrat.builtin.checkpoint.place import place
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.errors import CheckpointError
 from dstrat.training.module.loading import read_checkpoint
 
 IOS = [PortableCheckpointIO, TorchCheckpointIO]
@@ -55,6 +57,17 @@ def test_the_best_are_kept_and_training_goes_on_from_them(fit, url, line_class, 
 
 def test_training_starts_anew_where_the_store_has_nothing(fit, url):
     assert fit(1, ModelCheckpoint(url), resume="auto").global_step == 6
+
+
+def test_training_does_not_start_anew_where_the_store_refuses_to_be_read(fit, url, monkeypatch):
+    fit(1, ModelCheckpoint(url))
+
+    def refuse(*_, **__):
+        raise PermissionError("403: not for you")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", refuse)
+    with pytest.raises(CheckpointError, match=r"no checkpoint could be looked for: .*memory://.* 403: not for you"):
+        fit(2, ModelCheckpoint(url), resume="auto")
 
 
 def test_the_root_of_a_run_may_be_in_a_store(fit, url, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dstrat.errors import CheckpointError, MissingRequirementError, RequestError
+from dstrat.errors import MissingRequirementError, RequestError, StoreError
 from dstrat.plugins.known import pip_command
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class RemotePath:
             raise
         except Exception as error:
             reason = str(error) or type(error).__name__
-            raise CheckpointError(f"{self._url!r} cannot be used: {reason}") from error
+            raise StoreError(f"{self._url!r} cannot be used: {reason}") from error
 
 
 Place: TypeAlias = Path | RemotePath

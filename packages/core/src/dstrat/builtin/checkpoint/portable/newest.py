@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dstrat.builtin.checkpoint.portable.layout import LAST
 from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
 from dstrat.builtin.checkpoint.portable.storage import file_sizes, read_start, replace
-from dstrat.errors import CheckpointError
+from dstrat.errors import CheckpointError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,12 +16,17 @@ if TYPE_CHECKING:
     from dstrat.builtin.checkpoint.portable.manifest import Manifest
 
 _LONGEST_NAME = 1024
+_SUFFIX = ".ckpt"
+"""What a folder that cannot be looked into is called, if it is likely to be a checkpoint; others have folders too."""
 
 
 def newest_checkpoint(folder: Place) -> Place | None:
     """Return the checkpoint of a folder that was completed last; None where there is no complete one.
 
     It goes by the manifests, so it finds one also when a crash came between it and the pointer.
+
+    Raises:
+        OSError: The store or disk fails, so that nobody knows which one it is.
     """
     found = [(manifest.created_ns, path) for path in _candidates(folder) if (manifest := _complete(path)) is not None]
     return max(found, key=lambda dated: (dated[0], str(dated[1])))[1] if found else None
@@ -35,10 +40,16 @@ def _candidates(folder: Place) -> list[Place]:
 
 
 def _complete(path: Place) -> Manifest | None:
-    """Return the manifest of a checkpoint whose files are all there in their size."""
+    """Return the manifest of a checkpoint whose files are all there in their size; None where there is none."""
     try:
-        manifest, sizes = read_manifest(path), file_sizes(path)
-    except OSError:  # of which CheckpointError is one
+        sizes, manifest = file_sizes(path), read_manifest(path)
+    except StoreError:
+        raise
+    except (CheckpointError, FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError:  # of the folder
+        if path.suffix == _SUFFIX:
+            raise
         return None
     is_whole = all(sizes.get(name) == record.size for name, record in manifest.files.items())
     return manifest if is_whole else None
