@@ -174,6 +174,49 @@ def test_a_resumed_loop_goes_on_to_the_last_bit(tmp_path, save_at, num_workers):
     assert torch.equal(net[1].weight, other[1].weight)
 
 
+def test_gradients_of_before_a_checkpoint_was_loaded_are_not_in_the_next_step(tmp_path):
+    def run(loop, *, interrupts):
+        net = line()
+        loop.setup(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1), accumulate_grad_batches=3)
+        loop.save_checkpoint(tmp_path / f"{interrupts}")
+
+        def batch(scale):
+            loop.backward(loop.compute(net, scale * torch.ones(3)).sum())
+
+        if interrupts:
+            batch(100.0)
+            assert not loop.step()
+            batch(100.0)
+            loop.load_checkpoint(tmp_path / f"{interrupts}")
+        steps = []
+        for _ in range(3):
+            batch(1.0)
+            steps.append(loop.step())
+        return steps, net.weight.detach()
+
+    steps, weight = make_loop().launch(run, interrupts=True)
+    assert steps == [False, False, True]
+    assert torch.equal(weight, make_loop().launch(run, interrupts=False)[1])
+
+
+def test_a_loop_that_steps_by_closures_can_be_saved(tmp_path):
+    def run(loop):
+        net = line()
+        loop.setup(net, lambda net: torch.optim.LBFGS(net.parameters(), max_iter=2))
+
+        def closure():
+            loop.optimizers[0].zero_grad()
+            loss = loop.compute(squares, net, torch.ones(3), torch.ones(1))
+            loop.backward(loss)
+            return loss
+
+        loop.strategy.optimizer_step(loop.optimizers[0], closure)
+        loop.save_checkpoint(tmp_path / "saved")
+        return loop.load_checkpoint(tmp_path / "saved")
+
+    assert make_loop().launch(run) == {}
+
+
 def test_schedulers_that_are_made_with_the_optimizers_are_saved(tmp_path):
     def make(net):
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

@@ -148,6 +148,16 @@ def test_gradients_that_wait_for_a_step_are_not_left_out_of_a_checkpoint_silentl
     refuse(loop, MisuseError, "of 1 of accumulate_grad_batches=2 batches wait", save)
 
 
+def test_so_are_those_of_a_single_batch(loop, tmp_path):
+    def save(loop):
+        net = nn.Linear(1, 1)
+        loop.setup(net, sgd)
+        loop.backward(loop.compute(net, torch.ones(1)).sum())
+        loop.save_checkpoint(tmp_path / "saved")
+
+    refuse(loop, MisuseError, "of 1 of accumulate_grad_batches=1 batches wait", save)
+
+
 def test_a_checkpoint_of_other_loaders_or_optimizers_is_refused(loop, tmp_path):
     data = DataLoader(TensorDataset(torch.ones(4)))
 

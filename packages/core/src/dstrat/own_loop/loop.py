@@ -108,6 +108,7 @@ class OwnLoop:
             self.strategy.setup_environment()
             result = function(self, *args, **kwargs)
             self.strategy.finish_training()
+            self.strategy.barrier("end")  # rank 0, which others may still need, is not to end before them
         except BaseException as error:
             self._end_after(error)
             raise
@@ -285,9 +286,9 @@ class OwnLoop:
             state: What else the loop wants back: plain values and tensors, the same in every process.
         """
         settings = self._set_up("save_checkpoint")
-        if self._in_group:
+        if waiting := self._in_group + self._has_unstepped_gradients:
             raise MisuseError(
-                f"the gradients of {self._in_group} of accumulate_grad_batches={settings.accumulate_grad_batches} "
+                f"the gradients of {waiting} of accumulate_grad_batches={settings.accumulate_grad_batches} "
                 "batches wait for their step, and are in no checkpoint: save when loop.step() has returned True"
             )
         checkpoint.save(self.strategy, path, {"steps_done": self.steps_done, "own": dict(state or {})}, self._loaders)
@@ -295,7 +296,7 @@ class OwnLoop:
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Bring everything to where it was, and return the state that was saved; every process calls it.
 
-        Call it after :meth:`setup` and :meth:`training_loader`.  With the same strategy on as many processes the loop
+        Call it after :meth:`setup` and :meth:`training_loader`; gradients that wait for their step are dropped.  With the same strategy on as many processes the loop
         goes on bit for bit; on others the data goes on at the same part of the epoch, and random numbers start anew.
 
         Raises:
@@ -303,7 +304,9 @@ class OwnLoop:
         """
         self._set_up("load_checkpoint")
         state = checkpoint.load(self.strategy, path, self._loaders)
-        self.steps_done = state["steps_done"]
+        for optimizer in self.strategy.optimizers:
+            optimizer.zero_grad()
+        self._in_group, self._has_gradients, self.steps_done = 0, False, state["steps_done"]
         own: dict[str, Any] = state["own"]
         return own
 
@@ -318,6 +321,12 @@ class OwnLoop:
         if self._settings is None:
             raise MisuseError(f"{name} was called before setup: call loop.setup(module, make_optimizers) first")
         return self._settings
+
+    @property
+    def _has_unstepped_gradients(self) -> bool:
+        """Whether a backward pass waits for :meth:`step`; unknown, so False, where its gradients may be for others."""
+        optimizers = self.strategy.optimizers
+        return self._has_gradients and len(optimizers) == 1 and not isinstance(optimizers[0], torch.optim.LBFGS)
 
     def _chosen(self, optimizer: Optimizer | None) -> Optimizer:
         optimizers = self.strategy.optimizers
