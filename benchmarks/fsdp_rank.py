@@ -193,7 +193,7 @@ def most_while_building() -> dict[str, float]:
 
 def losses(options: dict[str, Any]) -> list[float]:
     """Return the losses of this rank."""
-    module = Net(LOSS_WIDTH)
+    module = Net(LOSS_WIDTH, activation=torch.tanh)
     options = dict(options)
     trainer = options.pop("trainer", {})
     tensor_parallel = options.get("tensor_parallel_size", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +13,23 @@ from torch.utils.data import DataLoader, TensorDataset
 from dstrat import TrainModule
 from dstrat.errors import MisuseError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 FEATURES, CLASSES = 64, 8
 
 
 class Block(nn.Module):
     """A residual block with most of its parameters in two layers."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, activation: Callable[[Tensor], Tensor] = torch.relu) -> None:
         super().__init__()
+        self.activation = activation
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the same shape, ``(batch, width)``."""
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + self.down(self.activation(self.up(self.norm(x))))
 
 
 class Net(TrainModule):
@@ -33,12 +38,21 @@ class Net(TrainModule):
     Args:
         width: Of the blocks.
         blocks: Their number.
+        activation: Of the blocks.  Losses are compared with a smooth one: at the kink of a ReLU, rounding alone changes
+            a gradient, and losses that AdamW makes 1e-5 apart follow.
         is_late: Whether the layers are made in ``configure_model``, where they take no memory until they are sharded.
     """
 
-    def __init__(self, width: int, blocks: int = 6, *, is_late: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        blocks: int = 6,
+        *,
+        activation: Callable[[Tensor], Tensor] = torch.relu,
+        is_late: bool = False,
+    ) -> None:
         super().__init__()
-        self.sizes, self.losses = (width, blocks), []
+        self.sizes, self.activation, self.losses = (width, blocks), activation, []
         self.layers: nn.Sequential | None = None
         if not is_late:
             self._make()
@@ -47,7 +61,7 @@ class Net(TrainModule):
         width, blocks = self.sizes
         torch.manual_seed(0)
         first, last = nn.Linear(FEATURES, width), nn.Linear(width, CLASSES)
-        self.layers = nn.Sequential(first, *(Block(width) for _ in range(blocks)), last)
+        self.layers = nn.Sequential(first, *(Block(width, self.activation) for _ in range(blocks)), last)
 
     def configure_model(self) -> None:
         """Make the layers, and split the blocks where there is a mesh for it."""

@@ -126,7 +126,7 @@ def losses(stage: int, options: dict[str, Any]) -> list[float]:
     """Return the losses of this rank."""
     options = dict(options)
     trainer = options.pop("trainer", {})
-    module = Net(LOSS_WIDTH)
+    module = Net(LOSS_WIDTH, activation=torch.tanh)
     strategy = "single_device" if world_size() == 1 else DeepSpeedStrategy(stage=stage, **options)
     fit(module, strategy, steps=LOSS_STEPS, shares=world_size(), tell=lambda _: None, **trainer)
     return [float(loss) for loss in module.losses]
