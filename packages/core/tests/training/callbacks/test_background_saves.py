@@ -134,6 +134,43 @@ def test_an_exception_while_something_is_written_hangs_nobody(fit, averaging, tm
     assert read_checkpoint(tmp_path / "last")["global_step"] in (2, 3)
 
 
+def test_a_link_leads_to_a_checkpoint_also_after_an_exception_while_one_is_written(fit, tmp_path):
+    io, led_to = Slow(), []
+    io.go.set()
+
+    class Break(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 1:
+                trainer.strategy.checkpoint_io.wait()
+                io.go.clear()
+            elif trainer.global_step == 2:
+                led_to.append((tmp_path / "last.ckpt").readlink().name)
+                io.go.set()
+                raise ValueError("broken")
+
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, async_save=True, save_last="link")
+    with pytest.raises(ValueError, match="broken"):
+        fit([callback, Break()], validates=False, plugins=[io])
+    assert led_to == ["1.ckpt"]
+    assert names(tmp_path) == ["2.ckpt", "last.ckpt"]
+    assert read_checkpoint(tmp_path / "last.ckpt")["global_step"] == 2
+
+
+def test_a_link_leads_to_a_checkpoint_also_while_the_next_one_is_not_told_of(fit, tmp_path):
+    seen = []
+
+    def look(trainer, *_):
+        if trainer.global_step > 1:
+            trainer.strategy.checkpoint_io.wait()
+            seen.append((tmp_path / "last.ckpt").exists())
+
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, async_save=True, save_last="link")
+    fit([callback, LambdaCallback(on_train_batch_start=look)], validates=False, plugins=[TorchCheckpointIO()])
+    assert all(seen)
+    assert seen
+    assert names(tmp_path) == ["6.ckpt", "last.ckpt"]
+
+
 def test_an_exception_leaves_a_checkpoint_where_that_is_asked_for(fit, tmp_path):
     class Break(Callback):
         def on_train_batch_end(self, trainer, *_):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import time
 from functools import partial
@@ -306,6 +307,13 @@ def test_a_link_to_the_last_one_writes_no_other_file(fit, tmp_path):
     fit(again, validates=False, max_epochs=5, plugins=[TorchCheckpointIO()], ckpt_path="last")
     assert names(tmp_path) == ["3.ckpt", "4.ckpt", "last.ckpt"]
     assert read_checkpoint(again.last_model_path)["epoch"] == 4
+
+
+def test_what_a_process_of_the_same_number_left_does_not_hinder_a_link(fit, tmp_path):
+    (tmp_path / f".last.ckpt.{os.getpid()}.tmp").symlink_to("gone.ckpt")
+    fit(ModelCheckpoint(tmp_path, "{epoch}", save_last="link"), validates=False, plugins=[TorchCheckpointIO()])
+    assert names(tmp_path) == ["2.ckpt", "last.ckpt"]
+    assert (tmp_path / "last.ckpt").readlink() == Path("2.ckpt")
 
 
 def test_a_link_leads_to_the_newest_that_is_kept(fit, tmp_path):

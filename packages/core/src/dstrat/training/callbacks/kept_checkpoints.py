@@ -153,6 +153,7 @@ class KeptCheckpoints:
         link = Path(self.link)
         temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
         try:
+            temporary.unlink(missing_ok=True)  # of a process that was killed, and had this one's number
             temporary.symlink_to(Path(self.last_path).name)
             temporary.replace(link)
         except OSError as error:

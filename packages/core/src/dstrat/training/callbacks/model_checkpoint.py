@@ -126,6 +126,7 @@ class ModelCheckpoint(Callback):
         self._comes_from_validation = False
         self._validated_at_step = -1
         self._is_untold = False
+        self._driven_out: list[str] = []
         self._safe_state: dict[str, Any] | None = None
 
     @property
@@ -224,6 +225,8 @@ class ModelCheckpoint(Callback):
         self._times.end()
         if background is not None:
             self._surface(background.end)
+            if self._is_untold:  # after an exception
+                self._link(trainer)
 
     # When
 
@@ -295,11 +298,11 @@ class ModelCheckpoint(Callback):
             self._background.wait()  # so that the state before is that of a save that has succeeded
             self._tell(trainer)
         self._safe_state = self.state_dict()
-        driven_out = self._kept.take(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
+        self._driven_out = self._kept.take(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
         for path in decision.paths:
             trainer.save_checkpoint(path, weights_only=self.save_weights_only)
-        for path in driven_out:
-            remove_checkpoint(trainer.strategy, path)
+        if not self._kept.link:
+            self._remove_driven_out(trainer)
         self._is_untold = True
         if self._background is None:
             self._safe_state = None
@@ -307,10 +310,20 @@ class ModelCheckpoint(Callback):
     def _tell(self, trainer: Trainer) -> None:
         """Tell the loggers of a checkpoint that is complete, and let the link lead to it."""
         if self._is_untold:
-            self._is_untold = False
-            if trainer.is_global_zero:
-                self._kept.update_link()
+            self._link(trainer)
             call_loggers(trainer.loggers, "after_save_checkpoint", self)
+
+    def _link(self, trainer: Trainer) -> None:
+        """Let the link lead to a checkpoint that is complete; what it led to before may go only then."""
+        self._is_untold = False
+        if trainer.is_global_zero:
+            self._kept.update_link()
+        self._remove_driven_out(trainer)
+
+    def _remove_driven_out(self, trainer: Trainer) -> None:
+        driven_out, self._driven_out = self._driven_out, []
+        for path in driven_out:
+            remove_checkpoint(trainer.strategy, path)
 
     def _surface(self, wait: Callable[[], None]) -> None:
         """Do something that saves or waits for it; where that failed, the callback's state is that of before."""
