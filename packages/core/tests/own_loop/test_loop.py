@@ -217,6 +217,43 @@ def test_a_loop_that_steps_by_closures_can_be_saved(tmp_path):
     assert make_loop().launch(run) == {}
 
 
+def test_as_many_processes_go_on_after_as_many_batches_also_where_there_is_more_data(tmp_path):
+    def run(loop, path, count):
+        loop.setup(line(), adam)
+        batches = loop.training_loader(DataLoader(range(count), batch_size=4))
+        if path is not None:
+            loop.load_checkpoint(path)
+        for _ in batches:
+            if path is not None:
+                return batches.batches_done
+            if batches.batches_done == 3:
+                return loop.save_checkpoint(tmp_path / "saved")
+        return None
+
+    make_loop().launch(run, None, 24)
+    assert make_loop().launch(run, tmp_path / "saved", 48) == 4
+
+
+def test_an_epoch_has_as_many_batches_as_its_sampler_says():
+    class Growing:
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 2 + self.epoch
+
+        def __iter__(self):
+            return iter(range(len(self)))
+
+    def read(loop):
+        batches = loop.training_loader(DataLoader(range(9), sampler=Growing()))
+        return [len(list(batches)) for _ in range(3)]
+
+    assert make_loop().launch(read) == [2, 3, 4]
+
+
 def test_schedulers_that_are_made_with_the_optimizers_are_saved(tmp_path):
     def make(net):
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

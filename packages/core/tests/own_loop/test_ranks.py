@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import dstrat
 from dstrat import GradientSyncStrategy, OwnLoop
@@ -44,3 +47,44 @@ def test_no_rank_ends_before_the_last_is_done(launch, tmp_path):
     launch(late_on_rank_1, strategy=Telling)
     assert (tmp_path / "seen").read_text() == "[]"
     assert len(list(tmp_path.glob("ended_*"))) == 2
+
+
+def own_part(loop, counts):
+    """What a rank reads that has so many numbers of its own, in batches of two."""
+    first = 100 * loop.strategy.global_rank
+    return DataLoader(range(first, first + counts[loop.strategy.global_rank]), batch_size=2)
+
+
+def test_a_rank_with_more_batches_ends_its_epoch_with_the_others(launch, tmp_path):
+    def read(loop):
+        batches = loop.training_loader(own_part(loop, (8, 12)), distribute=False)
+        loop.setup(nn.Linear(1, 1), lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+        seen = []
+        for x in batches:
+            seen.append(x.tolist())
+            loop.strategy.barrier()  # which hangs where a rank has another one
+            if len(seen) == 3:
+                loop.save_checkpoint(tmp_path / "saved")
+        assert len(batches) == len(seen) == 4
+        assert (batches.epoch, batches.batches_done) == (1, 0)
+        loop.load_checkpoint(tmp_path / "saved")
+        assert batches.batches_done == 3
+        assert [x.tolist() for x in batches] == seen[3:]
+        return seen
+
+    assert launch(read) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_loader_that_is_divided_already_is_read_as_it_is(launch):
+    def read(loop):
+        buckets = type("Buckets", (BatchSampler,), {})
+        first = loop.strategy.global_rank * 4
+        own = buckets(SequentialSampler(range(4)), 2, drop_last=False)
+        loader = DataLoader(range(first, first + 4), batch_sampler=own)
+        trained = torch.cat(list(loop.training_loader(loader, distribute=False)))
+        evaluation = loop.evaluation_loader(loader, distribute=False)
+        assert not evaluation.is_divided
+        assert trained.tolist() == torch.cat(list(evaluation)).tolist()
+        return loop.strategy.all_gather(trained).flatten().tolist()
+
+    assert launch(read) == list(range(8))

@@ -61,8 +61,8 @@ def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[A
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         raise RequestError(
             f"the training loader has a batch sampler of its own ({type(loader.batch_sampler).__name__}), which dstrat "
-            "cannot divide evenly between processes: divide it by trainer.global_rank and trainer.world_size in "
-            "train_dataloader, and pass Trainer(use_distributed_sampler=False)"
+            "cannot divide evenly between processes: divide it by global_rank and world_size, and say so with "
+            "Trainer(use_distributed_sampler=False), or with training_loader(loader, distribute=False) of an OwnLoop"
         )
     given = sampler_of(loader)
     return with_sampler(loader, RankSampler(_order(given, strategy), length=len(given), **share))

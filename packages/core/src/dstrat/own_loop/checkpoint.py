@@ -70,8 +70,9 @@ def load(strategy: Strategy, path: str | Path, loaders: Sequence[TrainingLoader]
     if strategy.optimizers:
         restore_optimization(strategy, checkpoint, path)
         check_same_number("training loaders", list(loaders), entry["loaders"], path)
+        is_moved = checkpoint["world_size"] != strategy.world_size
         for loader, position in zip(loaders, entry["loaders"], strict=True):
-            loader.load_state_dict(position)
+            loader.load_state_dict(position, scales=is_moved)
         _restore_ranks(strategy, checkpoint, io, path, loaders)
     return dict(entry["state"])
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
+from dstrat.data.agreed_length import agreed_length
 from dstrat.data.continued import Beginning, ContinuedLoader, generator_states, set_generator_states
 from dstrat.data.epochs import set_epoch
-from dstrat.data.loaders import length_of, prepare_evaluation_loader, prepare_training_loader
+from dstrat.data.loaders import length_is_certain, length_of, prepare_evaluation_loader, prepare_training_loader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -18,51 +20,66 @@ class TrainingLoader:
     """This process's batches of a training loader, epoch after epoch.
 
     Each loop over it reads what is left of an epoch, so that one that was ended early, or that goes on from a
-    checkpoint, begins with the batch after the last.
+    checkpoint, begins with the batch after the last.  All processes read as many batches as the one with the fewest.
 
     Args:
         loader: The loader of the whole job.
         strategy: Says how many processes share the data, and brings batches to the device.
+        distribute: Whether to divide the data; otherwise the loader has this process's part.
 
     Attributes:
         epoch: Index of the epoch, from 0; it grows when the last batch of one has been used.
         batches_done: Number of batches of the epoch that have been handed out.
     """
 
-    def __init__(self, loader: Any, strategy: Strategy) -> None:
-        self._loader = prepare_training_loader(loader, strategy, distribute=True)
+    def __init__(self, loader: Any, strategy: Strategy, *, distribute: bool = True) -> None:
+        self._loader = prepare_training_loader(loader, strategy, distribute=distribute)
         self._strategy = strategy
+        self._limit = self._agreed_limit()
         self._beginning: Beginning | None = None
         self.epoch = 0
         self.batches_done = 0
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch in this process."""
-        return len(self._loader)
+        return len(self._loader) if self._limit is None else self._limit
 
     def __iter__(self) -> Iterator[Any]:
         set_epoch(self._loader, self.epoch)
+        self._limit = self._agreed_limit()  # as a sampler may have another length in each epoch
         loader = self._loader
         if self.batches_done and self._beginning is not None:
             loader = ContinuedLoader(loader, self._beginning, self.batches_done)
         else:
             self._beginning, self.batches_done = Beginning.of(loader), 0
-        for batch in loader:
+        left = itertools.count() if self._limit is None else range(self._limit - self.batches_done)
+        for batch, _ in zip(loader, left, strict=False):  # the loader first, which ends by itself where it can
             self.batches_done += 1
             yield self._strategy.batch_to_device(batch)
         self.epoch, self.batches_done = self.epoch + 1, 0
+
+    def _agreed_limit(self) -> int | None:
+        """Return after how many batches an epoch ends, None where the loader knows by itself; collective."""
+        length = length_of(self._loader) if length_is_certain(self._loader) else None
+        return agreed_length(self._strategy, length)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Return where it is, the same in every process."""
-        return {"epoch": self.epoch, "batches_done": self.batches_done, "length": length_of(self._loader)}
+        return {"epoch": self.epoch, "batches_done": self.batches_done, "length": length_of(self)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there, or at the same part of the epoch where this process has another number of batches."""
+    def load_state_dict(self, state: Mapping[str, Any], *, scales: bool) -> None:
+        """Go on there.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+            scales: Whether the place is the same part of the epoch, rather than the same number of batches, as it is
+                where another number of processes shared the data.
+        """
         self.epoch, self.batches_done = state["epoch"], state["batches_done"]
-        length = length_of(self._loader)
-        if length and state["length"]:
+        length = length_of(self)
+        if scales and length and state["length"]:
             self.batches_done = self.batches_done * length // state["length"]
 
     def rank_state(self) -> dict[str, Any]:
@@ -89,15 +106,16 @@ class EvaluationLoader:
     Args:
         loader: The loader of the whole job.
         strategy: Says how many processes share the data, and brings batches to the device.
+        distribute: Whether to divide the data; otherwise the loader has this process's part.
 
     Attributes:
-        is_divided: Whether each process reads a part; otherwise each reads everything.
+        is_divided: Whether each process reads a part of the loader; otherwise each reads all of it.
     """
 
-    def __init__(self, loader: Any, strategy: Strategy) -> None:
+    def __init__(self, loader: Any, strategy: Strategy, *, distribute: bool = True) -> None:
         replicas = strategy.distributed_sampler_kwargs.get("num_replicas", 1)
         is_even = (length_of(loader) or 1) % replicas == 0
-        distribute = is_even or not strategy.evaluates_together
+        distribute = distribute and (is_even or not strategy.evaluates_together)
         self._loader, self.is_divided = prepare_evaluation_loader(loader, strategy, distribute=distribute)
         self._strategy = strategy
 

@@ -190,20 +190,26 @@ class OwnLoop:
         """The learning-rate schedulers that were made with the optimizers; the loop steps them, and they are saved."""
         return [config.scheduler for config in self.strategy.lr_schedulers]
 
-    def training_loader(self, loader: Any) -> TrainingLoader:
+    def training_loader(self, loader: Any, *, distribute: bool = True) -> TrainingLoader:
         """Return this process's part of a loader, on its device; checkpoints know the place in it.
 
         Args:
             loader: A DataLoader or another iterable of batches, of the batch size of one process.
+            distribute: Whether the data is divided between the processes; False where the loader has this one's part.
         """
         self._check_launched("training_loader")
-        self._loaders.append(TrainingLoader(loader, self.strategy))
+        self._loaders.append(TrainingLoader(loader, self.strategy, distribute=distribute))
         return self._loaders[-1]
 
-    def evaluation_loader(self, loader: Any) -> EvaluationLoader:
-        """Return this process's part of a loader, on its device; in the whole job each sample is read once."""
+    def evaluation_loader(self, loader: Any, *, distribute: bool = True) -> EvaluationLoader:
+        """Return this process's part of a loader, on its device; in the whole job each sample is read once.
+
+        Args:
+            loader: A DataLoader or another iterable of batches.
+            distribute: Whether the data is divided between the processes; False where the loader has this one's part.
+        """
         self._check_launched("evaluation_loader")
-        return EvaluationLoader(loader, self.strategy)
+        return EvaluationLoader(loader, self.strategy, distribute=distribute)
 
     # Steps
 
@@ -296,8 +302,9 @@ class OwnLoop:
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Bring everything to where it was, and return the state that was saved; every process calls it.
 
-        Call it after :meth:`setup` and :meth:`training_loader`; gradients that wait for their step are dropped.  With the same strategy on as many processes the loop
-        goes on bit for bit; on others the data goes on at the same part of the epoch, and random numbers start anew.
+        Call it after :meth:`setup` and :meth:`training_loader`; gradients that wait for their step are dropped.  With
+        the same strategy on as many processes the loop goes on bit for bit; on others the data goes on at the same part
+        of the epoch, and random numbers start anew.
 
         Raises:
             CheckpointError: It cannot be read, or does not fit this loop.

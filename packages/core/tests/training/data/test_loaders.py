@@ -205,7 +205,9 @@ def test_a_batch_sampler_of_the_users_own_is_an_error_that_says_what_to_do(proce
         pass
 
     loader = numbers(4, batch_sampler=Buckets(SequentialSampler(range(4)), 2, drop_last=False))
-    with pytest.raises(RequestError, match=r"batch sampler of its own \(Buckets\).*use_distributed_sampler=False"):
+    with pytest.raises(
+        RequestError, match=r"batch sampler of its own \(Buckets\).*use_distributed_sampler=False\).*distribute=False"
+    ):
         training(loader, process)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from dstrat.data.agreed_length import agreed_length
 from dstrat.data.continued import Beginning, ContinuedLoader
 from dstrat.data.loaders import length_of, limit_of, prepare_training_loader
 from dstrat.data.unshuffled import unshuffled
-from dstrat.errors import MisuseError
 from dstrat.training.data.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
 
 if TYPE_CHECKING:
@@ -19,8 +16,6 @@ if TYPE_CHECKING:
     from dstrat.training.data.sources import Sources
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
-
-_log = logging.getLogger(__name__)
 
 
 class TrainingData:
@@ -63,7 +58,7 @@ class TrainingData:
         """Take the loader, and agree with the other processes on its length; collective."""
         self.load(sources)
         self._loaded_in_epoch = epoch
-        self.num_batches = _agreed_length(self._trainer, self.num_batches)
+        self.num_batches = agreed_length(self._trainer.strategy, self.num_batches)
 
     def reload_when_due(self, sources: Sources, epoch: int) -> bool:
         """Take another loader where the Trainer was asked to, and return whether it was time; collective then."""
@@ -98,20 +93,3 @@ class TrainingData:
         move = trainer.profiled("transfer_batch", batch_mover(trainer, module))
         batches = trainer.profiled_batches(Batches(loader, left, None if done else "training"))
         return device_batches(batches, move, copies_ahead_to=device_to_copy_ahead_to(trainer, module))
-
-
-def _agreed_length(trainer: Trainer, num_batches: int | None) -> int | None:
-    """Return the number of batches that every process has, as none may train alone; collective."""
-    strategy = trainer.strategy
-    if strategy.world_size == 1:
-        return num_batches
-    mine = torch.tensor(-1 if num_batches is None else num_batches, device=strategy.root_device)
-    lengths = strategy.all_gather(mine).flatten().tolist()
-    if len(set(lengths)) == 1:
-        return num_batches
-    described = ", ".join(f"{'unknown' if n < 0 else n} on rank {rank}" for rank, n in enumerate(lengths))
-    if min(lengths) < 0:
-        raise MisuseError(f"the training loaders differ in their number of batches: {described}; give each a length")
-    if strategy.is_global_zero:
-        _log.warning("the training loaders differ in their number of batches: %s; the smallest is taken", described)
-    return int(min(lengths))
