@@ -28,7 +28,9 @@ class RemotePath:
     """
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+        self._protocol, _, path = url.partition("://")
+        self._path = path.rstrip("/") or path[:1]  # a root stays one
+        self._url = f"{self._protocol}://{self._path}"
 
     def __str__(self) -> str:
         return self._url
@@ -46,12 +48,12 @@ class RemotePath:
         return hash(self._url)
 
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(f"{self._url}/{name}")
+        return RemotePath(f"{self._url.removesuffix('/')}/{name}")
 
     @property
     def name(self) -> str:
         """What follows the last slash."""
-        return self._url.rpartition("/")[2]
+        return self._path.rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
@@ -60,8 +62,8 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """What is before the last slash."""
-        return RemotePath(self._url.rpartition("/")[0])
+        """What is before the last slash; of the root itself."""
+        return RemotePath(f"{self._protocol}://{''.join(self._path.rpartition('/')[:2])}")
 
     def absolute(self) -> RemotePath:
         """Return the same."""

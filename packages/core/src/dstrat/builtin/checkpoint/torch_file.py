@@ -20,6 +20,8 @@ from dstrat.interfaces.checkpoint_io import CheckpointIO
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dstrat.builtin.checkpoint.place import Place
+
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:unsupported class|but got <class) '?([\w.]+)")
 
 
@@ -36,34 +38,36 @@ class TorchCheckpointIO(CheckpointIO):
         where = place(path)
         if isinstance(where, RemotePath):
             with _temporary_file(where) as file:
-                self._save(checkpoint, file)
+                self._save(checkpoint, file, where)
                 where.upload(file)
         else:
-            self._save(checkpoint, where)
+            self._save(checkpoint, where, where)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         where = place(path)
         if not isinstance(where, RemotePath):
-            return self._load(where)
+            _check_present(where)
+            return self._load(where, where)
         with _temporary_file(where) as file:
             try:
                 where.download(file)
             except FileNotFoundError as error:
                 raise CheckpointError(f"checkpoint {str(path)!r} does not exist: check the path") from error
-            return self._load(file)
+            return self._load(file, where)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         place(path).unlink(missing_ok=True)
 
     @staticmethod
-    def _save(checkpoint: dict[str, Any], path: Path) -> None:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    def _save(checkpoint: dict[str, Any], file: Path, path: Place) -> None:
+        """Write a file; errors name the path that was asked for."""
+        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             _write(checkpoint, temporary)
             _check_loads(temporary, path)
-            temporary.replace(path)
-            _flush_folder(path.parent)
+            temporary.replace(file)
+            _flush_folder(file.parent)
         except CheckpointError:
             raise
         except (OSError, RuntimeError) as error:
@@ -78,10 +82,10 @@ class TorchCheckpointIO(CheckpointIO):
                 temporary.unlink(missing_ok=True)
 
     @staticmethod
-    def _load(path: Path) -> dict[str, Any]:
-        _check_present(path)
-        _check_whole(path)
-        checkpoint = _load(path, path, doing="cannot be read")
+    def _load(file: Path, path: Place) -> dict[str, Any]:
+        """Read a file; errors name the path that was asked for."""
+        _check_whole(file, path)
+        checkpoint = _load(file, path, doing="cannot be read")
         if not isinstance(checkpoint, dict):
             raise CheckpointError(
                 f"checkpoint {str(path)!r} holds a {type(checkpoint).__name__} and not a dict: "
@@ -103,20 +107,20 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _check_loads(temporary: Path, path: Path) -> None:
+def _check_loads(temporary: Path, path: Place) -> None:
     """Read the structure of what was written, without its tensors' values."""
     _load(temporary, path, doing="is not written, because it could not be read back", mmap=True)
 
 
-def _load(file: Path, path: Path, *, doing: str, mmap: bool = False) -> Any:
+def _load(file: Path, path: Place, *, doing: str, mmap: bool = False) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         if not zipfile.is_zipfile(file):
-            raise _damaged(file) from error
+            raise _damaged(file, path) from error
         raise CheckpointError(f"checkpoint {str(path)!r} {doing}: {_refusal(str(error))}") from error
     except Exception as error:
-        raise _damaged(file) from error  # bytes that are no checkpoint raise whatever they look like
+        raise _damaged(file, path) from error  # bytes that are no checkpoint raise whatever they look like
 
 
 def _flush_folder(folder: Path) -> None:
@@ -145,27 +149,27 @@ def _nearby(path: Path) -> str:
     return f"its folder holds {', '.join(names[:5]) if names else f'no other {path.suffix} file'}"
 
 
-def _check_whole(path: Path) -> None:
+def _check_whole(file: Path, path: Place) -> None:
     """Compare the checksums in the file, which torch.load does not."""
     try:
-        file = path.open("rb")
+        stream = file.open("rb")
     except OSError as error:
         raise CheckpointError(f"checkpoint {str(path)!r} cannot be read: {_reason(error)}") from error
-    with file:
+    with stream:
         try:
-            if not zipfile.is_zipfile(file):
+            if not zipfile.is_zipfile(stream):
                 return  # torch's older format, or something else: torch.load knows
-            with zipfile.ZipFile(file) as archive:
+            with zipfile.ZipFile(stream) as archive:
                 is_whole = archive.testzip() is None
         except Exception as error:
-            raise _damaged(path) from error
+            raise _damaged(file, path) from error
     if not is_whole:
-        raise _damaged(path)
+        raise _damaged(file, path)
 
 
-def _damaged(path: Path) -> CheckpointError:
+def _damaged(file: Path, path: Place) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {str(path)!r} is damaged, or was not written by torch.save ({path.stat().st_size} bytes): "
+        f"checkpoint {str(path)!r} is damaged, or was not written by torch.save ({file.stat().st_size} bytes): "
         "load another one"
     )
 

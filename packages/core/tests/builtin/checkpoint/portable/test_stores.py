@@ -8,6 +8,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -189,7 +190,9 @@ def test_single_files_are_there_too(folder, refusal):
     io.remove_checkpoint(str(folder / "a.ckpt"))
     assert refusal(io.load_checkpoint, str(folder / "a.ckpt")).endswith("does not exist: check the path")
     (folder / "b.ckpt").write_bytes(b"no checkpoint")
-    assert "is damaged" in refusal(io.load_checkpoint, str(folder / "b.ckpt"))
+    assert refusal(io.load_checkpoint, str(folder / "b.ckpt")).startswith(f"checkpoint '{folder}/b.ckpt' is damaged")
+    message = refusal(io.save_checkpoint, {"hook": print}, str(folder / "c.ckpt"))
+    assert message.startswith(f"checkpoint '{folder}/c.ckpt' is not written, because it could not be read back")
 
 
 def sharded(folder):
@@ -237,6 +240,37 @@ def test_what_reaches_a_store_has_to_be_installed(io):
 def test_a_protocol_that_nobody_knows_is_refused(io):
     with pytest.raises(RequestError, match=r"'s4://b/a' begins with a protocol that fsspec does not know"):
         io.load_checkpoint("s4://b/a")
+
+
+@pytest.mark.parametrize(
+    ("folder", "below"),
+    [
+        ("memory://", "memory://x"),
+        ("hdfs:///", "hdfs:///x"),
+        ("memory://a", "memory://a/x"),
+        ("s3://a/b//", "s3://a/b/x"),
+    ],
+)
+def test_what_is_below_a_folder_has_it_as_parent_also_at_the_root(folder, below):
+    path = RemotePath(folder) / "x"
+    assert (str(path), path.name) == (below, "x")
+    assert path.parent == RemotePath(folder)
+    assert path.parent / "y" == RemotePath(f"{below[:-1]}y")
+    assert RemotePath("memory://").parent == RemotePath("memory://")
+
+
+def test_the_root_of_a_store_has_checkpoints_too(io, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    for seed, name in enumerate("ab"):
+        io.save_checkpoint(content(seed), f"memory://{name}")
+    root = place("memory://")
+    assert names(root) == ["a", "b", "last"]
+    assert newest_checkpoint(root) == root / "b"
+    io.remove_checkpoint(str(root / "b"))
+    assert io.load_checkpoint("memory://last")["epoch"] == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_url_of_a_file_is_a_path(tmp_path):
