@@ -66,6 +66,7 @@ class Engine:
         if self.optimizer is not None:
             self.optimizer.zero_grad = self._zero_grad  # it has shards of parameters now
             self._is_sharded = self.engine.optimizer is not self.optimizer
+            _undo_first_step(self.engine.optimizer)
             self._set_clipping(0.0)
             self.set_boundary(is_boundary=True)
 
@@ -184,3 +185,15 @@ class Engine:
         if self.optimizer is not None:
             self.optimizer.__dict__.pop("zero_grad", None)
         self._footprint.remove()
+
+
+def _undo_first_step(optimizer: Any) -> None:
+    """Undo the step with zero gradients that DeepSpeed makes of stage 0's optimizer in 16 bits, to allocate its state.
+
+    It has decayed the weights, and counts in Adam's correction of the real steps.
+    """
+    if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "initialize_optimizer_states"):
+        optimizer.optimizer.state.clear()
+        for precise, used in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, parameter in zip(precise, used, strict=True):
+                master.data.copy_(parameter.data)
