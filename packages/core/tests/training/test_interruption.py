@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -169,6 +170,25 @@ def test_a_signal_that_comes_too_late_for_the_last_step_acts_at_the_end():
     with pytest.raises(KeyboardInterrupt), Interruption() as interruption:
         noted.extend([signal.raise_signal(signal.SIGINT), interruption.requested])
     assert noted == [None, signal.SIGINT]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_without_a_handler_that_comes_too_late_lets_the_run_be_cleaned_up(tmp_path, number, code):
+    def be_interrupted():
+        signal.signal(number, signal.SIG_DFL)
+        try:
+            with Interruption():
+                signal.raise_signal(number)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        finally:
+            (tmp_path / "cleaned up").touch()
+
+    process = multiprocessing.get_context("fork").Process(target=be_interrupted)
+    process.start()
+    process.join(30)
+    assert process.exitcode == code
+    assert (tmp_path / "cleaned up").exists()
 
 
 def test_a_signal_is_forgotten_when_something_else_ended_the_steps():

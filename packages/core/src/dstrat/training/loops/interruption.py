@@ -46,7 +46,7 @@ class Interruption:
     ) -> None:
         self._restore()
         if self.requested and value is None:
-            signal.raise_signal(self.requested)
+            _act_on(self.requested)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signal module's signature
         self.requested = number
@@ -56,6 +56,21 @@ class Interruption:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+
+def _act_on(number: int) -> None:
+    """Do what a signal does here outside of the context, but for ending the process without the end of the run.
+
+    Raises:
+        KeyboardInterrupt: For SIGINT.
+        SystemExit: For another one that has no handler.
+    """
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        signal.raise_signal(number)
+    elif number == signal.SIGINT:
+        raise KeyboardInterrupt
+    else:
+        raise SystemExit(128 + number)
 
 
 def stop_by(number: int) -> None:
