@@ -175,6 +175,16 @@ def test_classes_that_no_catalog_knows_are_taken_as_they_are(catalog, parts, cor
     assert (plan.start_method, plan.started_by) == ("popen", "dstrat")
 
 
+@pytest.mark.parametrize("made", [lambda cls: cls, lambda cls: cls()], ids=["class", "instance"])
+def test_the_alias_of_a_class_that_no_catalog_knows_is_its_name(catalog, parts, made):
+    def alias(cls):
+        request = Request(strategy=made(cls), accelerator="cpu", devices=1)
+        return make_plan(request, catalog=catalog, environ={}, interactive=False).strategy_alias
+
+    assert alias(parts["many"]) == "many"
+    assert alias(subclass(parts["many"])) == "Mine"
+
+
 def test_a_subclass_has_the_facts_of_its_nearest_known_base(catalog, parts):
     with pytest.raises(ValueError, match="strategy Mine uses at most 1 device"):
         make_plan(

@@ -22,7 +22,8 @@ class Plan:
     Attributes:
         choices: The lines of the table.
         strategy: Name of the strategy.
-        strategy_alias: Its alias, also where the user gave a class or an instance; a class of the user's own has none.
+        strategy_alias: Its alias, also where the user gave a class or an instance; the name of a class of the user's
+            own.
         accelerator: Name of the accelerator.
         cluster_environment: Name of the cluster environment.
         precision: The flag, such as ``"bf16-mixed"``.
