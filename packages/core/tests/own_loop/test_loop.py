@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dstrat
-from dstrat import OwnLoop, SingleDeviceStrategy, TrainModule
+from dstrat import OwnLoop, SingleDeviceStrategy, Trainer, TrainModule
+from dstrat.errors import CheckpointError
 
 
 def make_loop(**options):
@@ -273,6 +276,40 @@ def test_schedulers_that_are_made_with_the_optimizers_are_saved(tmp_path):
 
     assert make_loop().launch(run) == 0.5
     assert make_loop().launch(run, tmp_path / "saved") == 0.25
+
+
+@pytest.mark.parametrize(("cls", "name"), [(SingleDeviceStrategy, "single_device"), (None, "Mine")])
+def test_a_checkpoint_says_which_strategy_saved_it(tmp_path, cls, name):
+    def save(loop):
+        loop.setup(line(), adam)
+        loop.save_checkpoint(tmp_path / "saved")
+
+    strategy = cls or type("Mine", (SingleDeviceStrategy,), {})
+    OwnLoop(dstrat.build(strategy=strategy(device="cpu"))).launch(save)
+    manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())["manifest"]
+    assert manifest["strategy"] == name
+
+
+def test_a_trainer_says_that_it_cannot_continue_an_own_loop(tmp_path):
+    class Line(TrainModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def training_step(self, batch):
+            return squares(self.layer, *batch)
+
+        def configure_optimizers(self):
+            return adam(self)
+
+    def save(loop):
+        loop.setup(Line(), adam)
+        loop.save_checkpoint(tmp_path / "saved")
+
+    make_loop().launch(save)
+    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, enable_progress_bar=False)
+    with pytest.raises(CheckpointError, match=r"saved by OwnLoop.save_checkpoint, and a Trainer cannot continue"):
+        trainer.fit(Line(), numbers(), ckpt_path=tmp_path / "saved")
 
 
 def test_weights_alone_are_loaded_for_evaluation(tmp_path):

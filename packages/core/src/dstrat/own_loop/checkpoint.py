@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dstrat.builtin.checkpoint.formats import io_for
+from dstrat.builtin.checkpoint.portable.layout import SAVED_WITH
 from dstrat.builtin.checkpoint.strategy_state import (
     check_same_number,
     is_of_same_strategy,
@@ -16,6 +17,8 @@ from dstrat.builtin.checkpoint.strategy_state import (
 )
 from dstrat.data.random_state import RandomState
 from dstrat.errors import CheckpointError
+from dstrat.plugins.catalog import get_catalog
+from dstrat.resolve.part import part_from
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +42,7 @@ def save(strategy: Strategy, path: str | Path, state: Mapping[str, Any], loaders
     """
     own = _rank_state(strategy, loaders)
     checkpoint = {
+        SAVED_WITH: part_from("strategy", strategy, get_catalog(), place="strategy").alias,
         **module_entries(strategy),
         **optimization_entries(strategy),
         "own_loop": {"state": dict(state), "loaders": [loader.state_dict() for loader in loaders]},

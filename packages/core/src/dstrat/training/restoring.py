@@ -57,6 +57,11 @@ class Restoration:
 
     def _restore_training(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on where the checkpoint was saved: exactly on as many processes, as near to it as can be on others."""
+        if "own_loop" in checkpoint:
+            raise CheckpointError(
+                f"{self._path} was saved by OwnLoop.save_checkpoint, and a Trainer cannot continue that loop: go on "
+                "with OwnLoop.load_checkpoint, or load the weights into the module and call fit without ckpt_path"
+            )
         if "loops" not in checkpoint:
             raise CheckpointError(
                 f"{self._path} has weights only, and cannot continue a training: "
