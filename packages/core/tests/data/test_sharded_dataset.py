@@ -94,6 +94,7 @@ def test_the_length_is_the_number_of_samples_of_the_process(count, num_replicas,
         assert len(part) == len(list(part))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")  # on two cores
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_workers_of_one_process_divide_the_stream_between_them(process, num_workers):
     loader = DataLoader(ShardedIterableDataset(Stream(10)), batch_size=2, num_workers=num_workers)
