@@ -5,6 +5,7 @@ Public names are resolved on first use, so that ``import dstrat`` loads nothing 
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from dstrat.training.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from dstrat.training.callbacks.progress_bar import ProgressBar as ProgressBar
+    from dstrat.training.callbacks.stochastic_weight_averaging import (
+        StochasticWeightAveraging as StochasticWeightAveraging,
+    )
     from dstrat.training.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from dstrat.training.callbacks.timer import Timer as Timer
     from dstrat.training.callbacks.torch_prediction_writer import TorchPredictionWriter as TorchPredictionWriter
@@ -94,6 +98,7 @@ _HOMES = {
     "ShardedIterableDataset": "dstrat.data.sharded_dataset",
     "SimpleProfiler": "dstrat.training.profilers.simple",
     "SingleDeviceStrategy": "dstrat.builtin.strategies.single_device",
+    "StochasticWeightAveraging": "dstrat.training.callbacks.stochastic_weight_averaging",
     "Strategy": "dstrat.interfaces.strategy",
     "StrategyRegistry": "dstrat.plugins.registry",
     "TensorBoardLogger": "dstrat.training.loggers.tensorboard_logger",
@@ -123,7 +128,13 @@ def __getattr__(name: str) -> Any:
         return version("dstrat")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    collects = gc.isenabled()
+    gc.disable()  # what modules make stays, and a search for garbage among all that torch has made takes long
+    try:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    finally:
+        if collects:
+            gc.enable()
     globals()[name] = value
     return value
 

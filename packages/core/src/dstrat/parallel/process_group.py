@@ -7,7 +7,6 @@ import itertools
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401 - its functions keep the group that is open when it is first imported
 
 from dstrat.errors import ClusterError
 
@@ -37,6 +36,8 @@ def open_process_group(
     Raises:
         ClusterError: The process group that exists already is of another size or rank.
     """
+    import torch.distributed.nn  # noqa: F401 - its functions keep the group that is open when it is first imported
+
     prefix = f"dstrat/{cluster.attempt}/{next(_openings)}"
     store = dist.PrefixStore(prefix, _rendezvous(cluster, timeout))
     if dist.is_initialized():

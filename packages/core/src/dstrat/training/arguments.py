@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dstrat.data.loaders import check_limit
+from dstrat.data.limits import check_limit
 from dstrat.errors import ConflictError, RequestError
 from dstrat.training.duration import read_duration
 

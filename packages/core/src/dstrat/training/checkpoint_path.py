@@ -11,8 +11,6 @@ from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
 from dstrat.builtin.checkpoint.formats import io_for
 from dstrat.builtin.checkpoint.place import RemotePath, place
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.checkpoint.portable.newest import newest_checkpoint
-from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError
 
@@ -154,6 +152,8 @@ def _newest(folders: Iterable[Place], io: CheckpointIO) -> Place | None:
 
 
 def _complete_in(folder: Place, io: CheckpointIO) -> list[Place]:
+    from dstrat.builtin.checkpoint.portable.newest import newest_checkpoint
+
     newest = newest_checkpoint(folder)
     portable = [] if newest is None else [newest]
     return [*portable, *(path for path in folder.glob("*.ckpt") if path.is_file() or not _is_ours(io))]
@@ -166,6 +166,8 @@ def _is_ours(io: CheckpointIO) -> bool:
 
 def _dated(path: Place) -> tuple[int, Place]:
     if path.is_dir():
+        from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
+
         try:
             return read_manifest(path).created_ns, path
         except CheckpointError:  # the folder of somebody's own checkpoint io

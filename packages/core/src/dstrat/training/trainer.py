@@ -1,7 +1,8 @@
-"""The Trainer: takes what the user asks for, makes a plan, and runs it."""
+"""The Trainer: takes what the user asks for, makes a plan, and runs it; what only a run needs is loaded by the run."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -12,17 +13,12 @@ from dstrat.interfaces.optimization import Optimization, read_optimizers
 from dstrat.resolve import Request, build, make_plan
 from dstrat.training.arguments import check_arguments, check_count, check_fast_dev_run, choose_surroundings
 from dstrat.training.callbacks.defaults import complete_callbacks
-from dstrat.training.checkpoint import collect_checkpoint
-from dstrat.training.checkpoint_path import asked_checkpoint
-from dstrat.training.creation import creating_modules
-from dstrat.training.data.sources import Source, Sources
 from dstrat.training.loggers.defaults import complete_loggers
-from dstrat.training.loops.fit_loop import FitLoop
 from dstrat.training.loops.interruption import Interruption
 from dstrat.training.metrics.latest import Metrics
+from dstrat.training.metrics.logged import LoggedValues
 from dstrat.training.metrics.publisher import Publisher
 from dstrat.training.profilers.names import make_profiler
-from dstrat.training.run import execute, execute_elsewhere
 from dstrat.training.state import RunState
 
 if TYPE_CHECKING:
@@ -36,10 +32,11 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.checkpoint_path import Asked
+    from dstrat.training.data.sources import Source, Sources
     from dstrat.training.dispatch import Dispatch
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
-    from dstrat.training.metrics.logged import LoggedValues
+    from dstrat.training.loops.fit_loop import FitLoop
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.outcome import Outcome
@@ -219,7 +216,6 @@ class Trainer(RunState):
         self.stage: Stage = "fit"
         self.should_stop = self.sanity_checking = self.interrupted = False
         self.interruption = Interruption()
-        self.fit_loop = FitLoop(self)
         self.evaluation_loop: EvaluationLoop | None = None
         self.metrics = Metrics()
         self.publisher = Publisher(self)
@@ -227,7 +223,7 @@ class Trainer(RunState):
         self.module: TrainModule | None = None
         self.datamodule: DataModule | None = None
         self.log_dir: Path | None = None
-        self.logged: LoggedValues = self.fit_loop.logged
+        self.logged = LoggedValues(training=True)
         self.evaluation_batches: list[int | None] = []
         self.dispatch: Dispatch
         self.is_evaluating = self.is_running = False
@@ -244,6 +240,13 @@ class Trainer(RunState):
             batches = self.overfit_batches or None
         if batches:
             self.limit_train_batches = self.limit_val_batches = batches
+
+    @cached_property
+    def fit_loop(self) -> FitLoop:  # type: ignore[override]  # a cached property can be written
+        """Trains."""
+        from dstrat.training.loops.fit_loop import FitLoop
+
+        return FitLoop(self)
 
     # What users call
 
@@ -272,6 +275,9 @@ class Trainer(RunState):
             MisuseError: The module lacks something, or the training is finished already.
             RankFailedError: A process of the job failed.
         """
+        from dstrat.training.checkpoint_path import asked_checkpoint
+        from dstrat.training.data.sources import Sources
+
         asked = asked_checkpoint(ckpt_path, resume)
         if self.fit_loop.finished and self.fit_loop.batches_seen:
             raise MisuseError(
@@ -281,7 +287,7 @@ class Trainer(RunState):
         sources = Sources(model, datamodule, {"train": train_dataloaders, "val": val_dataloaders})
         sources.require("train", "training_step")
         sources.require_optimizers()
-        self.fit_loop = FitLoop(self)
+        del self.fit_loop  # each fit has its own
         self._launch("fit", model, sources, asked)
 
     def validate(
@@ -337,6 +343,8 @@ class Trainer(RunState):
             path: The file to write.
             weights_only: Whether everything but the module's weights is left out.
         """
+        from dstrat.training.checkpoint import collect_checkpoint
+
         if not self.is_running:
             raise MisuseError("save_checkpoint works during a run: call it from a hook of the module or of a callback")
         self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), path)
@@ -349,6 +357,8 @@ class Trainer(RunState):
         Args:
             empty_init: Whether parameters are left as the memory was, for a module whose weights are loaded anyway.
         """
+        from dstrat.training.creation import creating_modules
+
         return creating_modules(self.strategy, is_empty=empty_init)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -388,6 +398,8 @@ class Trainer(RunState):
         dataloaders: Any,
         ckpt_path: str | Path | None,
     ) -> Any:
+        from dstrat.training.data.sources import Sources
+
         module = self.module if model is None else model
         if module is None:
             raise MisuseError(f"{stage} needs a module: pass one, or call fit on this Trainer first")
@@ -397,6 +409,8 @@ class Trainer(RunState):
         return self._launch(stage, module, sources, ckpt_path)
 
     def _launch(self, stage: Stage, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Any:
+        from dstrat.training.run import execute, execute_elsewhere
+
         if self.is_running:
             raise MisuseError(
                 f"this Trainer is in the middle of its {self.stage}, and {stage} was called: call it after the end, or "

@@ -19,12 +19,12 @@ from torch.utils.data import (
 from dstrat import CombinedLoader
 from dstrat.data.agreed_end import AgreedEnd
 from dstrat.data.epochs import set_epoch
+from dstrat.data.limits import limit_of
 from dstrat.data.loaders import (
     as_list,
     check_loaders,
     length_is_certain,
     length_of,
-    limit_of,
     prepare_evaluation_loader,
     prepare_training_loader,
 )

@@ -10,9 +10,6 @@ from typing_extensions import override
 
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.callbacks.model_summary_layers import summarize
-from dstrat.training.callbacks.model_summary_shapes import try_example
-from dstrat.training.callbacks.model_summary_table import as_text
 
 if TYPE_CHECKING:
     from dstrat.training.callbacks.model_summary_layers import Summary
@@ -42,6 +39,9 @@ class ModelSummary(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero:
+            from dstrat.training.callbacks.model_summary_layers import summarize
+            from dstrat.training.callbacks.model_summary_shapes import try_example
+
             shapes, remark = try_example(trainer, module)
             show(summarize(module, max_depth=self._max_depth, shapes=shapes, remark=remark))
 
@@ -53,4 +53,6 @@ def show(summary: Summary) -> None:
 
         show_on_terminal(summary)
     else:
+        from dstrat.training.callbacks.model_summary_table import as_text
+
         print(as_text(summary), file=sys.stderr, flush=True)

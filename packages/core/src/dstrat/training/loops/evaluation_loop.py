@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dstrat.builtin.launchers.payload import unpicklable_part
-from dstrat.data.loaders import as_list, length_of, limit_of, prepare_evaluation_loader
+from dstrat.data.limits import limit_of
+from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader
 from dstrat.data.recorded_batches import take_indices
 from dstrat.errors import MisuseError
 from dstrat.training.data.batches import batch_mover, device_batches, device_to_copy_ahead_to

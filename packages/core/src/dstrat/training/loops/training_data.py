@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.data.agreed_length import agreed_length
 from dstrat.data.continued import Beginning, ContinuedLoader
-from dstrat.data.loaders import length_of, limit_of, prepare_training_loader
+from dstrat.data.limits import limit_of
+from dstrat.data.loaders import length_of, prepare_training_loader
 from dstrat.data.unshuffled import unshuffled
 from dstrat.training.data.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
 

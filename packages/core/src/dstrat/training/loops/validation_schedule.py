@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from dstrat.data.loaders import limit_of
+from dstrat.data.limits import limit_of
 from dstrat.errors import MisuseError
 from dstrat.training.duration import read_duration
 

@@ -1,4 +1,4 @@
-"""The checkpoint io that writes and reads the portable format."""
+"""The checkpoint io that writes and reads the portable format; what does the work is loaded with the first one."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from dstrat.builtin.checkpoint.place import place
-from dstrat.builtin.checkpoint.portable.loading import load, load_into, load_own
-from dstrat.builtin.checkpoint.portable.newest import forget, point_to, resolved
-from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
 from dstrat.builtin.checkpoint.portable.ranks import GroupRanks, Ranks
-from dstrat.builtin.checkpoint.portable.saving import Prepared, prepare, write
 from dstrat.builtin.checkpoint.portable.staging import StagingMemory
-from dstrat.builtin.checkpoint.portable.storage import remove
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
+    from dstrat.builtin.checkpoint.portable.saving import Prepared
 
 
 class PortableCheckpointIO(CheckpointIO):
@@ -70,6 +68,9 @@ class PortableCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: It failed on some rank; then there is nothing under the path.
         """
+        from dstrat.builtin.checkpoint.portable.newest import point_to
+        from dstrat.builtin.checkpoint.portable.saving import write
+
         target = place(path)
         write(staged, target)
         with staged.ranks.together("point to the newest checkpoint"):
@@ -77,13 +78,17 @@ class PortableCheckpointIO(CheckpointIO):
                 point_to(target)
 
     def _prepare(self, checkpoint: Mapping[str, Any]) -> Prepared:
+        from dstrat.builtin.checkpoint.portable.saving import prepare
+
         return prepare(checkpoint, self._current_ranks())
 
     @override
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint with whole tensors; ``"per_rank"`` is there where as many ranks saved it."""
+        from dstrat.builtin.checkpoint.portable.loading import load
+
         rank, world_size = self._place()
-        with OpenedFolder(resolved(place(path)), verifies=self.verify) as folder:
+        with self._open(path) as folder:
             return load(folder, rank=rank, world_size=world_size)
 
     @override
@@ -95,23 +100,36 @@ class PortableCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: It is damaged, lacks a tensor of the template, or has it in another shape or dtype.
         """
+        from dstrat.builtin.checkpoint.portable.loading import load_into
+
         rank, world_size = self._place()
-        with OpenedFolder(resolved(place(path)), verifies=self.verify) as folder:
+        with self._open(path) as folder:
             return load_into(folder, template, rank=rank, world_size=world_size)
 
     @override
     def load_rank(self, path: str | Path, rank: int) -> dict[str, Any]:
-        with OpenedFolder(resolved(place(path)), verifies=self.verify) as folder:
+        from dstrat.builtin.checkpoint.portable.loading import load_own
+
+        with self._open(path) as folder:
             own: dict[str, Any] = load_own(folder, rank)
             return own
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, if it is there."""
+        from dstrat.builtin.checkpoint.portable.newest import forget
+        from dstrat.builtin.checkpoint.portable.storage import remove
+
         folder = place(path)
         if folder.is_dir():
             remove(folder)
             forget(folder)
+
+    def _open(self, path: str | Path) -> OpenedFolder:
+        from dstrat.builtin.checkpoint.portable.newest import resolved
+        from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
+
+        return OpenedFolder(resolved(place(path)), verifies=self.verify)
 
     @override
     def teardown(self) -> None:
