@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from torch.optim.swa_utils import SWALR, get_ema_avg_fn
+from torch.optim.swa_utils import get_ema_avg_fn
 
 from dstrat import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from dstrat.errors import ConflictError, RequestError
@@ -62,27 +62,6 @@ def train(fit, make_line):
 def test_the_module_ends_with_the_mean_of_its_weights(train):
     record, weight = train(WeightAveraging())
     assert torch.allclose(weight, torch.stack(record.steps).mean(0))
-
-
-def test_stochastic_weight_averaging_takes_the_ends_of_the_last_epochs(train, make_line):
-    class StochasticWeightAveraging(WeightAveraging):
-        def should_update(self, step_idx=None, epoch_idx=None):
-            return epoch_idx is not None and epoch_idx >= 2
-
-    class Scheduled(type(make_line())):
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            usual = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-            high = SWALR(optimizer, swa_lr=0.2, anneal_epochs=1)
-            return [optimizer], [torch.optim.lr_scheduler.SequentialLR(optimizer, [usual, high], milestones=[2])]
-
-        def on_train_epoch_start(self):
-            self.rates = [*getattr(self, "rates", []), self.optimizers().param_groups[0]["lr"]]
-
-    module = make_line(Scheduled)
-    record, weight = train(StochasticWeightAveraging(), module=module, max_epochs=5)
-    assert torch.allclose(weight, torch.stack([record.steps[last] for last in (8, 11, 14)]).mean(0))
-    assert module.rates[-1] == pytest.approx(0.2)
 
 
 def test_the_module_ends_with_the_exponential_moving_average(train):

@@ -29,15 +29,13 @@ class WeightAveraging(Callback):
     """Keeps an average of the weights, validates with it, and leaves it in the module when training is over.
 
     By default all steps count the same; override :meth:`should_update` to choose when the weights are taken into the
-    average, and pass ``avg_fn`` or ``multi_avg_fn`` to choose how.  Until the first time there is no average, and
-    validation uses the weights themselves.  Stochastic weight averaging, of the ends of the last epochs, is::
+    average, and pass ``avg_fn`` or ``multi_avg_fn`` to choose how::
 
-        class StochasticWeightAveraging(WeightAveraging):
+        class OfLastEpochs(WeightAveraging):
             def should_update(self, step_idx=None, epoch_idx=None):
                 return epoch_idx is not None and epoch_idx >= 15
 
-    with a learning rate that stays high in these epochs, such as ``torch.optim.swa_utils.SWALR`` sets it in
-    ``configure_optimizers``.
+    Until the first time there is no average, and validation uses the weights themselves.
 
     A checkpoint has the average as ``state_dict``, so that it is what evaluation loads; the weights that training
     goes on with are its ``current_model_state``.  The average takes as much memory as the module.
@@ -93,6 +91,12 @@ class WeightAveraging(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        others = [other for other in trainer.callbacks if isinstance(other, WeightAveraging) and other is not self]
+        if others:
+            raise ConflictError(
+                f"{type(self).__name__} and {type(others[0]).__name__} would both leave their average in the module: "
+                "give one of them"
+            )
         self._create(trainer)
 
     def _create(self, trainer: Trainer) -> AveragedModel:

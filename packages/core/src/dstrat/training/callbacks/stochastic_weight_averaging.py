@@ -1,0 +1,154 @@
+"""Stochastic weight averaging: the mean of the weights at the ends of the last epochs, which have their own rates."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from torch import Tensor
+from typing_extensions import override
+
+from dstrat.errors import RequestError
+from dstrat.training.callbacks.weight_averaging import WeightAveraging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+Annealing = Literal["cos", "linear"]
+
+_log = logging.getLogger(__name__)
+
+
+class StochasticWeightAveraging(WeightAveraging):
+    """Averages the weights at the ends of the last epochs, and leads the learning rate to one that stays high in them.
+
+    In these epochs learning rates are this callback's, as ``torch.optim.swa_utils.SWALR`` would set them, whatever
+    schedulers do; give it before a ``LearningRateMonitor``.  Statistics of batch norm are averaged like weights, rather
+    than measured again.  `Izmailov et al., 2018 <https://arxiv.org/abs/1803.05407>`_ describe the method.
+
+    Args:
+        swa_lrs: The learning rate that is led to: one for all, or one for each parameter group, of all optimizers in
+            their order.
+        swa_epoch_start: Index of the first epoch that counts, or as a float the fraction of ``max_epochs`` before it.
+        annealing_epochs: Number of epochs on the way from the learning rate before; 0 takes the new one at once.
+        annealing_strategy: Whether the way is half a wave (``"cos"``) or straight (``"linear"``).
+        avg_fn: How to average, as ``torch.optim.swa_utils.AveragedModel`` takes it; by default all epochs count the
+            same.
+        device: Where the average is kept; by default on the module's device.
+        use_buffers: Whether buffers are averaged too; otherwise they are copied.
+
+    Raises:
+        RequestError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        swa_lrs: float | Sequence[float],
+        swa_epoch_start: float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Annealing = "cos",
+        avg_fn: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None = None,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+    ) -> None:
+        rates = [swa_lrs] if isinstance(swa_lrs, int | float) else list(swa_lrs)
+        if not rates or min(rates) <= 0:
+            raise RequestError(f"swa_lrs={swa_lrs!r} must be a number above 0, or one for each parameter group")
+        if swa_epoch_start < 0 or (isinstance(swa_epoch_start, float) and swa_epoch_start > 1):
+            raise RequestError(
+                f"swa_epoch_start={swa_epoch_start!r} must be the index of an epoch as an int of at least 0, or a "
+                "fraction of max_epochs as a float from 0.0 to 1.0"
+            )
+        if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
+            raise RequestError(f"annealing_epochs={annealing_epochs!r} must be an int of at least 0")
+        if annealing_strategy not in get_args(Annealing):
+            raise RequestError(f"annealing_strategy={annealing_strategy!r} must be 'cos' or 'linear'")
+        super().__init__(device, use_buffers, avg_fn=avg_fn)
+        self._swa_lrs, self._epoch_start = rates, swa_epoch_start
+        self._annealing_epochs, self._annealing_strategy = annealing_epochs, annealing_strategy
+        self._first_epoch = 0
+
+    @override
+    def _begin(self) -> None:
+        super()._begin()
+        self._rates_before: list[float] | None = None
+        self._rates: list[float] = []
+
+    @override
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None and epoch_idx >= self._first_epoch
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rates_before": self._rates_before}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._rates_before = state_dict["rates_before"]
+
+    @override
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        super().on_fit_start(trainer, module)
+        self._first_epoch = self._find_first_epoch(trainer.max_epochs)
+        groups = len(_groups(trainer))
+        if len(self._swa_lrs) not in (1, groups):
+            raise RequestError(
+                f"swa_lrs={self._swa_lrs!r} has {len(self._swa_lrs)} learning rates, and the optimizers have {groups} "
+                "parameter groups: give one for each, or one for all"
+            )
+
+    def _find_first_epoch(self, max_epochs: int) -> int:
+        if isinstance(self._epoch_start, int):
+            return self._epoch_start
+        if max_epochs < 0:
+            raise RequestError(
+                f"swa_epoch_start={self._epoch_start!r} is a fraction of max_epochs, which is not limited: "
+                "set max_epochs, or give the index of an epoch as an int"
+            )
+        return int(self._epoch_start * max_epochs)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        epochs = trainer.current_epoch - self._first_epoch
+        if epochs < 0:
+            return
+        if self._rates_before is None:
+            self._rates_before = [float(group["lr"]) for group in _groups(trainer)]
+            if trainer.strategy.lr_schedulers and trainer.is_global_zero:
+                _log.warning(
+                    "from epoch %d on StochasticWeightAveraging sets the learning rates, and schedulers have no effect",
+                    trainer.current_epoch,
+                )
+        share = self._share_of_new(epochs)
+        before = self._rates_before
+        after = self._swa_lrs * len(before) if len(self._swa_lrs) == 1 else self._swa_lrs
+        self._rates = [new * share + old * (1 - share) for old, new in zip(before, after, strict=True)]
+        self._set_rates(trainer)
+
+    def _share_of_new(self, epochs: int) -> float:
+        """Return how much of the new learning rate is in that of an epoch, so many after the first that counts."""
+        way = min(1.0, epochs / self._annealing_epochs) if self._annealing_epochs else 1.0
+        return way if self._annealing_strategy == "linear" else (1 - math.cos(math.pi * way)) / 2
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        if self._rates:  # which a scheduler that counts steps has changed
+            self._set_rates(trainer)
+
+    def _set_rates(self, trainer: Trainer) -> None:
+        for group, rate in zip(_groups(trainer), self._rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def _groups(trainer: Trainer) -> list[dict[str, Any]]:
+    return [group for optimizer in trainer.strategy.optimizers for group in optimizer.param_groups]
