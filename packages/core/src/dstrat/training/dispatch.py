@@ -54,14 +54,15 @@ class Dispatch:
         """Return the callables of a hook of the callbacks that run last."""
         return tuple(self._of_callbacks(self._late, name))
 
-    def may_answer(self, name: str) -> bool:
-        """Return whether anyone overrides a hook by a function that is not annotated as returning None."""
+    def answering(self, name: str) -> list[str]:
+        """Return the classes that override a hook by a function that is not annotated as returning None."""
         owners = ((self._module, self._module_base), *((c, self._callback_base) for c in (*self._early, *self._late)))
-        return any(
-            overrides(owner, name, base)
-            and getattr(getattr(owner, name), "__annotations__", {}).get("return", Any) not in (None, "None")
+        return [
+            type(owner).__name__
             for owner, base in owners
-        )
+            if overrides(owner, name, base)
+            and getattr(getattr(owner, name), "__annotations__", {}).get("return", Any) not in (None, "None")
+        ]
 
     def insert(self, name: str, hook: Callable[..., Any]) -> None:
         """Let a function be called before the callbacks and the module."""

@@ -46,16 +46,22 @@ def test_the_next_epoch_begins_anew(fit, devices):
     assert fit(devices, at_two) == [["2", "4", "6"]] * devices
 
 
-def test_one_rank_ends_the_epoch_for_all_of_them_and_the_others_tell(fit, tmp_path, request):
+@pytest.fixture
+def log(tmp_path):
+    """A file with what all ranks log."""
     handler = logging.FileHandler(tmp_path / "log")
     logging.getLogger("dstrat").addHandler(handler)
-    request.addfinalizer(lambda: (logging.getLogger("dstrat").removeHandler(handler), handler.close()))
+    yield tmp_path / "log"
+    logging.getLogger("dstrat").removeHandler(handler)
+    handler.close()
 
+
+def test_one_rank_ends_the_epoch_for_all_of_them_and_the_others_tell(fit, log):
     def at_two_of_rank_1(self, batch, batch_idx):
         return -1 if batch_idx == 2 and self.global_rank == 1 and self.current_epoch == 1 else None
 
     assert fit(2, at_two_of_rank_1) == [["6", "8", "14"]] * 2
-    told = (tmp_path / "log").read_text()
+    told = log.read_text()
     assert "epoch 1 ends before batch 2 on rank 0 too, as on_train_batch_start of another rank returned -1" in told
     assert told.count("ends before batch") == 1
 
@@ -78,8 +84,8 @@ def test_a_hook_that_rank_0_alone_has_ends_the_epoch_for_all_of_them(fit):
 
 
 @pytest.mark.parametrize("annotated", [True, False])
-def test_ranks_communicate_for_it_only_where_a_hook_may_return_something(
-    quiet_trainer, make_line, loader, averaging, tmp_path, annotated
+def test_ranks_communicate_for_it_only_where_a_hook_may_return_something_and_rank_0_tells_of_it(
+    quiet_trainer, make_line, loader, averaging, tmp_path, log, annotated
 ):
     def answers(self, batch, batch_idx):
         pass
@@ -101,3 +107,5 @@ def test_ranks_communicate_for_it_only_where_a_hook_may_return_something(
     module = make_line(type("Hooked", (type(make_line()),), {"on_train_batch_start": answers}))
     quiet_trainer(strategy=Counting(), devices=2, max_epochs=1).fit(module, loader(4))
     assert (tmp_path / "decisions_1").read_text() == ("1" if annotated else "7")  # once before training
+    line = "on_train_batch_start of Hooked may return -1, so that the processes ask each other before every batch: "
+    assert log.read_text().splitlines() == ([] if annotated else [f"{line}annotate it with '-> None' if it does not"])

@@ -24,6 +24,7 @@ class Callback:
         runs_last: Whether it is called after the module, so that it sees what the module logs in the same hook.
         saves_checkpoints: Whether it writes checkpoints: it is called after all others then, so that these hold the
             others' newest state.
+        reads_batch_indices: Whether it asks the trainer for ``predict_batch_indices``, which are looked up only then.
     """
 
     runs_last: bool = False
@@ -75,8 +76,12 @@ class Callback:
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Called after an epoch's last batch and its validation."""
 
-    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        """Called before a batch is trained on."""
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> int | None:
+        """Called before a batch is trained on; return -1 to leave out the batch and the rest of the epoch.
+
+        Where one process returns -1, the epoch ends in all of them.  For this several processes communicate before
+        each batch, unless the method is annotated with ``-> None``.
+        """
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int

@@ -273,8 +273,14 @@ class FitLoop(Position):
         trainer = self._trainer
         if trainer.world_size == 1:
             return False
-        may_answer = trainer.dispatch.may_answer("on_train_batch_start")  # in some, where rank 0 has callbacks alone
-        return trainer.strategy.reduce_boolean_decision(may_answer, all=False)
+        answering = trainer.dispatch.answering("on_train_batch_start")  # in some, where rank 0 has callbacks alone
+        if answering and trainer.is_global_zero:
+            _log.warning(
+                "on_train_batch_start of %s may return -1, so that the processes ask each other before every batch: "
+                "annotate it with '-> None' if it does not",
+                " and ".join(answering),
+            )
+        return trainer.strategy.reduce_boolean_decision(bool(answering), all=False)
 
     def _agree_on_end(self, is_over: bool) -> bool:
         """Return whether ``on_train_batch_start`` ends the epoch in any process, and so in all of them; collective."""
