@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from abc import abstractmethod
 from collections import defaultdict
 from contextlib import AbstractContextManager, contextmanager
@@ -25,7 +27,7 @@ from dstrat_fsdp.whole_state import as_shards, gathered, load_module, load_optim
 from dstrat_fsdp.wrap_policy import outermost_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from dstrat_fsdp.options import StateDictType
     from dstrat_fsdp.shards import Sharding
 
+_logger = logging.getLogger(__name__)
+
 
 class ShardedStrategy(ParallelStrategy):
     """A strategy whose ranks keep shards of parameters, gradients and optimizer state.
@@ -48,6 +52,7 @@ class ShardedStrategy(ParallelStrategy):
     """
 
     replicates_state = False
+    saves_gradients = True
     evaluates_together = True  # each step gathers parameters
     allows_inference_mode = False  # what is gathered needs torch's version counters
 
@@ -136,6 +141,19 @@ class ShardedStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.module)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad = self._clearing(optimizer)  # type: ignore[method-assign]  # until the run ends
+
+    def _clearing(self, optimizer: Optimizer) -> Callable[..., None]:
+        """Return the optimizer's ``zero_grad``, for the gradients too that are not reduced yet."""
+        zero_grad, ready = optimizer.zero_grad, self._ready
+
+        @functools.wraps(zero_grad)
+        def clear(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            ready.drop_accumulated(optimizer)
+
+        return clear
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -240,6 +258,24 @@ class ShardedStrategy(ParallelStrategy):
         finally:
             optimizer.state = kept
         return {**template, "state": OptionalTensors(template["state"])}
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the gradients of this rank that wait for an optimizer step."""
+        return {"gradients": self._ready.waiting_gradients(), "mesh": list(self.device_mesh.shape)}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Let the next backward pass accumulate onto the gradients that were saved; collective."""
+        if not self.reduce_boolean_decision(bool(state.get("gradients")), all=False):
+            return
+        if state["mesh"] == list(self.device_mesh.shape):
+            self._ready.put_back_gradients(state["gradients"])
+        elif self.is_global_zero:
+            _logger.warning(
+                "the checkpoint has gradients between the batches of one optimizer step, sharded over a mesh of %s: "
+                "over %s these batches are left out",
+                tuple(state["mesh"]),
+                tuple(self.device_mesh.shape),
+            )
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective."""

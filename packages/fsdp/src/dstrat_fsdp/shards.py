@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from dstrat_fsdp.gradients import drop_waiting, put_back, waiting_gradients
 from dstrat_fsdp.guards import ChangesInForward, OwnOutputs, ParameterGuard
 from dstrat_fsdp.step_module import StepModule
 from dstrat_fsdp.unwrapping import unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.nn import Module
+    from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +87,8 @@ class ShardedModule:
         # Training keeps these gathered after their forward, for a backward pass that evaluation does not have.
         self._kept_in_training = own if sharding.reshard_after_forward is False else []
         self._guard: ParameterGuard | None = None
+        self._around_steps = around_steps
+        self._accumulates = False
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module, a backward pass of which will follow.
@@ -122,8 +126,24 @@ class ShardedModule:
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Let backward passes reduce gradients, or accumulate them without communication."""
+        self._accumulates = self._accumulates or not enabled
         for unit in self._units:
             unit.set_requires_gradient_sync(enabled, recurse=False)
+
+    def waiting_gradients(self) -> dict[str, Any]:
+        """Return this rank's gradients that wait for an optimizer step; empty where there are none."""
+        self.free()
+        return waiting_gradients(self._units, self._module, has_shards=not self._around_steps)
+
+    def put_back_gradients(self, saved: Mapping[str, Any]) -> None:
+        """Take back what :meth:`waiting_gradients` returned on the same mesh; collective."""
+        put_back(self._units, self._module, saved)
+        self._accumulates = True
+
+    def drop_accumulated(self, optimizer: Optimizer) -> None:
+        """Clear what was accumulated without communication for an optimizer's parameters."""
+        if self._accumulates:
+            drop_waiting(self._units, {id(shard) for group in optimizer.param_groups for shard in group["params"]})
 
     def undo(self) -> None:
         """Make plain modules of the units again; their parameters stay sharded."""

@@ -53,7 +53,7 @@ def put_to_rest(module: Module, mesh: DeviceMesh, *, can_go_on: bool) -> None:
     shards = {}
     for layer, name, parameter in _sharded_parameters(module):
         shards[layer, name] = local = parameter.detach().to_local().cpu()
-        setattr(layer, name, nn.Parameter(_with_local(parameter, local), parameter.requires_grad))
+        setattr(layer, name, nn.Parameter(with_local(parameter, local), parameter.requires_grad))
     if shards:
         _resting[module] = RestingShards(
             shards=shards,
@@ -104,7 +104,8 @@ def _sharded_parameters(module: Module) -> Iterator[tuple[Module, str, Any]]:
                 yield layer, name, parameter
 
 
-def _with_local(parameter: DTensor, local: Tensor) -> DTensor:
+def with_local(parameter: DTensor, local: Tensor) -> DTensor:
+    """Return a tensor that is sharded as a parameter is, of which this rank has a given part."""
     return DTensor.from_local(
         local,
         parameter.device_mesh,

@@ -43,6 +43,11 @@ def _release_groups(state: Any) -> None:
             holder.mesh_info = holder.post_forward_mesh_info = None
 
 
+def parameter_groups(unit: FSDPModule) -> list[Any]:
+    """Return what torch gathers together of a unit."""
+    return _groups(unit._get_fsdp_state())  # noqa: SLF001 - as above
+
+
 def _groups(state: Any) -> list[Any]:
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # noqa: SLF001 - one in torch 2.9
     return [group for group in groups if group is not None]

@@ -1,0 +1,135 @@
+"""The gradients that wait for an optimizer step: whole, as a rank has accumulated them by itself, or in shards.
+
+torch keeps whole ones beside the parameters that it gathers, where ``optimizer.zero_grad`` does not reach them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from dstrat_fsdp.shards_at_rest import with_local
+from dstrat_fsdp.unwrapping import parameter_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor.placement_types import Placement
+    from torch.nn import Module
+
+
+def waiting_gradients(units: Sequence[FSDPModule], module: Module, *, has_shards: bool) -> dict[str, Any]:
+    """Return this rank's gradients by name, as they are; empty where none wait.
+
+    Args:
+        units: Nothing of them is gathered.
+        module: The user's module.
+        has_shards: Whether gradients that are reduced already may wait too, as where steps run backward passes
+            themselves; otherwise such a gradient is what an optimizer step has left.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    whole, placements = {}, {}
+    for one in _gathered(units):
+        gradient = _accumulated(one)
+        if gradient is None:
+            continue
+        name = names[id(one.sharded_param)]
+        if isinstance(gradient, DTensor):  # of a layer that is split: its ranks have parts, or summands
+            placements[name] = [_described(placement) for placement in gradient.placements]
+        whole[name] = _local(gradient)
+    shards = {n: _local(p.grad) for n, p in module.named_parameters() if p.grad is not None} if has_shards else {}
+    found = {"whole": whole, "placements": placements, "shards": shards}
+    return found if whole or shards else {}
+
+
+def put_back(units: Sequence[FSDPModule], module: Module, saved: Mapping[str, Any]) -> None:
+    """Let the next backward pass accumulate onto what :func:`waiting_gradients` returned; collective.
+
+    Args:
+        units: Sharded over the same mesh.
+        module: The user's module.
+        saved: The gradients; empty where this rank had none.
+    """
+    _gather_once(units)
+    parameters = dict(module.named_parameters())
+    places = {id(one.sharded_param): one for one in _gathered(units)}
+    for name, gradient in saved.get("whole", {}).items():
+        one = places[id(parameters[name])]
+        like = one.unsharded_param
+        restored = gradient.to(like.device, one.reduce_dtype or like.dtype)
+        if name in saved["placements"]:
+            restored = _distributed(restored, like, saved["placements"][name])
+        if one.reduce_dtype is None:
+            like.grad = restored
+        else:
+            one.unsharded_accumulated_grad = restored
+    for name, gradient in saved.get("shards", {}).items():
+        parameter: Any = parameters[name]
+        parameter.grad = with_local(parameter, gradient.to(parameter.device))
+
+
+def drop_waiting(units: Sequence[FSDPModule], parameters: Container[int]) -> None:
+    """Clear the whole gradients of some parameters.
+
+    Args:
+        units: The module's.
+        parameters: The ids of their shards.
+    """
+    for one in _gathered(units):
+        if id(one.sharded_param) in parameters:
+            one.unsharded_accumulated_grad = None
+            if hasattr(one, "_unsharded_param"):
+                one.unsharded_param.grad = None
+
+
+def _gathered(units: Sequence[FSDPModule]) -> Iterator[Any]:
+    """Yield what torch keeps of each parameter."""
+    for unit in units:
+        for group in parameter_groups(unit):
+            yield from group.fsdp_params
+
+
+def _accumulated(one: Any) -> Tensor | None:
+    if one.unsharded_accumulated_grad is not None:  # in another dtype than the parameter is gathered in
+        return one.unsharded_accumulated_grad  # type: ignore[no-any-return]  # torch's own attribute
+    return one.unsharded_param.grad if hasattr(one, "_unsharded_param") else None
+
+
+def _gather_once(units: Sequence[FSDPModule]) -> None:
+    """Make torch gather every unit, as only then there is a place for its gradients; collective."""
+    for unit in units:  # outer ones first, as torch wants it
+        unit._get_fsdp_state()._lazy_init()  # noqa: SLF001 - as a forward pass begins
+    for unit in units:
+        unit.unshard()
+        unit.reshard()
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _distributed(local: Tensor, like: DTensor, placements: Sequence[int | str | None]) -> DTensor:
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        [_placement(described) for described in placements],
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _described(placement: Placement) -> int | str | None:
+    """Return a placement as a checkpoint has it: the dimension that is split, None for replicas, or how to reduce."""
+    if isinstance(placement, Shard):
+        return placement.dim
+    return placement.reduce_op if isinstance(placement, Partial) else None
+
+
+def _placement(described: int | str | None) -> Placement:
+    if described is None:
+        return Replicate()
+    return Partial(described) if isinstance(described, str) else Shard(described)

@@ -1,0 +1,205 @@
+"""A sharded run that goes on from a checkpoint is the run that was not stopped, also between the batches of a step."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import torch
+from tests.hand_loop import BlockNet, batches, one_pass, parts, start, train
+from tests.ranks import each, in_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from dstrat import Callback, Trainer, TrainModule
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
+
+BATCHES = 5  # of an epoch on two ranks
+ACCUMULATE = 3  # so the second step of an epoch has 2 batches
+
+
+class Net(TrainModule):
+    """Has dropout, and heads that take turns, so that some parameters have a gradient and some have none."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(6)
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 4))
+        self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+
+    def normalized(self, inputs):
+        return self.norm(inputs.to(self.norm.weight.dtype))
+
+    def chosen(self, batch_idx):
+        return self.heads[batch_idx % 2]
+
+    def training_step(self, batch, batch_idx):
+        found = self.chosen(batch_idx)(self.layers(self.normalized(batch[0])))
+        return nn.functional.mse_loss(found, batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class BothHeads(Net):
+    """Uses everything in each batch, without which torch fails to accumulate in another dtype."""
+
+    def chosen(self, batch_idx):
+        return lambda x: self.heads[0](x) + self.heads[1](x)
+
+
+class Manual(Net):
+    """Steps after every third backward pass; some of them are reduced, others not."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 3 == 1:
+            with self.trainer.strategy.no_backward_sync():
+                self.manual_backward(loss)
+            return
+        self.manual_backward(loss)
+        if batch_idx % 3 == 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class Split(Net):
+    """Its norm has the gradients of a part of the batch in each rank, which are summands."""
+
+    def configure_model(self):
+        mesh = self.device_mesh["tensor_parallel"]
+        whole = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+        plan = {"norm": SequenceParallel(sequence_dim=0, use_local_output=True), "layers": whole}
+        parallelize_module(self, mesh, {**plan, "layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()})
+
+    def normalized(self, inputs):
+        mesh = self.device_mesh["tensor_parallel"]
+        return self.norm(DTensor.from_local(inputs, mesh, [Replicate()], run_check=False))
+
+
+class Saves(Callback):
+    saves_checkpoints = runs_last = True
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(self.folder / str(trainer.fit_loop.batches_seen))
+
+
+def fit(cluster, folder, strategy, module, *, callbacks=(), ckpt_path=None, io=PortableCheckpointIO, **options):
+    inputs = torch.randn(4 * BATCHES, 6, generator=torch.Generator().manual_seed(1))
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=cluster.world_size,
+        plugins=[cluster, io()],
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        **{"max_epochs": 1, **options},
+    )
+    torch.manual_seed(3)
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=2, shuffle=True)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return {name: getattr(value, "_local_tensor", value).clone() for name, value in module.state_dict().items()}
+
+
+def stopped_and_resumed(cluster, folder, strategy, cls, **options):
+    folder = Path(folder)
+    whole = fit(cluster, folder, strategy(), cls(), callbacks=[Saves(folder)], **options)
+    moments = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    others = []
+    for moment in moments[:-1]:
+        again = fit(cluster, folder, strategy(), cls(), ckpt_path=folder / str(moment), **options)
+        if not all(torch.equal(again[name], whole[name]) for name in whole):
+            others.append(moment)
+    return moments[:-1], others
+
+
+GROUPS = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": 1.0}
+
+
+CASES = {
+    "two epochs": {"strategy": FSDPStrategy, "cls": Net, **GROUPS, "max_epochs": 2},
+    "one file": {"strategy": FSDPStrategy, "cls": Net, **GROUPS, "io": TorchCheckpointIO},
+    "mixed": {"strategy": FSDPStrategy, "cls": BothHeads, **GROUPS, "precision": "bf16-mixed"},
+    "replicas": {
+        "strategy": partial(FSDPStrategy, device_mesh=(2, 1), reshard_after_forward=False),
+        "cls": Net,
+        **GROUPS,
+    },
+    "manual": {"strategy": FSDPStrategy, "cls": Manual},
+    "model parallel": {
+        "strategy": partial(ModelParallelStrategy, tensor_parallel_size=2),
+        "cls": Split,
+        **GROUPS,
+        "limit_train_batches": BATCHES,  # of twice as many, as the ranks share them
+    },
+}
+
+
+def in_each_case(cluster, folder):
+    cases = {name: {"folder": f"{folder}/{name}", **options} for name, options in CASES.items()}
+    return each(cluster, stopped_and_resumed, cases)
+
+
+def test_at_every_batch(tmp_path):
+    batches = {"two epochs": 2 * BATCHES}
+    expected = {name: (list(range(1, batches.get(name, BATCHES))), []) for name in CASES}
+    assert in_ranks(in_each_case, folder=str(tmp_path)) == [expected, expected]
+
+
+def moved_to_another_mesh(cluster, folder):
+    folder, told = Path(folder), []
+    fit(cluster, folder, FSDPStrategy(), Net(), callbacks=[Saves(folder)], **GROUPS)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("dstrat_fsdp").addHandler(handler)
+    for moment in ("1", "3"):
+        fit(cluster, folder, FSDPStrategy(device_mesh=(2, 1)), Net(), ckpt_path=folder / moment, **GROUPS)
+    return told
+
+
+def test_gradients_of_another_mesh_are_left_out_and_one_line_says_so(tmp_path):
+    [line], nothing = in_ranks(moved_to_another_mesh, folder=str(tmp_path))
+    assert line == (
+        "the checkpoint has gradients between the batches of one optimizer step, sharded over a mesh of (2,): over "
+        "(2, 1) these batches are left out"
+    )
+    assert nothing == []
+
+
+def cleared(cluster, begins_in_vain):
+    strategy = FSDPStrategy()
+    start(strategy, BlockNet(), parts(cluster))
+    if begins_in_vain:
+        with strategy.no_backward_sync():
+            one_pass(strategy, next(iter(batches(1))), 0, 1)
+    losses = train(strategy, steps=3)
+    strategy.teardown()
+    return losses
+
+
+def test_clearing_gradients_clears_what_was_accumulated_without_communication():
+    assert in_ranks(cleared, begins_in_vain=True) == in_ranks(cleared, begins_in_vain=False)
