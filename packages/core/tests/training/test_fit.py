@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from dstrat import Callback, DataModule
+from dstrat import Callback, DataModule, LambdaCallback
 from dstrat.errors import MisuseError, RankFailedError, RequestError
 
 
@@ -531,10 +531,13 @@ def test_teardown_follows_an_exception_too_and_its_own_errors_leave_nothing_open
             calls.append(f"teardown {stage}")
             raise OSError("while tearing down")
 
-    module, trainer = make_line(Failing), quiet_trainer()
+    def fail(trainer, module, stage):
+        raise OSError("in the teardown of a callback")
+
+    module, trainer = make_line(Failing), quiet_trainer(callbacks=LambdaCallback(teardown=fail))
     with pytest.raises(ZeroDivisionError):
         trainer.fit(module, loader())
-    with pytest.raises(OSError, match="while tearing down"):
+    with pytest.raises(OSError, match="in the teardown of a callback"):
         trainer.validate(module, loader())
     assert calls == ["teardown fit", "teardown validate"]
     with pytest.raises(MisuseError, match="not attached to a Trainer"):

@@ -109,7 +109,8 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path:
     if trainer.profiler is not None:
         folder = trainer.log_dir or on_this_machine(trainer.default_root_dir)
         trainer.profiler.start(trainer.stage, folder, trainer.global_rank)
-    _call_in_turn(trainer, "setup", trainer.stage)
+    for hook in _in_turn(trainer, "setup"):
+        hook(trainer.stage)
     with strategy.tensor_init_context(), strategy.model_sharded_context():
         module.configure_model()
     if trainer.sync_batchnorm and trainer.is_fitting:
@@ -193,13 +194,11 @@ def _on_exception(trainer: Trainer, exception: BaseException) -> None:
         _log.error("cleaning up after %s failed too", type(exception).__name__, exc_info=error)
 
 
-def _call_in_turn(trainer: Trainer, name: Literal["setup", "teardown"], stage: Stage) -> None:
-    """Call a hook of the data module, then of the callbacks, which may look at the data, then of the module."""
+def _in_turn(trainer: Trainer, name: Literal["setup", "teardown"]) -> list[Callable[[Stage], Any]]:
+    """Return a hook of the data module, then of the callbacks, which may look at the data, then of the module."""
     assert trainer.module is not None  # noqa: S101 - there is one in every run
-    if trainer.datamodule is not None:
-        getattr(trainer.datamodule, name)(stage)
-    trainer.dispatch.call_callbacks(name, stage)
-    getattr(trainer.module, name)(stage)
+    of_data = [] if trainer.datamodule is None else [getattr(trainer.datamodule, name)]
+    return [*of_data, *trainer.dispatch.of_callbacks(name), getattr(trainer.module, name)]
 
 
 def _finish(trainer: Trainer) -> None:
@@ -213,7 +212,7 @@ def _finish(trainer: Trainer) -> None:
 def _last_steps(trainer: Trainer, status: str) -> list[Callable[[], None]]:
     return [
         partial(trainer.publisher.finalize, status),
-        partial(_call_in_turn, trainer, "teardown", trainer.stage),
+        *(partial(hook, trainer.stage) for hook in _in_turn(trainer, "teardown")),
         trainer.strategy.teardown,
         *([trainer.profiler.finish] if trainer.profiler else []),
     ]
