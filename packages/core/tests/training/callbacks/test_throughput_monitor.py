@@ -204,3 +204,12 @@ def test_on_a_gpu_in_the_table_the_utilization_is_a_fraction(quiet_trainer, load
         log_every_n_steps=6,
     ).fit(line_class(), loader())  # fmt: skip
     assert 0 < kept.written[12]["device/mfu"] < 1
+
+
+def test_where_every_batch_is_left_out_nothing_goes_on_counting(quiet_trainer, line_class, loader, kept):
+    class Idle(line_class):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1
+
+    quiet_trainer(callbacks=ThroughputMonitor(available_flops=1e12), logger=kept).fit(Idle(), loader())
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from dstrat import Callback, CSVLogger, Logger
+from dstrat import Callback, CSVLogger, DeviceStatsMonitor, LearningRateMonitor, Logger, ThroughputMonitor
 from dstrat.errors import LoggerError
 
 
@@ -80,6 +80,16 @@ def test_a_logger_that_fails_ends_the_run_with_its_name(quiet_trainer, shown, lo
     with pytest.raises(LoggerError, match=rf"^Broken\.{method} failed: OSError\('no space left'\)$") as caught:
         quiet_trainer(logger=Broken(method), log_every_n_steps=1).fit(shown, loader())
     assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("monitor", [DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor])
+def test_so_does_one_that_a_callback_writes_to(quiet_trainer, line_class, loader, monitor):
+    class Silent(line_class):
+        def log(self, *args, **kwargs):
+            pass
+
+    with pytest.raises(LoggerError, match=r"^Broken\.log_metrics failed"):
+        quiet_trainer(logger=Broken("log_metrics"), callbacks=monitor(), log_every_n_steps=1).fit(Silent(), loader())
 
 
 def test_the_other_loggers_have_their_row_nevertheless(quiet_trainer, shown, loader, tmp_path):

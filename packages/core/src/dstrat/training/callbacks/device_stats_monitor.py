@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.host_stats import HostStats
+from dstrat.training.loggers.several import call_loggers
 
 if TYPE_CHECKING:
     from dstrat.training.module.train_module import TrainModule
@@ -67,8 +68,9 @@ class DeviceStatsMonitor(Callback):
         if self._host is not None:
             values |= {f"host/{name}": value for name, value in self._host.take().items()}
         if values:
-            for logger in trainer.writing_loggers:
-                logger.log_metrics({"epoch": trainer.current_epoch, **values}, trainer.global_step)
+            call_loggers(
+                trainer.loggers, "log_metrics", {"epoch": trainer.current_epoch, **values}, trainer.global_step
+            )
 
 
 def _device_stats(trainer: Trainer) -> dict[str, float]:

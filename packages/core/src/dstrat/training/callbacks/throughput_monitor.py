@@ -15,6 +15,7 @@ from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.peak_flops import peak_flops
 from dstrat.training.callbacks.throughput import Throughput
+from dstrat.training.loggers.several import call_loggers
 from dstrat.training.metrics.batch_size import size_of
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class ThroughputMonitor(Callback):
 
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._stop_counting()  # where on_train_batch_start left out the first batch
         self._throughput = None
         self._due_at_step = math.inf
 
@@ -173,8 +175,7 @@ class ThroughputMonitor(Callback):
             if self._peak is not None:
                 of_device["mfu"] = of_device["flops_per_sec"] / self._peak
         values |= {f"throughput/device/{name}": value for name, value in of_device.items()}
-        for logger in trainer.writing_loggers:
-            logger.log_metrics({"epoch": trainer.current_epoch, **values}, trainer.global_step)
+        call_loggers(trainer.loggers, "log_metrics", {"epoch": trainer.current_epoch, **values}, trainer.global_step)
 
 
 def _peak_of(trainer: Trainer) -> float | None:
