@@ -342,6 +342,41 @@ def test_two_optimizers_are_stepped_one_by_one():
     assert make_loop().launch(both) == ((True, False), True)
 
 
+class Rivals(nn.Module):
+    """Two layers, each of which has a loss that the other takes part in, as those of a GAN."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def loss(self, sign):
+        return sign * self.second(self.first(torch.ones(3)).tanh()).tanh().sum()
+
+    def optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in (self.first, self.second)]
+
+
+def test_gradients_that_another_optimizer_has_not_used_are_not_in_its_next_step():
+    def train(loop):
+        net = Rivals()
+        loop.setup(net, Rivals.optimizers)
+        for _ in range(3):
+            for optimizer, sign in zip(loop.optimizers, (1, -1), strict=True):
+                loop.backward(loop.compute(net.loss, sign))
+                assert loop.step(optimizer)
+        return net.state_dict()
+
+    net = Rivals()
+    optimizers = net.optimizers()
+    for _ in range(3):
+        for optimizer, sign in zip(optimizers, (1, -1), strict=True):
+            net.zero_grad()
+            net.loss(sign).backward()
+            optimizer.step()
+    torch.testing.assert_close(make_loop().launch(train), net.state_dict(), rtol=0, atol=0)
+
+
 def test_a_module_of_the_trainer_has_its_own_steps_again_afterwards():
     class Own(TrainModule):
         def training_step(self, batch):

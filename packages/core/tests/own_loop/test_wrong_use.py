@@ -93,6 +93,17 @@ def test_a_step_without_gradients_is_refused(loop):
     refuse(loop, MisuseError, r"call loop.backward\(loss\) before", step)
 
 
+def test_one_of_several_optimizers_steps_once_for_a_loss(loop):
+    def step(loop):
+        net = nn.Linear(1, 1)
+        loop.setup(net, two)
+        loop.backward(loop.compute(net, torch.ones(1)).sum())
+        loop.step(loop.optimizers[0])
+        loop.step(loop.optimizers[0])
+
+    refuse(loop, MisuseError, "step was called without gradients", step)
+
+
 def test_a_training_step_without_optimizers_is_refused(loop):
     def compute(loop):
         net = nn.Linear(1, 1)

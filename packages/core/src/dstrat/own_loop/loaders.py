@@ -6,14 +6,14 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from dstrat.data.agreed_length import agreed_length
+from dstrat.data.ahead import copied_ahead
 from dstrat.data.continued import Beginning, ContinuedLoader, generator_states, set_generator_states
 from dstrat.data.epochs import set_epoch
 from dstrat.data.loaders import length_is_certain, length_of, prepare_evaluation_loader, prepare_training_loader
+from dstrat.interfaces.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from dstrat.interfaces.strategy import Strategy
+    from collections.abc import Iterable, Iterator, Mapping
 
 
 class TrainingLoader:
@@ -53,9 +53,10 @@ class TrainingLoader:
         else:
             self._beginning, self.batches_done = Beginning.of(loader), 0
         left = itertools.count() if self._limit is None else range(self._limit - self.batches_done)
-        for batch, _ in zip(loader, left, strict=False):  # the loader first, which ends by itself where it can
+        batches = (batch for batch, _ in zip(loader, left, strict=False))  # the loader first, which may end by itself
+        for batch in _on_device(batches, self._strategy):
             self.batches_done += 1
-            yield self._strategy.batch_to_device(batch)
+            yield batch
         self.epoch, self.batches_done = self.epoch + 1, 0
 
     def _agreed_limit(self) -> int | None:
@@ -124,4 +125,12 @@ class EvaluationLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._strategy.batch_to_device, self._loader)
+        return _on_device(self._loader, self._strategy)
+
+
+def _on_device(batches: Iterable[Any], strategy: Strategy) -> Iterator[Any]:
+    """Return the batches on the strategy's device; to CUDA each is copied during the step of the one before."""
+    move, device = strategy.batch_to_device, strategy.root_device
+    if device.type != "cuda" or type(strategy).batch_to_device is not Strategy.batch_to_device:
+        return map(move, batches)
+    return (batch for batch, _ in copied_ahead(((batch, False) for batch in batches), move, device))

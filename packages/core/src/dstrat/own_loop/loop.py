@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,7 +12,9 @@ from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.own_loop import checkpoint
 from dstrat.own_loop.loaders import EvaluationLoader, TrainingLoader
+from dstrat.own_loop.running import communicating
 from dstrat.own_loop.settings import Settings
+from dstrat.own_loop.steps import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_STEPS = ("training_step", "validation_step")
-
-_log = logging.getLogger(__name__)
+_STEP_NAMES = ("training_step", "validation_step")
 
 
 class OwnLoop:
@@ -59,7 +57,6 @@ class OwnLoop:
 
     Attributes:
         strategy: As it was given.
-        steps_done: Number of optimizer steps.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -68,12 +65,9 @@ class OwnLoop:
                 f"OwnLoop was given {strategy!r}, which is no Strategy: OwnLoop(dstrat.build(strategy={strategy!r}))"
             )
         self.strategy = strategy
-        self.steps_done = 0
-        self._settings: Settings | None = None
+        self._steps: Steps | None = None
         self._loaders: list[TrainingLoader] = []
         self._is_launched = False
-        self._in_group = 0
-        self._has_gradients = False
 
     # Launching
 
@@ -104,33 +98,15 @@ class OwnLoop:
         if random_state is not None:
             random_state.restore()
         self._is_launched = True
-        try:
-            self.strategy.setup_environment()
-            result = function(self, *args, **kwargs)
-            self.strategy.finish_training()
-            self.strategy.barrier("end")  # rank 0, which others may still need, is not to end before them
-        except BaseException as error:
-            self._end_after(error)
-            raise
-        self._end()
-        return result
-
-    def _end_after(self, error: BaseException) -> None:
-        """Free what would keep other processes waiting; what fails at that is told, as the error itself goes on."""
-        ends: tuple[Callable[[], None], ...] = (partial(self.strategy.on_exception, error), self._end)
-        for end in ends:
-            try:
-                end()
-            except Exception as other:  # noqa: BLE001, PERF203 - whatever it is; there are two
-                _log.error("cleaning up after %s failed too", type(error).__name__, exc_info=other)
+        with communicating(self.strategy, self._end):
+            return function(self, *args, **kwargs)
 
     def _end(self) -> None:
         self._is_launched = False
-        if self._settings is not None:
-            for name in _STEPS:
+        if self._steps is not None:
+            for name in _STEP_NAMES:
                 self.strategy.module.__dict__.pop(name, None)
-        self._settings, self._loaders = None, []
-        self._in_group, self._has_gradients, self.steps_done = 0, False, 0
+        self._steps, self._loaders = None, []
         self.strategy.teardown()
 
     # What is trained
@@ -157,7 +133,7 @@ class OwnLoop:
             sync_batchnorm: Whether batch-norm layers share their statistics over all processes.
         """
         self._check_launched("setup")
-        if self._settings is not None:
+        if self._steps is not None:
             raise MisuseError("setup was called twice: put the modules into one, such as a torch.nn.ModuleDict")
         settings = Settings(
             strategy=self.strategy,
@@ -170,9 +146,9 @@ class OwnLoop:
         strategy.connect(module)
         if sync_batchnorm:
             strategy.synchronize_batchnorm()
-        for name in _STEPS:  # a strategy runs steps by their names; here a step is any function
+        for name in _STEP_NAMES:  # a strategy runs steps by their names; here a step is any function
             strategy.module.__dict__[name] = _call
-        self._settings = settings
+        self._steps = Steps(settings)
         strategy.setup(settings)
         if accumulate_grad_batches > 1 and len(strategy.optimizers) > 1:
             raise ConflictError(
@@ -223,24 +199,15 @@ class OwnLoop:
             *args: What it takes.
             **kwargs: What it takes.
         """
-        settings = self._set_up("compute")
-        if not torch.is_grad_enabled():
-            return self.strategy.validation_step(function, *args, **kwargs)  # type: ignore[no-any-return]  # see _call
-        if not settings.is_fitting:
-            raise MisuseError(
-                "compute with gradients is a training step, and setup was given no optimizers: evaluate in "
-                "`with loop.evaluation():`, or pass setup a function that makes them"
-            )
-        with self._synchronization(settings):
-            return self.strategy.training_step(function, *args, **kwargs)  # type: ignore[no-any-return]  # see _call
+        return self._set_up("compute").compute(function, *args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss (a scalar tensor), divided by the number of batches that are accumulated."""
-        settings = self._set_up("backward")
-        accumulate = settings.accumulate_grad_batches
-        with self._synchronization(settings):
-            self.strategy.backward(loss if accumulate == 1 else loss / accumulate)
-        self._has_gradients = True
+        """Compute the gradients of a loss (a scalar tensor), divided by the number of batches that are accumulated.
+
+        Where several optimizers step one by one, gradients that none has used since the last step are dropped first: a
+        loss's gradients are for the steps that come between it and the next one.
+        """
+        self._set_up("backward").backward(loss)
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Clip the gradients as :meth:`setup` was told, step the optimizer and clear them, once per group of batches.
@@ -251,20 +218,12 @@ class OwnLoop:
         Returns:
             Whether the optimizer stepped: False until the gradients of ``accumulate_grad_batches`` are there.
         """
-        settings, strategy = self._set_up("step"), self.strategy
-        if not self._has_gradients:
-            raise MisuseError("step was called without gradients: call loop.backward(loss) before")
-        optimizer = self._chosen(optimizer)
-        self._in_group += 1
-        is_complete = self._in_group == settings.accumulate_grad_batches
-        if is_complete or strategy.accumulates_gradients:
-            prepare = self._preparation(settings, optimizer) if is_complete else _nothing
-            strategy.optimizer_step(optimizer, prepare, strategy.model)
-        if is_complete:
-            optimizer.zero_grad()
-            self._in_group, self.steps_done = 0, self.steps_done + 1
-        self._has_gradients = len(strategy.optimizers) > 1  # the others' are still there
-        return is_complete
+        return self._set_up("step").step(optimizer)
+
+    @property
+    def steps_done(self) -> int:
+        """Number of optimizer steps since :meth:`setup`, with those of the checkpoint from which the loop went on."""
+        return 0 if self._steps is None else self._steps.num_done
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -291,13 +250,9 @@ class OwnLoop:
             path: Where there is nothing yet.
             state: What else the loop wants back: plain values and tensors, the same in every process.
         """
-        settings = self._set_up("save_checkpoint")
-        if waiting := self._in_group + self._has_unstepped_gradients:
-            raise MisuseError(
-                f"the gradients of {waiting} of accumulate_grad_batches={settings.accumulate_grad_batches} "
-                "batches wait for their step, and are in no checkpoint: save when loop.step() has returned True"
-            )
-        checkpoint.save(self.strategy, path, {"steps_done": self.steps_done, "own": dict(state or {})}, self._loaders)
+        steps = self._set_up("save_checkpoint")
+        steps.check_nothing_waits()
+        checkpoint.save(self.strategy, path, {"steps_done": steps.num_done, "own": dict(state or {})}, self._loaders)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Bring everything to where it was, and return the state that was saved; every process calls it.
@@ -309,11 +264,9 @@ class OwnLoop:
         Raises:
             CheckpointError: It cannot be read, or does not fit this loop.
         """
-        self._set_up("load_checkpoint")
+        steps = self._set_up("load_checkpoint")
         state = checkpoint.load(self.strategy, path, self._loaders)
-        for optimizer in self.strategy.optimizers:
-            optimizer.zero_grad()
-        self._in_group, self._has_gradients, self.steps_done = 0, False, state["steps_done"]
+        steps.go_on_after(state["steps_done"])
         own: dict[str, Any] = state["own"]
         return own
 
@@ -323,51 +276,13 @@ class OwnLoop:
         if not self._is_launched:
             raise MisuseError(f"{name} works in each process of the job: call it in the function that launch runs")
 
-    def _set_up(self, name: str) -> Settings:
+    def _set_up(self, name: str) -> Steps:
         self._check_launched(name)
-        if self._settings is None:
+        if self._steps is None:
             raise MisuseError(f"{name} was called before setup: call loop.setup(module, make_optimizers) first")
-        return self._settings
-
-    @property
-    def _has_unstepped_gradients(self) -> bool:
-        """Whether a backward pass waits for :meth:`step`; unknown, so False, where its gradients may be for others."""
-        optimizers = self.strategy.optimizers
-        return self._has_gradients and len(optimizers) == 1 and not isinstance(optimizers[0], torch.optim.LBFGS)
-
-    def _chosen(self, optimizer: Optimizer | None) -> Optimizer:
-        optimizers = self.strategy.optimizers
-        chosen = optimizers[0] if optimizer is None and len(optimizers) == 1 else optimizer
-        if chosen is None or not any(chosen is one for one in optimizers):
-            given = "no optimizer" if chosen is None else f"a {type(chosen).__name__} that setup did not make"
-            raise MisuseError(f"step was given {given}: pass one of the {len(optimizers)} in loop.optimizers")
-        if isinstance(chosen, torch.optim.LBFGS):
-            raise MisuseError(
-                "LBFGS computes its loss several times in one step: call loop.strategy.optimizer_step(optimizer, "
-                "closure), where the closure clears gradients, calls compute and backward, and returns the loss"
-            )
-        return chosen
-
-    def _synchronization(self, settings: Settings) -> AbstractContextManager[Any]:
-        """Return the context of forward and backward passes: only the last ones of a group average gradients."""
-        is_last = self._in_group + 1 == settings.accumulate_grad_batches
-        if is_last or self.strategy.accumulates_gradients:
-            return nullcontext()
-        return self.strategy.no_backward_sync()
-
-    def _preparation(self, settings: Settings, optimizer: Optimizer) -> Callable[[], None]:
-        def prepare() -> None:
-            if settings.gradient_clip_val is not None:
-                self.strategy.unscale_gradients(optimizer)
-                self.strategy.clip_gradients(optimizer, settings.gradient_clip_val, settings.gradient_clip_algorithm)
-
-        return prepare
+        return self._steps
 
 
 def _call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Be a step of the module, which runs whatever function it is given."""
     return function(*args, **kwargs)
-
-
-def _nothing() -> None:
-    """Have no more gradients to compute."""

@@ -1,0 +1,133 @@
+"""The steps of a hand-written loop: forward and backward passes, and the optimizer steps that end groups of batches."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from dstrat.errors import MisuseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from dstrat.own_loop.settings import Settings
+
+T = TypeVar("T")
+
+
+class Steps:
+    """Runs the steps of a module that its strategy has set up.
+
+    Gradients are there from a backward pass until their optimizer steps; those that no optimizer has used when a
+    backward pass follows a step are dropped, as they are of another loss.
+
+    Args:
+        settings: How the module is optimized, and by which strategy.
+
+    Attributes:
+        num_done: Number of optimizer steps.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._strategy = settings, settings.strategy
+        self._in_group = 0  # batches that are done of those that make up a step
+        self._due: list[Optimizer] = []  # those that have not stepped since the last backward pass
+        self.num_done = 0
+
+    def compute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a training step with gradients, otherwise an evaluation step; see :meth:`dstrat.OwnLoop.compute`."""
+        strategy = self._strategy
+        if not torch.is_grad_enabled():
+            return strategy.validation_step(function, *args, **kwargs)  # type: ignore[no-any-return]  # what function does
+        if not self._settings.is_fitting:
+            raise MisuseError(
+                "compute with gradients is a training step, and setup was given no optimizers: evaluate in "
+                "`with loop.evaluation():`, or pass setup a function that makes them"
+            )
+        with self._synchronization():
+            return strategy.training_step(function, *args, **kwargs)  # type: ignore[no-any-return]  # likewise
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of a loss, divided by the number of batches of a group."""
+        if 0 < len(self._due) < len(self._strategy.optimizers):
+            for optimizer in self._due:
+                optimizer.zero_grad()
+        accumulate = self._settings.accumulate_grad_batches
+        with self._synchronization():
+            self._strategy.backward(loss if accumulate == 1 else loss / accumulate)
+        self._due = list(self._strategy.optimizers)
+
+    def step(self, optimizer: Optimizer | None) -> bool:
+        """Step an optimizer, once per group of batches; return whether it did."""
+        optimizer = self._chosen(optimizer)
+        if not any(optimizer is one for one in self._due):
+            raise MisuseError("step was called without gradients: call loop.backward(loss) before")
+        strategy = self._strategy
+        self._in_group += 1
+        is_complete = self._in_group == self._settings.accumulate_grad_batches
+        if is_complete or strategy.accumulates_gradients:
+            strategy.optimizer_step(optimizer, self._preparation(optimizer, clips=is_complete), strategy.model)
+        if is_complete:
+            optimizer.zero_grad()
+            self._in_group, self.num_done = 0, self.num_done + 1
+        self._due = [one for one in self._due if one is not optimizer]
+        return is_complete
+
+    def check_nothing_waits(self) -> None:
+        """Raise an error where gradients wait for a step, as far as that is known.
+
+        Those of several optimizers may be left over, and LBFGS runs its backward passes itself.
+
+        Raises:
+            MisuseError: They do.
+        """
+        optimizers = self._strategy.optimizers
+        is_plain = len(optimizers) == 1 and not isinstance(optimizers[0], torch.optim.LBFGS)
+        waiting = self._in_group + (is_plain and bool(self._due))
+        if waiting:
+            raise MisuseError(
+                f"the gradients of {waiting} of accumulate_grad_batches={self._settings.accumulate_grad_batches} "
+                "batches wait for their step, and are in no checkpoint: save when loop.step() has returned True"
+            )
+
+    def go_on_after(self, num_done: int) -> None:
+        """Continue after so many steps, without the gradients of before."""
+        for optimizer in self._strategy.optimizers:
+            optimizer.zero_grad()
+        self._in_group, self._due, self.num_done = 0, [], num_done
+
+    def _chosen(self, optimizer: Optimizer | None) -> Optimizer:
+        optimizers = self._strategy.optimizers
+        chosen = optimizers[0] if optimizer is None and len(optimizers) == 1 else optimizer
+        if chosen is None or not any(chosen is one for one in optimizers):
+            given = "no optimizer" if chosen is None else f"a {type(chosen).__name__} that setup did not make"
+            raise MisuseError(f"step was given {given}: pass one of the {len(optimizers)} in loop.optimizers")
+        if isinstance(chosen, torch.optim.LBFGS):
+            raise MisuseError(
+                "LBFGS computes its loss several times in one step: call loop.strategy.optimizer_step(optimizer, "
+                "closure), where the closure clears gradients, calls compute and backward, and returns the loss"
+            )
+        return chosen
+
+    def _synchronization(self) -> AbstractContextManager[Any]:
+        """Return the context of forward and backward passes: only the last ones of a group average gradients."""
+        is_last = self._in_group + 1 == self._settings.accumulate_grad_batches
+        if is_last or self._strategy.accumulates_gradients:
+            return nullcontext()
+        return self._strategy.no_backward_sync()
+
+    def _preparation(self, optimizer: Optimizer, *, clips: bool) -> Callable[[], None]:
+        """Return the closure of an optimizer's step, for which the gradients are there already."""
+        limit, algorithm = self._settings.gradient_clip_val, self._settings.gradient_clip_algorithm
+
+        def prepare() -> None:
+            if clips and limit is not None:
+                self._strategy.unscale_gradients(optimizer)
+                self._strategy.clip_gradients(optimizer, limit, algorithm)
+
+        return prepare
