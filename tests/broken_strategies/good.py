@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dstrat.parallel.gradient_sync import GradientSyncStrategy
+from dstrat import GradientSyncStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,13 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dstrat.builtin.accelerators.devices import parse_devices as parse_devices
     from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO as TorchCheckpointIO
+    from dstrat.builtin.clusters.external import ExternalEnvironment as ExternalEnvironment
+    from dstrat.builtin.clusters.external import RankNames as RankNames
     from dstrat.builtin.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
     from dstrat.data.combined_loader import CombinedLoader as CombinedLoader
     from dstrat.data.random_state import seed_everything as seed_everything
     from dstrat.data.sharded_dataset import ShardedIterableDataset as ShardedIterableDataset
     from dstrat.errors import DstratError as DstratError
     from dstrat.interfaces.accelerator import Accelerator as Accelerator
+    from dstrat.interfaces.accelerator import Devices as Devices
+    from dstrat.interfaces.batch import apply_to_tensors as apply_to_tensors
     from dstrat.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment as ClusterEnvironment
     from dstrat.interfaces.launcher import Launcher as Launcher
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy as Strategy
     from dstrat.own_loop.building import build as build
     from dstrat.own_loop.loop import OwnLoop as OwnLoop
+    from dstrat.parallel.collectives import take_from_first_rank as take_from_first_rank
     from dstrat.parallel.gradient_sync import GradientSyncStrategy as GradientSyncStrategy
     from dstrat.parallel.strategy import ParallelStrategy as ParallelStrategy
     from dstrat.plugins.component import Component as Component
@@ -76,9 +82,11 @@ _HOMES = {
     "Component": "dstrat.plugins.component",
     "DataModule": "dstrat.training.module.data_module",
     "DeviceStatsMonitor": "dstrat.training.callbacks.device_stats_monitor",
+    "Devices": "dstrat.interfaces.accelerator",
     "DstratError": "dstrat.errors",
     "EMAWeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "EarlyStopping": "dstrat.training.callbacks.early_stopping",
+    "ExternalEnvironment": "dstrat.builtin.clusters.external",
     "GradientAccumulationScheduler": "dstrat.training.callbacks.gradient_accumulation_scheduler",
     "LambdaCallback": "dstrat.training.callbacks.lambda_callback",
     "GradientSyncStrategy": "dstrat.parallel.gradient_sync",
@@ -95,6 +103,7 @@ _HOMES = {
     "PredictionWriter": "dstrat.training.callbacks.prediction_writer",
     "Profiler": "dstrat.training.profilers.profiler",
     "ProgressBar": "dstrat.training.callbacks.progress_bar",
+    "RankNames": "dstrat.builtin.clusters.external",
     "ShardedIterableDataset": "dstrat.data.sharded_dataset",
     "SimpleProfiler": "dstrat.training.profilers.simple",
     "SingleDeviceStrategy": "dstrat.builtin.strategies.single_device",
@@ -112,10 +121,13 @@ _HOMES = {
     "Trainer": "dstrat.training.trainer",
     "WandbLogger": "dstrat.training.loggers.wandb_logger",
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
+    "apply_to_tensors": "dstrat.interfaces.batch",
     "build": "dstrat.own_loop.building",
     "hookimpl": "dstrat.plugins.hookspec",
+    "parse_devices": "dstrat.builtin.accelerators.devices",
     "read_predictions": "dstrat.training.callbacks.torch_prediction_writer",
     "seed_everything": "dstrat.data.random_state",
+    "take_from_first_rank": "dstrat.parallel.collectives",
 }
 
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604 - the keys of a table of strings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -166,6 +167,24 @@ def test_an_alias_of_another_installed_package_is_refused(dstrat, site):
     assert (
         "alias 'ring' belongs to acme-ring 1.0, and who has both packages could use neither by that name" in done.stderr
     )
+
+
+PUBLIC = {"dstrat", "dstrat.errors", "dstrat.testing"}
+"""The modules whose names stay as they are, see docs/compatibility.md."""
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Return from which of dstrat's modules a file imports."""
+    imports = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    named = {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
+    return {name for name in named if name.partition(".")[0] == "dstrat"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_uses_public_names_only(tmp_path, kind):
+    run_new(tmp_path / "acme-mine", "--kind", kind)
+    imported = set().union(*map(imported_modules, (tmp_path / "acme-mine").rglob("*.py")))
+    assert {"dstrat", "dstrat.testing"} <= imported <= PUBLIC
 
 
 OWN_LINES = 40

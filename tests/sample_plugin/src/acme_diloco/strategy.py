@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dstrat import ParallelStrategy
+from dstrat import ParallelStrategy, take_from_first_rank
 from dstrat.errors import CheckpointError, MisuseError, RequestError
-from dstrat.parallel.collectives import take_from_first_rank
 
 from acme_diloco.vectors import assign, joined
 

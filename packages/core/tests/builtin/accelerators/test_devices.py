@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrat.builtin.accelerators.devices import parse_indices
+from dstrat.builtin.accelerators.devices import parse_devices
 from dstrat.errors import DeviceError
 
 
 def parse(devices, available=4):
-    return parse_indices(devices, everything=available, limit=available, name="acme")
+    return parse_devices(devices, everything=available, limit=available, name="acme")
 
 
 @pytest.mark.parametrize(

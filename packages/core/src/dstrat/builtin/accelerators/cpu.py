@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dstrat.builtin.accelerators.devices import parse_indices
+from dstrat.builtin.accelerators.devices import parse_devices
 from dstrat.interfaces.accelerator import Accelerator
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class CPUAccelerator(Accelerator):
         return 1
 
     def parse_devices(self, devices: Devices) -> list[int]:
-        return parse_indices(devices, everything=1, limit=MOST_PROCESSES, name="cpu")
+        return parse_devices(devices, everything=1, limit=MOST_PROCESSES, name="cpu")
 
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
         return [torch.device("cpu") for _ in indices]

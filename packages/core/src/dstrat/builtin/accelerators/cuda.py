@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dstrat.builtin.accelerators.devices import parse_indices
+from dstrat.builtin.accelerators.devices import parse_devices
 from dstrat.interfaces.accelerator import Accelerator
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class CUDAAccelerator(Accelerator):
 
     def parse_devices(self, devices: Devices) -> list[int]:
         count = self.auto_device_count()
-        return parse_indices(devices, everything=count, limit=count, name="cuda")
+        return parse_devices(devices, everything=count, limit=count, name="cuda")
 
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
         return [torch.device("cuda", index) for index in indices]

@@ -16,7 +16,7 @@ _FORMS = 'ask for "auto", a number such as 2, indices such as [0, 1] or "0,1", o
 _NUMBER = re.compile(r"\s*-?[0-9]{1,9}\s*")
 
 
-def parse_indices(devices: Devices, *, everything: int, limit: int, name: str) -> list[int]:
+def parse_devices(devices: Devices, *, everything: int, limit: int, name: str) -> list[int]:
     """Return the indices of the devices that are meant.
 
     Args:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dstrat.builtin.accelerators.devices import parse_indices
+from dstrat.builtin.accelerators.devices import parse_devices
 from dstrat.interfaces.accelerator import Accelerator
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class MPSAccelerator(Accelerator):
 
     def parse_devices(self, devices: Devices) -> list[int]:
         count = self.auto_device_count()
-        return parse_indices(devices, everything=count, limit=count, name="mps")
+        return parse_devices(devices, everything=count, limit=count, name="mps")
 
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
         return [torch.device("mps", index) for index in indices]

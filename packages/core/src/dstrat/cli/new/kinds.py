@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -11,66 +10,48 @@ if TYPE_CHECKING:
     from dstrat.plugins.component import Kind
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KindFacts:
+class KindFacts(NamedTuple):
     """What the package for a component of one kind is made of.
 
     Attributes:
-        module: The module with the class.
-        ending: How the name of the class ends.
-        interface: What it derives from.
-        suite: The standard tests.
+        interface: What a component of the kind is, a public class of dstrat's.
         summary: Its line in tables.
         usage: How a user asks for it, after ``Trainer(``; the alias takes the place of ``{}``.
+        more_specific_base: What its class derives from, where that is not the interface itself.
     """
 
-    module: str
-    ending: str
     interface: str
-    suite: str
     summary: str
     usage: str
+    more_specific_base: str = ""
+
+    @property
+    def base(self) -> str:
+        """What its class derives from."""
+        return self.more_specific_base or self.interface
+
+    @property
+    def suite(self) -> str:
+        """The standard tests."""
+        return f"{self.interface}Suite"
+
+    @property
+    def ending(self) -> str:
+        """How the name of its class ends."""
+        return self.interface.removeprefix("Cluster")
 
 
 KIND_FACTS: Mapping[Kind, KindFacts] = {
     "strategy": KindFacts(
-        module="strategy",
-        ending="Strategy",
-        interface="dstrat.GradientSyncStrategy",
-        suite="StrategySuite",
-        summary="one process per device, gradients averaged after the backward pass",
-        usage='strategy="{}", accelerator="cpu", devices=2',
+        "Strategy",
+        "one process per device, gradients averaged after the backward pass",
+        'strategy="{}", accelerator="cpu", devices=2',
+        "GradientSyncStrategy",
     ),
-    "accelerator": KindFacts(
-        module="accelerator",
-        ending="Accelerator",
-        interface="dstrat.Accelerator",
-        suite="AcceleratorSuite",
-        summary="hardware that the processor stands in for",
-        usage='accelerator="{}", devices=1',
-    ),
-    "precision": KindFacts(
-        module="precision",
-        ending="Precision",
-        interface="dstrat.Precision",
-        suite="PrecisionSuite",
-        summary="everything in float32",
-        usage='precision="{}"',
-    ),
-    "checkpoint_io": KindFacts(
-        module="checkpoint",
-        ending="CheckpointIO",
-        interface="dstrat.CheckpointIO",
-        suite="CheckpointIOSuite",
-        summary="one file for each checkpoint",
-        usage='plugins="{}"',
-    ),
+    "accelerator": KindFacts("Accelerator", "hardware that the processor stands in for", 'accelerator="{}", devices=1'),
+    "precision": KindFacts("Precision", "everything in float32", 'precision="{}"'),
+    "checkpoint_io": KindFacts("CheckpointIO", "one file for each checkpoint", 'plugins="{}"'),
     "cluster_environment": KindFacts(
-        module="cluster",
-        ending="Environment",
-        interface="dstrat.ClusterEnvironment",
-        suite="ClusterEnvironmentSuite",
-        summary="processes that something else has started",
-        usage='plugins="{}"',
+        "ClusterEnvironment", "processes that something else has started", 'plugins="{}"', "ExternalEnvironment"
     ),
 }
