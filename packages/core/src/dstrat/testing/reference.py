@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from dstrat.plugins.catalog import get_catalog
-from dstrat.testing.jobs import run_job
+from dstrat.testing.jobs import run_in_team
 from dstrat.testing.subject import Subject
 
 if TYPE_CHECKING:
@@ -29,5 +29,5 @@ def on_one_device(**options: Any) -> Fitted:
     """
     from dstrat.testing.fits import Fit, fit
 
-    fitted: Fitted = run_job(fit, 1, subject=one_device(), work=Fit(**options))[0]
+    fitted: Fitted = run_in_team(fit, 1, subject=one_device(), work=Fit(**options))[0]
     return fitted

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
 
-from dstrat.testing.jobs import DEFAULT_SECONDS, preload, run_job
+from dstrat.testing.jobs import DEFAULT_SECONDS, end_teams, run_in_team, run_job
 from dstrat.testing.subject import Subject
 from dstrat.testing.suite import Suite
+from dstrat.testing.team import preload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from dstrat.training.module.train_module import TrainModule
 
@@ -80,12 +81,21 @@ class StrategyTests(Suite):
             configure_model=configure.__func__ if isinstance(configure, staticmethod) else configure,
         )
 
-    def job(self, function: Callable[..., T], world_size: int, **arguments: Any) -> list[T]:
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _ends_teams(cls) -> Iterator[None]:
+        yield
+        end_teams()
+
+    def job(
+        self, function: Callable[..., T], world_size: int, *, needs_new_ranks: bool = False, **arguments: Any
+    ) -> list[T]:
         """Return what a function returns in each rank, where the strategy can have so many."""
         __tracebackhide__ = True
         self.need_processes(world_size)
         preload(self.component.target_name.partition(":")[0])
-        return run_job(function, world_size, seconds=self.seconds, **arguments)
+        run = run_job if needs_new_ranks else run_in_team
+        return run(function, world_size, seconds=self.seconds, **arguments)
 
     def shared_job(self, function: Callable[..., T], world_size: int, **arguments: Any) -> list[T]:
         """Return the same for all tests that ask for the same."""

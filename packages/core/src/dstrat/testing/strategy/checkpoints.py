@@ -116,11 +116,11 @@ class Checkpoints(StrategyTests):
     def _run(self, world_size: int, alias: str = "", **options: Any) -> list[Fitted]:
         __tracebackhide__ = True
         from dstrat.testing.fits import Fit, fit
-        from dstrat.testing.jobs import run_job
+        from dstrat.testing.jobs import run_in_team
 
         work = Fit(samples=_SAMPLES, accelerator=self.accelerator, **options)
         if alias == "single_device":
-            return run_job(fit, 1, subject=one_device(), work=work)
+            return run_in_team(fit, 1, subject=one_device(), work=work)
         return self.job(fit, world_size, subject=self.subject, work=work)
 
 

@@ -60,9 +60,8 @@ class Failures(StrategyTests):
     def test_an_error_in_a_step_reaches_the_user(self) -> None:
         from dstrat.testing.launching import WORDS, launch
 
-        outcome = self.job(launch, 1, subject=self.subject, accelerator=self.accelerator, devices=1, misdeed="raises")[
-            0
-        ][0]
+        job = {"subject": self.subject, "accelerator": self.accelerator, "devices": 1, "misdeed": "raises"}
+        outcome = self.job(launch, 1, needs_new_ranks=True, **job)[0][0]
         if WORDS not in outcome.error:
             fail(
                 f"a training step raised ValueError({WORDS!r}) on one device, and fit "
@@ -75,10 +74,8 @@ class Failures(StrategyTests):
         from dstrat.testing.launching import launch
 
         self.need_processes(devices)
-        outcomes = self.shared_job(
-            launch, 1, subject=self.launched(misdeed), accelerator=self.accelerator, devices=devices, misdeed=misdeed
-        )
-        return outcomes[0][0]
+        job = {"accelerator": self.accelerator, "devices": devices, "misdeed": misdeed}
+        return self.shared_job(launch, 1, needs_new_ranks=True, subject=self.launched(misdeed), **job)[0][0]
 
     def launched(self, misdeed: Misdeed) -> Subject:
         """Return the strategy with a start method that needs no script, and a timeout that fits the misdeed."""

@@ -50,6 +50,7 @@ class Sessions(Failures):
         outcomes = self.shared_job(
             launch,
             1,
+            needs_new_ranks=True,
             subject=self.launched("nothing"),
             accelerator=self.accelerator,
             devices=pair,
@@ -82,7 +83,8 @@ class Sessions(Failures):
 
         if not can_look():
             pytest.skip("this system has no /proc to look for sockets in")
-        for rank, found in enumerate(self.job(sockets, pair, subject=self.subject, accelerator=self.accelerator)):
+        job = {"subject": self.subject, "accelerator": self.accelerator}
+        for rank, found in enumerate(self.job(sockets, pair, needs_new_ranks=True, **job)):
             if found:
                 fail(
                     f"rank {rank} of {pair} listens on {', '.join(found)}: any machine of the network can connect to "
@@ -97,7 +99,8 @@ class Sessions(Failures):
         from dstrat.testing.launching import at_a_prompt
 
         self.need_processes(pair)
-        outcome = self.job(at_a_prompt, 1, subject=self.subject, accelerator=self.accelerator, devices=pair)[0]
+        job = {"subject": self.subject, "accelerator": self.accelerator, "devices": pair}
+        outcome = self.job(at_a_prompt, 1, needs_new_ranks=True, **job)[0]
         if self.component.notebook_safe and outcome.error:
             fail(
                 f"the record of {self.alias} says notebook_safe=True, and at a prompt it fails",
