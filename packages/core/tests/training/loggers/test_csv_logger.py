@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import types
@@ -95,6 +96,26 @@ def test_a_process_that_is_killed_loses_no_row(tmp_path):
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
     assert done.returncode == -9
     assert [row["step"] for row in rows_of(CSVLogger(tmp_path, version=0))] == [str(step) for step in range(100)]
+
+
+@pytest.fixture
+def full_disk():
+    """Lets no file of this process grow beyond a size, until the test ends."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("late", ["a", "late"])
+def test_a_full_disk_is_an_error_that_leaves_whole_rows_alone(logger, full_disk, late):
+    for step in range(3):
+        logger.log_metrics({"a": step / 3}, step)
+    before = (logger.log_dir / "metrics.csv").read_bytes()
+    full_disk(len(before) + 4)
+    with pytest.raises(OSError, match="File too large"):
+        logger.log_metrics({late: 1 / 3}, 3)
+    logger.finalize("failed")
+    assert [path.read_bytes() for path in logger.log_dir.iterdir()] == [before]
 
 
 def test_settings_are_written_as_json_also_those_that_json_does_not_know(logger, tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-from typing import TYPE_CHECKING, Any, TextIO
+from io import StringIO
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -14,7 +15,8 @@ from dstrat.training.loggers.parameters import as_mapping
 from dstrat.training.loggers.writer import writer_only
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from io import FileIO
     from pathlib import Path
 
 
@@ -75,17 +77,34 @@ class CSVTable:
         self._columns: list[str] = []
         if path.exists():
             _cut_broken_row(path)
-            with path.open(newline="") as file:
+            with path.open(newline="", encoding="utf-8") as file:
                 self._columns = next(csv.reader(file), [])
-        self._file: TextIO = path.open("a", newline="")
+        self._file = self._open()
+
+    def _open(self) -> FileIO:
+        return self._path.open("ab", buffering=0)  # so that nothing waits to be written where a write has failed
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Append a row, with new columns where it has new names."""
+        """Append a row, with new columns where it has new names.
+
+        Raises:
+            OSError: The disk is full; the file is as it was then.
+        """
         new = [name for name in row if name not in self._columns]
         if new:
             self._add_columns(new)
-        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
-        self._file.flush()
+        line = StringIO(newline="")
+        csv.writer(line).writerow([row.get(name, "") for name in self._columns])
+        self._append(line.getvalue().encode())
+
+    def _append(self, line: bytes) -> None:
+        end = self._file.tell()
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
 
     def sync(self) -> None:
         """Bring the rows to the disk."""
@@ -98,16 +117,27 @@ class CSVTable:
     def _add_columns(self, names: list[str]) -> None:
         columns = [*self._columns, *names]
         temporary = self._path.with_suffix(".csv.tmp")
-        with temporary.open("w", newline="") as target, self._path.open(newline="") as source:
+        try:
+            self._copy_to(temporary, columns)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._file.close()
+        temporary.replace(self._path)
+        self._columns = columns
+        self._file = self._open()
+
+    def _copy_to(self, path: Path, columns: Sequence[str]) -> None:
+        """Write a table with these columns and the rows of this one."""
+        with (
+            path.open("w", newline="", encoding="utf-8") as target,
+            self._path.open(newline="", encoding="utf-8") as source,
+        ):
             writer = csv.writer(target)
             writer.writerow(columns)
             rows = csv.reader(source)
             next(rows, None)
             writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
-        self._file.close()
-        temporary.replace(self._path)
-        self._columns = columns
-        self._file = self._path.open("a", newline="")
 
 
 def _cut_broken_row(path: Path) -> None:
