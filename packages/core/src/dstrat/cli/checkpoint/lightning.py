@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dstrat.errors import CheckpointError
-from dstrat.training.loops.position import Position
+from dstrat.training.converted import training_entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,11 +70,10 @@ def converted(source: Mapping[str, Any], path: Place) -> Conversion:
 def _training(source: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a fit needs to go on."""
     return {
+        **_position(source),
         **_optimizers(source["optimizer_states"], weights),
         "lr_schedulers": source.get("lr_schedulers", []),
         "precision": source.get(_SCALER_KEY, {}),
-        "loops": _counters(source),
-        "metrics": {"values": {}, "shown": [], "written": []},
     }
 
 
@@ -84,19 +83,16 @@ def _optimizers(states: list[Mapping[str, Any]], weights: Mapping[str, Any]) -> 
     return {"optimizer_states": list(states)} if None in named else {"optimizers": named}
 
 
-def _counters(source: Mapping[str, Any]) -> dict[str, Any]:
+def _position(source: Mapping[str, Any]) -> dict[str, Any]:
     """Return where the fit is: at the beginning of an epoch, as Lightning does not say which data it has read."""
     loop = source.get("loops", {}).get("fit_loop", {})
     batches = loop.get("epoch_loop.batch_progress", {})
     step = source.get("global_step", 0)
-    return {
-        **Position().state_dict(),
-        "epochs_done": _epochs_done(source, loop, batches),
-        "global_step": step,
-        "steps_before": step,
-        "batches_seen": batches.get("total", {}).get("processed", step),
-        "loader_length": None,
-    }
+    return training_entries(
+        epochs_done=_epochs_done(source, loop, batches),
+        global_step=step,
+        batches_seen=batches.get("total", {}).get("processed", step),
+    )
 
 
 def _epochs_done(source: Mapping[str, Any], loop: Mapping[str, Any], batches: Mapping[str, Any]) -> int:
