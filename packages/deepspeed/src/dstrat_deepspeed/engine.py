@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dstrat.errors import MisuseError
+from dstrat_deepspeed.backward import ReplacedBackward
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.ending import release_groups
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat_deepspeed.step_module import StepModule
-    from dstrat_deepspeed.unwrapping import Footprint
 
 _logger = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ class Engine:
         optimizer: The user's; None leaves it to the configuration, and evaluates only where that has none.
         config: DeepSpeed's configuration.
         is_manual: Whether the module computes gradients within its steps.
-        footprint: Knows the module as it was before.
 
     Attributes:
         engine: DeepSpeed's own.
@@ -49,12 +49,10 @@ class Engine:
         config: dict[str, Any],
         *,
         is_manual: bool,
-        footprint: Footprint,
     ) -> None:
         self.skipped_steps = 0
         self._steps = steps
         self._is_manual = is_manual
-        self._footprint = footprint
         self._has_gradients = False
         self._norm: float | Tensor | None = None
         if is_manual:
@@ -81,12 +79,18 @@ class Engine:
         """Run a step without gradients, for which parameters are gathered."""
         return self._steps(step, *args, **kwargs)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Compute gradients of a loss (a scalar tensor)."""
+    def backward(self, loss: Tensor, compute: Callable[[Tensor], None] | None = None) -> None:
+        """Compute gradients of a loss (a scalar tensor).
+
+        Args:
+            loss: What ``training_step`` returned, or a part of it.
+            compute: Computes gradients of the (scaled) loss in another way than by ``loss.backward()``.
+        """
         self._has_gradients = True
         if self._is_manual:
             self._prepare_manual_backward(loss)
-        self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        with nullcontext() if compute is None else ReplacedBackward(compute):
+            self.engine.backward(loss, scale_wrt_gas=False)
 
     def _prepare_manual_backward(self, loss: Tensor) -> None:
         """Do what DeepSpeed's forward does for a backward pass that comes after it: this one comes within."""
@@ -172,19 +176,12 @@ class Engine:
 
     # The end
 
-    def close(self, *, failed: bool) -> None:
-        """Take the engine away from the module.
-
-        Args:
-            failed: Whether other ranks may be gone, so that nothing can be gathered.
-        """
-        if not failed:
-            self._footprint.gather()
+    def close(self) -> None:
+        """Free the engine, its process groups, and what it has hooked to the module."""
         self.engine.destroy()
         release_groups(self.engine)
         if self.optimizer is not None:
             self.optimizer.__dict__.pop("zero_grad", None)
-        self._footprint.remove()
 
 
 def _undo_first_step(optimizer: Any) -> None:

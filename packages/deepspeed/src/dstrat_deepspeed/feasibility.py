@@ -35,17 +35,51 @@ def check_options(options: Options, config: dict[str, Any], stage: int) -> None:
         raise ConflictError(f"remote_device is for parameters of stage 3, and the stage is {stage}: leave it out")
     if "nvme" in dict(_devices(config)).values() and stage != 3:
         raise ConflictError(f"only stage 3 can offload to 'nvme', and the stage is {stage}: choose 'cpu'")
+    _check_activations(_activations(config))
+    _check_loss_scale(options)
+    if options.checkpoints.exclude_frozen_parameters and not options.checkpoints.save_native:
+        raise ConflictError(
+            "exclude_frozen_parameters is about DeepSpeed's own files, which save_native=True writes: set that, or "
+            "leave it out"
+        )
     idle = changed(options.files)
     if idle and "nvme" not in dict(_devices(config)).values():
         raise ConflictError(f"{', '.join(idle)} say how files on NVMe are read, and nothing is offloaded to 'nvme'")
 
 
-def check_precision(options: Options, flag: str, device_type: str) -> None:
-    """Check that DeepSpeed computes in a precision here, and that loss-scale options have a loss to scale.
+def _activations(config: dict[str, Any]) -> dict[str, Any]:
+    section = config.get("activation_checkpointing")
+    return section if isinstance(section, dict) else {}
+
+
+def _check_activations(section: dict[str, Any]) -> None:
+    is_possible = section.get("partition_activations") and section.get("number_checkpoints")
+    if section.get("contiguous_memory_optimization") and not is_possible:
+        raise ConflictError(
+            "contiguous_memory_optimization needs partition_activations=True, and the number of checkpoints in a "
+            'forward pass: config={"activation_checkpointing": {"number_checkpoints": ...}}'
+        )
+
+
+def _check_loss_scale(options: Options) -> None:
+    idle = [name for name in changed(options.loss_scale) if name != "loss_scale"]
+    if idle and options.loss_scale.loss_scale:
+        raise ConflictError(
+            f"loss_scale={options.loss_scale.loss_scale!r} is the scale of the whole training, and "
+            f"{', '.join(idle)} say how it adapts itself: leave one of them out"
+        )
+
+
+def check_parts(options: Options, config: dict[str, Any], flag: str, device_type: str) -> None:
+    """Check that options and precision go together with each other and with the hardware.
 
     Raises:
-        ConflictError: It does not, or the precision scales none.
+        ConflictError: DeepSpeed does not compute in the precision there, or options are without effect.
     """
+    if device_type == "cpu" and _activations(config).get("cpu_checkpointing"):
+        raise ConflictError(
+            "cpu_checkpointing moves activations to the CPU, where the accelerator 'cpu' has them already: leave it out"
+        )
     if flag == "16-mixed" and device_type == "cpu":
         raise ConflictError(
             "precision '16-mixed' cannot work on the accelerator 'cpu', where DeepSpeed has no float16: "

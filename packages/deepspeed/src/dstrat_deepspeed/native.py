@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
+from dstrat.training.converted import training_entries
 from dstrat_deepspeed.native_files import NativeFiles, find_files
 from dstrat_deepspeed.native_parameters import NativeState, of_stage_3, of_stages_1_and_2, of_universal
 from dstrat_deepspeed.state import MASTER
@@ -51,9 +52,9 @@ _logger = logging.getLogger(__name__)
 class DeepSpeedCheckpointIO(CheckpointIO):
     """Reads checkpoints of DeepSpeed, of any stage and number of ranks, and universal ones.
 
-    Weights, the optimizer's state by the names of parameters, its groups, schedulers and the number of steps are taken
-    over.  No file can run code: what is neither a tensor, a plain value nor DeepSpeed's own is refused.  It does not
-    write; ``DeepSpeedStrategy(save_native=True)`` does.
+    Weights, the optimizer's state by the names of parameters, its groups, a scheduler of torch and the number of steps
+    are taken over; a fit can go on from it where it has an optimizer.  No file can run code: what is neither a tensor,
+    a plain value nor DeepSpeed's own is refused.  It does not write; ``DeepSpeedStrategy(save_native=True)`` does.
     """
 
     @override
@@ -96,11 +97,19 @@ def _converted(files: NativeFiles) -> dict[str, Any]:
     }
     optimizer = _of_stage_0(model, module) if native is None else _as_ours(native, module)
     if optimizer is not None:
-        converted["optimizers"] = [optimizer]
-    if model.get("lr_scheduler"):
-        converted["lr_schedulers"] = [model["lr_scheduler"]]
+        converted |= training_entries(epochs_done=converted["epoch"], global_step=done, batches_seen=done)
+        converted |= {"optimizers": [optimizer], "lr_schedulers": _schedulers(model)}
     beside = {key: value for key, value in model.items() if key not in _OWN | {"epoch"}}
     return {**converted, **({"client_state": beside} if beside else {})}
+
+
+def _schedulers(model: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the state of the scheduler if it is one of torch, as modules have them here."""
+    state = model.get("lr_scheduler")
+    if state and "last_epoch" not in state:
+        _logger.warning("the scheduler's state is left out: it is of DeepSpeed's own, and fits none of torch")
+        return []
+    return [state] if state else []
 
 
 def _kind(files: NativeFiles) -> str:

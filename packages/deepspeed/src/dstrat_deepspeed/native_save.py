@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrat.builtin.checkpoint.place import RemotePath, place
+from dstrat.builtin.checkpoint.portable.ranks import GroupRanks, Ranks
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from dstrat.interfaces.strategy import Strategy
+    from dstrat.parallel.strategy import ParallelStrategy
 
 
 def native_path(path: str | Path) -> Path:
@@ -21,7 +24,7 @@ def native_path(path: str | Path) -> Path:
 
 
 def save_native(
-    engine: Any, checkpoint: Mapping[str, Any], path: str | Path, strategy: Strategy, *, exclude_frozen: bool
+    engine: Any, checkpoint: Mapping[str, Any], path: str | Path, strategy: ParallelStrategy, *, exclude_frozen: bool
 ) -> None:
     """Let DeepSpeed write its files; they appear when all ranks are done; collective.
 
@@ -33,28 +36,87 @@ def save_native(
         exclude_frozen: Whether parameters that are not trained are left out.
 
     Raises:
-        CheckpointError: They cannot be written, or are there already.
+        CheckpointError: Some rank cannot write them, or they are there already.
     """
+    if isinstance(place(path), RemotePath):
+        raise CheckpointError(
+            f"DeepSpeed's files cannot be written beside {str(path)!r}, which is in a store: leave save_native out, or "
+            "save into a folder"
+        )
     target = native_path(path)
-    if strategy.broadcast(target.exists()):
-        raise CheckpointError(f"{str(target)!r} exists already, and is not written over: choose another path")
     unfinished = target.with_name(f".{target.name}.tmp")
-    if strategy.is_global_zero:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    strategy.barrier("save_native")
-    constants: Any = import_module("deepspeed.checkpoint.constants")
-    engine.global_steps = checkpoint["global_step"]  # the engine counts from the start of this run
-    universal = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
-    beside = {"epoch": checkpoint["epoch"], constants.UNIVERSAL_CHECKPOINT_INFO: universal}
-    try:
-        engine.save_checkpoint(str(unfinished), client_state=beside, exclude_frozen_parameters=exclude_frozen)
-        if strategy.is_global_zero:
-            unfinished.rename(target)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"DeepSpeed's files {str(target)!r} cannot be written: {error}") from error
-    strategy.barrier("save_native")
+    with contextlib.closing(GroupRanks(strategy.timeout) if strategy.world_size > 1 else Ranks()) as ranks:
+        try:
+            with ranks.together(f"make {str(target)!r}"):
+                if ranks.rank == 0:
+                    _make_room(target, unfinished)
+            with ranks.together(f"write DeepSpeed's files {str(target)!r}"), _errors_at_the_end(engine):
+                _write(engine, checkpoint, unfinished, exclude_frozen=exclude_frozen)
+            with ranks.together(f"finish DeepSpeed's files {str(target)!r}"):
+                if ranks.rank == 0:
+                    (unfinished / "latest").write_text(_tag(engine), encoding="utf-8")
+                    unfinished.rename(target)
+        except CheckpointError as error:
+            if ranks.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise CheckpointError(f"{error}; the checkpoint {str(path)!r} itself is complete") from error
 
 
 def remove_native(path: str | Path) -> None:
     """Remove the files that belong to a checkpoint, if there are any."""
     shutil.rmtree(native_path(path), ignore_errors=True)
+
+
+def _make_room(target: Path, unfinished: Path) -> None:
+    if target.exists():
+        raise CheckpointError("it exists already, and is not written over: choose another path")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+
+def _write(engine: Any, checkpoint: Mapping[str, Any], folder: Path, *, exclude_frozen: bool) -> None:
+    constants: Any = import_module("deepspeed.checkpoint.constants")
+    engine.global_steps = checkpoint["global_step"]  # the engine counts from the start of this run
+    universal = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+    engine.save_checkpoint(
+        str(folder),
+        tag=_tag(engine),
+        client_state={"epoch": checkpoint["epoch"], constants.UNIVERSAL_CHECKPOINT_INFO: universal},
+        save_latest=False,
+        exclude_frozen_parameters=exclude_frozen,
+    )
+
+
+def _tag(engine: Any) -> str:
+    return f"global_step{engine.global_steps}"
+
+
+@contextlib.contextmanager
+def _errors_at_the_end(engine: Any) -> Iterator[None]:
+    """Raise the first error of writing a file at the end of a ``with`` block.
+
+    DeepSpeed communicates between files and after them, so that the other ranks would wait for one that raises.
+    """
+    errors: list[Exception] = []
+    places = [(engine.checkpoint_engine, "makedirs"), (engine.checkpoint_engine, "save")]
+    places.append((engine, "_copy_recovery_script"))
+    for owner, name in places:
+        setattr(owner, name, _noting(getattr(owner, name), errors))
+    try:
+        yield
+    finally:
+        for owner, name in places:
+            delattr(owner, name)
+    if errors:
+        raise errors[0]
+
+
+def _noting(function: Callable[..., Any], errors: list[Exception]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - torch.save raises several classes; it is raised again
+            errors.append(error)
+            return None
+
+    return call

@@ -100,7 +100,7 @@ class LossScaleOptions:
     """How the loss is scaled with precision ``"16-mixed"``.
 
     Attributes:
-        loss_scale: The scale; 0 lets it adapt itself.
+        loss_scale: The scale; 0 lets it adapt itself, as the others say.
         initial_scale_power: The first scale is two to this power.
         loss_scale_window: Steps without overflow before the scale is doubled.
         hysteresis: Overflows before it is halved.
@@ -136,9 +136,10 @@ class CheckpointOptions:
     """What is in checkpoints, and in which form.
 
     Attributes:
-        load_full_weights: Whether a checkpoint of DeepSpeed's own has whole parameters, also with stage 3.
-        exclude_frozen_parameters: Whether parameters that need no gradient are left out.
-        save_native: Whether checkpoints are also written in DeepSpeed's own form.
+        load_full_weights: Allowed for programs from elsewhere, and logged: whole parameters are always dealt out to
+            the shards of stage 3.
+        exclude_frozen_parameters: Whether parameters that need no gradient are left out of DeepSpeed's own files.
+        save_native: Whether DeepSpeed's own files are written too, beside each checkpoint.
     """
 
     load_full_weights: bool = False
@@ -198,10 +199,17 @@ def changed(group: Any) -> list[str]:
 
 
 def _check(options: Options) -> None:
-    stage, offload = options.zero.stage, options.offload
+    stage, offload, scale = options.zero.stage, options.offload, options.loss_scale
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise RequestError(f"stage {stage!r} of ZeRO is not possible: choose 0, 1, 2 or 3")
     for name in ("offload_optimizer_device", "offload_params_device", "remote_device"):
         value = getattr(offload, name)
         if value not in ("cpu", "nvme") and not (name == "remote_device" and value is None):
             raise RequestError(f"{name} {value!r} is not possible: choose 'cpu' or 'nvme'")
+    for name, least in _LEAST.items():
+        value = getattr(scale, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+            raise RequestError(f"{name} {value!r} is not possible: give a number from {least} on")
+
+
+_LEAST = {"loss_scale": 0, "initial_scale_power": 0, "loss_scale_window": 1, "hysteresis": 1, "min_loss_scale": 0}

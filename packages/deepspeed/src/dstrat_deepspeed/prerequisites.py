@@ -36,7 +36,7 @@ def check_prerequisites(operation: str, option: str, environ: Mapping[str, str])
     if _was_installed(operation):
         return
     lock = build_folder(operation, environ) / "lock"
-    if lock.exists() and not _is_open_somewhere(lock):
+    if _is_left_over(lock):
         raise RequestError(
             f"{option} needs DeepSpeed's {operation}, and a process that ended while it compiled it has left a lock, "
             f"for which DeepSpeed would wait forever: rm {lock}"
@@ -47,8 +47,10 @@ def check_prerequisites(operation: str, option: str, environ: Mapping[str, str])
 
 
 def is_compiled(operation: str, environ: Mapping[str, str]) -> bool:
-    """Return whether an operation has been compiled before, for this Python."""
-    return _was_installed(operation) or (build_folder(operation, environ) / f"{operation}.so").exists()
+    """Return whether an operation has been compiled before, for this Python, and can be loaded at once."""
+    folder = build_folder(operation, environ)
+    is_built = (folder / f"{operation}.so").exists() and not _is_left_over(folder / "lock")
+    return is_built or _was_installed(operation)
 
 
 def build_folder(operation: str, environ: Mapping[str, str]) -> Path:
@@ -75,6 +77,10 @@ def _was_installed(operation: str) -> bool:
         return False
     record = Path(found.origin).with_name("git_version_info_installed.py")
     return bool(record.exists() and runpy.run_path(str(record)).get("installed_ops", {}).get(operation))
+
+
+def _is_left_over(lock: Path) -> bool:
+    return lock.exists() and not _is_open_somewhere(lock)
 
 
 def _is_open_somewhere(path: Path) -> bool:

@@ -8,8 +8,11 @@ import os
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from dstrat.errors import MisuseError, RequestError
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT
+from dstrat_deepspeed.activations import activation_checkpointing
 from dstrat_deepspeed.batch_size import MicroBatch
 from dstrat_deepspeed.checkpointed import CheckpointedStrategy
 from dstrat_deepspeed.config import from_options, merged, settings_of, settings_of_precision, zero_stage
@@ -21,7 +24,7 @@ from dstrat_deepspeed.feasibility import (
     check_can_offload,
     check_optimizer_section,
     check_options,
-    check_precision,
+    check_parts,
     uses_cpu_optimizer,
 )
 from dstrat_deepspeed.optimizers import only_optimizer, optimizer_for_cpu
@@ -30,7 +33,7 @@ from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.prerequisites import programs_path
 from dstrat_deepspeed.runtime import environment, load_deepspeed, running
 from dstrat_deepspeed.step_module import StepModule
-from dstrat_deepspeed.unwrapping import Footprint, restore_linear
+from dstrat_deepspeed.unwrapping import Footprint, restore_linear, take_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.parts import Parts, TrainerLike
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
+
+
+_logger = logging.getLogger(__name__)
 
 
 class DeepSpeedStrategy(CheckpointedStrategy):
@@ -104,12 +109,18 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._options = read_options(options)
         self._given_config = read_config(config, os.environ)
         self.stage = zero_stage(self._options, self._given_config)
+        self.replicates_state = self.stage == 0
+        self.evaluates_together = self.stage == 3  # each step gathers parameters
+        self.allows_inference_mode = self.stage != 3  # a forward pass in it breaks the next training step
         self._logging_level = logging_level
         self._micro_batch = MicroBatch(logging_batch_size_per_gpu, self._given_config)
         self._is_first_batch = True
         check_options(self._options, self._partial_config, self.stage)
         self._deepspeed: Any = None
+        if self._options.checkpoints.load_full_weights:
+            _logger.info("load_full_weights=True changes nothing: whole weights of a checkpoint are dealt out anyway")
         self._engine: Engine | None = None
+        self._footprint: Footprint | None = None
         self._running = ExitStack()
 
     @property
@@ -120,29 +131,13 @@ class DeepSpeedStrategy(CheckpointedStrategy):
     def receive(self, parts: Parts) -> None:
         super().receive(parts)
         if self.parts.precision_plugin is not None and self.parts.parallel_devices:
-            check_precision(self._options, self.precision_plugin.flag, self.parallel_devices[0].type)
+            flag, device_type = self.precision_plugin.flag, self.parallel_devices[0].type
+            check_parts(self._options, self._partial_config, flag, device_type)
         check_can_offload(self._partial_config, os.environ)
 
     def precision_for(self, flag: str) -> Precision | None:
         """Return DeepSpeed's own precision where it scales the loss; None where core's serves."""
         return DeepSpeedHalfPrecision() if flag == "16-mixed" else None
-
-    # What follows from the stage
-
-    @property
-    def replicates_state(self) -> bool:  # type: ignore[override]  # not the same for all stages
-        """Whether each process holds all of parameters and optimizer state."""
-        return self.stage == 0
-
-    @property
-    def evaluates_together(self) -> bool:  # type: ignore[override]  # not the same for all stages
-        """Whether evaluation gathers parameters."""
-        return self.stage == 3
-
-    @property
-    def allows_inference_mode(self) -> bool:  # type: ignore[override]  # not the same for all stages
-        """Whether parameters stay usable after a forward pass in inference mode."""
-        return self.stage != 3
 
     # The life cycle
 
@@ -162,7 +157,13 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         return self._engine
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_deepspeed": None, "_engine": None, "_running": ExitStack()}
+        return {
+            **super().__getstate__(),
+            "_deepspeed": None,
+            "_engine": None,
+            "_footprint": None,
+            "_running": ExitStack(),
+        }
 
     def setup_environment(self) -> None:
         self._deepspeed = load_deepspeed(self.root_device.type, self._logging_level)
@@ -179,9 +180,23 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             config.setdefault(setting.path[0], {})[setting.path[1]] = setting.value
         return sharded_creation(self._deepspeed, config, self._options.offload.remote_device)
 
+    def model_to_device(self) -> None:
+        """Move the module to the device; with stage 3 its parameters follow one by one, when they are sharded."""
+        take_back(self.module, is_global_zero=self.is_global_zero)
+        self._footprint = Footprint(self.module)
+        if self.stage != 3:
+            super().model_to_device()
+            return
+        for buffer in self.module.buffers():
+            buffer.data = buffer.to(self.root_device)
+
     def wrap_model(self, trainer: TrainerLike) -> None:
-        if not trainer.is_fitting and self.stage == 3:
+        if trainer.is_fitting:
+            return  # the engine wants the optimizer too
+        if self.stage == 3:
             self._open_engine(trainer, None)
+        else:
+            super().wrap_model(trainer)
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
@@ -190,7 +205,10 @@ class DeepSpeedStrategy(CheckpointedStrategy):
     def _open_engine(self, trainer: TrainerLike, optimizer: Optimizer | None) -> None:
         config = self._whole_config(trainer)
         check_optimizer_section(config, optimizer, self._given_config.place)
-        footprint = Footprint(self.module)
+        if "activation_checkpointing" in config:
+            self._running.enter_context(activation_checkpointing(self._deepspeed, config["activation_checkpointing"]))
+        if self.stage == 3:  # else DeepSpeed would first move the whole module to the device
+            self._deepspeed.zero.Init(module=self.module, config_dict_or_path=config)
         with environment({"PATH": programs_path(os.environ)}):  # where it may compile
             if optimizer is not None and uses_cpu_optimizer(config):
                 optimizer = optimizer_for_cpu(optimizer)
@@ -200,7 +218,6 @@ class DeepSpeedStrategy(CheckpointedStrategy):
                 optimizer,
                 config,
                 is_manual=not getattr(self.module, "automatic_optimization", True),
-                footprint=footprint,
             )
         self.model = self._engine.engine
         self.optimizers = [] if self._engine.optimizer is None else [self._engine.optimizer]
@@ -216,18 +233,26 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         return config
 
     def on_exception(self, exception: BaseException) -> None:
-        self._close_engine(failed=True)
+        self._close_engine(can_gather=self.world_size == 1)
         gc.collect()  # stage 3 has given parameters methods that hold process groups, in cycles
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        self._close_engine(failed=False)
+        self._close_engine(can_gather=True)
         super().teardown()
+        if self._footprint is not None:
+            self._footprint.leave_shapes()
+            self._footprint = None
 
-    def _close_engine(self, *, failed: bool) -> None:
-        if self._engine is not None:
-            self._engine.close(failed=failed)
-            self._engine, self.model = None, self.module
+    def _close_engine(self, *, can_gather: bool) -> None:
+        """Give the module back, of stage 3 to rank 0, unless other ranks may be gone; collective where it gathers."""
+        if self._footprint is not None:
+            if can_gather:
+                self._footprint.gather(keeps=self.is_global_zero)
+            if self._engine is not None:
+                self._engine.close()
+                self._engine, self.model = None, self.module
+            self._footprint.remove()
         restore_linear()
         self._is_first_batch = True
         self._running.close()
@@ -256,7 +281,11 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             return step(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self._ready.backward(loss, *args, **kwargs)
+        if self.module_backward is None and not (args or kwargs):
+            self._ready.backward(loss)
+            return
+        compute = self.module_backward or Tensor.backward
+        self._ready.backward(loss, lambda scaled: compute(scaled, *args, **kwargs))
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients accumulate until a backward pass outside of it."""
