@@ -70,7 +70,8 @@ class Strategy(ABC):
         accumulates_gradients: Whether the backend decides itself when accumulated gradients are applied.
         replicates_state: Whether each process holds the whole state of the module and its optimizers, so that one can
             write it without the others.
-        saves_gradients: Whether :meth:`rank_state` has the gradients that wait for an optimizer step.
+        saves_gradients: Whether :meth:`rank_state` has the gradients that wait for an optimizer step, as the value of
+            ``"gradients"``, which is empty where none wait.
         evaluates_together: Whether evaluation steps communicate, so that every process must run as many.
         allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
         optimizers: The optimizers, after :meth:`setup` of a training.

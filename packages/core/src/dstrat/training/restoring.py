@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from dstrat.training.trainer import Trainer
 
+_LEFT_OUT = (
+    "was saved between the batches of one optimizer step, which are left out, as their gradients cannot be taken"
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -81,28 +85,49 @@ class Restoration:
     def _restore_rank(self, checkpoint: Mapping[str, Any]) -> None:
         trainer, ranks = self._trainer, checkpoint.get("ranks", [])
         own = ranks[trainer.global_rank] if ranks else checkpoint.get("per_rank")
-        if own is not None:
-            trainer.fit_loop.load_rank_state(own)
-            if is_of_same_strategy(trainer.strategy, checkpoint):
-                trainer.strategy.load_rank_state(own["strategy"])
+        takes_state = is_of_same_strategy(trainer.strategy, checkpoint)
+        loses_gradients = _loses_gradients(checkpoint, own, takes_state=takes_state)
+        if own is None:
+            self._tell(f"one of {trainer.world_size} processes alone", own, loses_gradients=loses_gradients)
+            return
+        trainer.fit_loop.load_rank_state(own)
+        if takes_state:
+            trainer.strategy.load_rank_state(own["strategy"])
+        if loses_gradients and trainer.is_global_zero:
+            _log.warning("%s %s", self._path, _LEFT_OUT)
 
     def _move(self, checkpoint: Mapping[str, Any]) -> None:
         """Take what another number of processes had for themselves, as far as it belongs to all of them."""
-        trainer, saved_by, ranks = self._trainer, checkpoint["world_size"], checkpoint.get("ranks", [])
-        if not ranks:
-            found = (self._io.load_rank(self._path, rank) for rank in range(saved_by))
-            ranks = [own for own in found if own is not None]
+        trainer, saved_by = self._trainer, checkpoint["world_size"]
+        ranks = checkpoint.get("ranks") or self._saved_ranks(saved_by)
         trainer.fit_loop.scales_position = True
+        first = ranks[0] if ranks else None
         if ranks:
             trainer.fit_loop.load_rank_state(moved_state(ranks))
+        how = f"{saved_by} processes and is continued by {trainer.world_size}"
+        self._tell(how, first, loses_gradients=_loses_gradients(checkpoint, first))
+
+    def _tell(self, how: str, own: Mapping[str, Any] | None, *, loses_gradients: bool) -> None:
+        """Log what is the same and what is not."""
+        trainer = self._trainer
         if trainer.is_global_zero:
             _log.warning(
-                "%s was saved by %d processes and is continued by %d: weights, optimizer and counters are the same; "
-                "random numbers and running means start anew, and the data goes on at the same part of the epoch",
+                "%s was saved by %s: weights, optimizer and counters are the same; random numbers and running means "
+                "start anew, and the data goes on at the %s%s",
                 self._path,
-                saved_by,
-                trainer.world_size,
+                how,
+                f"beginning of epoch {trainer.current_epoch}" if own is None else "same part of the epoch",
+                f"; it {_LEFT_OUT}" if loses_gradients else "",
             )
+
+    def _saved_ranks(self, saved_by: int) -> list[dict[str, Any]]:
+        """Return what the processes had that saved; only the first one's where no gradients of the others are asked."""
+        first = self._io.load_rank(self._path, 0)
+        if first is None:
+            return []
+        others = range(1, saved_by) if first["gradients"] else ()
+        loaded = (self._io.load_rank(self._path, rank) for rank in others)
+        return [first, *(own for own in loaded if own is not None)]
 
     def _tell_of_conversion(self, source: str) -> None:
         if self._trainer.is_global_zero:
@@ -113,6 +138,24 @@ class Restoration:
                 source,
                 self._trainer.current_epoch,
             )
+
+
+def _loses_gradients(
+    checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None, *, takes_state: bool = False
+) -> bool:
+    """Return whether gradients waited for an optimizer step that this run does not begin with.
+
+    Args:
+        checkpoint: What it goes on from.
+        own: What a process had for itself, None where that is not known.
+        takes_state: Whether the strategy goes on with the one's that saved.
+    """
+    if own is not None and own["gradients"] is not None:
+        return False
+    if own is not None and own["strategy"].get("gradients"):  # of a strategy that ``saves_gradients``
+        return not takes_state
+    in_group: int = checkpoint["loops"]["in_group"]
+    return in_group > 0
 
 
 def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:

@@ -36,15 +36,17 @@ def rank_state(trainer: Trainer, beginning: Beginning | None, *, has_gradients: 
 
 
 def _gradients(trainer: Trainer) -> dict[str, Any] | None:
-    if trainer.strategy.saves_gradients:
+    strategy = trainer.strategy
+    if strategy.saves_gradients:
         return None
-    if not trainer.strategy.replicates_state:
+    if strategy.replicates_state:
+        return {name: p.grad for name, p in strategy.module.named_parameters() if p.grad is not None}
+    if trainer.is_global_zero:
         _log.warning(
             "the checkpoint is saved between the batches of one optimizer step, and lacks their gradients, which the "
             "strategy keeps sharded: a run that continues it leaves these batches out"
         )
-        return None
-    return {name: p.grad for name, p in trainer.strategy.module.named_parameters() if p.grad is not None}
+    return None
 
 
 def moved_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -57,10 +59,11 @@ def moved_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         states: What :func:`rank_state` returned in each process that saved.
     """
     gradients = [state["gradients"] for state in states if state["gradients"] is not None]
-    mean = {name: sum(one[name] for one in gradients) / len(gradients) for name in gradients[0]} if gradients else None
+    names = dict.fromkeys(name for one in gradients for name in one)  # some may be unused in some processes
+    mean = {name: sum(one[name] for one in gradients if name in one) / len(gradients) for name in names}
     nothing = dict.fromkeys(("random", "device_random", "logged"))
     of_all = {name: states[0][name] for name in ("generators", "beginning")}
-    return {**nothing, **of_all, "gradients": mean}
+    return {**nothing, **of_all, "gradients": mean or None}
 
 
 class Continuation:
@@ -83,15 +86,8 @@ class Continuation:
         """Put random numbers, logged values and gradients back, when the hooks at the start have been called."""
         trainer, state = self._trainer, self._state
         strategy = trainer.strategy
-        if state["gradients"] is not None and not strategy.replicates_state:
-            _log.warning(
-                "the checkpoint was saved between the batches of one optimizer step, and has whole gradients of them, "
-                "which are left out, as the strategy shards gradients"
-            )
-        elif state["gradients"] is not None:
-            for name, parameter in strategy.module.named_parameters():
-                gradient = state["gradients"].get(name)
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        if state["gradients"]:
+            self._put_back(state["gradients"])
         if state["logged"] is not None:
             trainer.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
         set_generator_states(trainer.fit_loop.data.loader, state["generators"])
@@ -101,3 +97,16 @@ class Continuation:
             strategy.accelerator.set_random_state(strategy.root_device, state["device_random"])
         if state["random"] is not None:
             RandomState.from_state_dict(state["random"]).restore()
+
+    def _put_back(self, gradients: Mapping[str, Any]) -> None:
+        """Let the next backward pass accumulate onto whole gradients."""
+        strategy = self._trainer.strategy
+        if strategy.replicates_state:
+            for name, parameter in strategy.module.named_parameters():
+                gradient = gradients.get(name)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        elif self._trainer.is_global_zero:
+            _log.warning(
+                "the checkpoint was saved between the batches of one optimizer step, and has whole gradients of them, "
+                "which are left out, as the strategy shards gradients"
+            )
