@@ -153,19 +153,36 @@ class _Everyone:
 
 
 def _hear(shared: Mapping[str, TensorEntry], load: int, ranks: Ranks) -> _Everyone:
-    facts = {name: [entry.dtype, entry.shape, entry.same_as] for name, entry in shared.items()}
+    facts = {name: [entry.dtype, list(entry.shape), entry.same_as] for name, entry in shared.items()}
     digest = hashlib.blake2b(dump_json(facts), digest_size=16).hexdigest()
     told = [parse_json(message) for message in ranks.exchange(dump_json([digest, load]))]
     loads = [load for _, load in told]
     if all(other == digest for other, _ in told):
         return _Everyone(entries=shared, holders=dict.fromkeys(shared, range(ranks.size)), loads=loads)
-    lists = [parse_json(message) for message in ranks.exchange(dump_json(facts))]
+    lists = _exchanged(facts, ranks)
     union = {
         name: TensorEntry(dtype=dtype, shape=tuple(shape), same_as=same_as)
         for listed in lists
         for name, (dtype, shape, same_as) in listed.items()
     }
     return _Everyone(entries=union, holders=_merged(lists), loads=loads)
+
+
+def _exchanged(facts: Mapping[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
+    """Return what each rank says of its tensors; only rank 0 tells all, and the others how theirs differ; collective.
+
+    Rank 0 alone has buffers, so that there is a difference in most jobs, and a small one.
+    """
+    first: dict[str, Any] = parse_json(ranks.tell(dump_json(facts) if ranks.rank == 0 else b""))
+    missing = [number for number, name in enumerate(first) if facts.get(name) != first[name]]
+    more = {name: fact for name, fact in facts.items() if first.get(name) != fact}
+    lists = []
+    for told in ranks.exchange(dump_json([missing, more])):
+        without, others = parse_json(told)
+        left_out = set(without)
+        lists.append({name: fact for number, (name, fact) in enumerate(first.items()) if number not in left_out})
+        lists[-1].update(others)
+    return lists
 
 
 def _merged(lists: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:

@@ -31,6 +31,10 @@ class Ranks:
         """Return the messages of all ranks on rank 0, and nothing on the others."""
         return [message]
 
+    def tell(self, message: bytes) -> bytes:
+        """Return the message of rank 0, on each rank; those of the others are not looked at."""
+        return message
+
     def close(self) -> None:
         """Free what the talking needed."""
 
@@ -93,6 +97,15 @@ class GroupRanks(Ranks):
             gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
             dist.gather(_padded(message, max(sizes)), gathered, dst=0, group=self._group)
         return _cut(gathered, sizes) if gathered else []
+
+    def tell(self, message: bytes) -> bytes:
+        with _losses():
+            size = torch.tensor([len(message)])
+            dist.broadcast(size, src=0, group=self._group)
+            told = _padded(message, int(size)) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            if int(size):
+                dist.broadcast(told, src=0, group=self._group)
+        return told.numpy().tobytes()
 
     def _sizes(self, message: bytes) -> list[int]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]

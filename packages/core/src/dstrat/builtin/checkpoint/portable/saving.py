@@ -99,7 +99,7 @@ def write(prepared: Prepared, target: Place) -> None:
     try:
         with ranks.together(f"create checkpoint {str(target)!r}"):
             folder = begin_checkpoint(target) if ranks.rank == 0 else None
-        name = ranks.exchange(b"" if folder is None else folder.path.name.encode())[0].decode()
+        name = ranks.tell(b"" if folder is None else folder.path.name.encode()).decode()
         with ranks.together(f"write checkpoint {str(target)!r}"):
             report = _write_own(prepared, target.parent / name, ranks.rank)
         reports = ranks.gather(report)
