@@ -6,6 +6,7 @@ import time
 import pytest
 
 from dstrat import Callback, LambdaCallback, ModelCheckpoint, TorchCheckpointIO
+from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import CheckpointError
 from dstrat.training.module.loading import read_checkpoint
@@ -63,6 +64,20 @@ def test_training_goes_on_while_it_is_written_and_the_end_waits(fit, tmp_path):
     assert io.threads[0] is not threading.main_thread()
     assert names(tmp_path) == ["3.ckpt"]
     assert trainer.strategy.checkpoint_io is io
+
+
+def test_where_the_users_own_checkpoint_io_writes_in_the_background_links_and_loggers_wait_for_it(fit, tmp_path):
+    io, seen = Slow(), []
+    link = tmp_path / "last.ckpt"
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_last="link")
+    watch = LambdaCallback(
+        on_train_batch_start=lambda *_: seen.append(link.is_symlink()),
+        on_train_end=lambda *_: threading.Timer(0.2, io.go.set).start(),
+    )
+    plugins = [AsyncCheckpointIO(io)]
+    fit([callback, watch], validates=False, plugins=plugins, max_epochs=1, limit_train_batches=3)
+    assert not any(seen)
+    assert link.resolve(strict=True) == tmp_path / "2.ckpt"
 
 
 def test_an_error_surfaces_at_a_later_step_and_the_save_before_is_what_is_known(fit, tmp_path):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
 from dstrat.builtin.checkpoint.place import RemotePath, place
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.callbacks.background_saves import BackgroundSaves
@@ -198,6 +199,8 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO) and self._background is None:
+            self._background = BackgroundSaves(trainer.strategy)  # as the user or another callback wants it
         self._times.begin(trainer)
         if self._rescue is not None:
             self._rescue.on_train_start(trainer, module)
