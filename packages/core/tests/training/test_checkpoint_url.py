@@ -10,7 +10,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dstrat import ModelCheckpoint, OnExceptionCheckpoint, TorchCheckpointIO
 from dstrat.builtin.checkpoint.place import place
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.errors import CheckpointError
+from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
+from dstrat.errors import CheckpointError, StoreError
+from dstrat.training.checkpoint_path import written_ns
 from dstrat.training.module.loading import read_checkpoint
 
 IOS = [PortableCheckpointIO, TorchCheckpointIO]
@@ -68,6 +70,23 @@ def test_training_does_not_start_anew_where_the_store_refuses_to_be_read(fit, ur
     monkeypatch.setattr(MemoryFileSystem, "cat_file", refuse)
     with pytest.raises(CheckpointError, match=r"no checkpoint could be looked for: .*memory://.* 403: not for you"):
         fit(2, ModelCheckpoint(url), resume="auto")
+
+
+def test_a_folder_of_somebody_elses_is_not_taken_for_one_whose_store_fails(fit, url, monkeypatch):
+    fit(1, ModelCheckpoint(url, "{epoch}"))
+    found = place(url) / "0.ckpt"
+    assert written_ns(found) == read_manifest(found).created_ns
+    (found / "manifest.json").unlink()
+    with pytest.raises(OSError, match=r"0\.ckpt"):
+        written_ns(found)  # the memory store knows no times of folders
+
+    def refuse(*_, **__):
+        raise PermissionError("403: not for you")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", refuse)
+    (found / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(StoreError, match="403: not for you"):
+        written_ns(found)
 
 
 def test_the_root_of_a_run_may_be_in_a_store(fit, url, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from dstrat.builtin.checkpoint.formats import io_for
 from dstrat.builtin.checkpoint.place import RemotePath, place
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
-from dstrat.errors import CheckpointError, MisuseError
+from dstrat.errors import CheckpointError, MisuseError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -147,8 +147,8 @@ def _folders(trainer: Trainer) -> list[Place]:
 
 def _newest(folders: Iterable[Place], io: CheckpointIO) -> Place | None:
     """Return the complete checkpoint that was written last."""
-    found = [_dated(path) for folder in folders for path in _complete_in(folder, io)]
-    return max(found, key=lambda dated: (dated[0], str(dated[1])))[1] if found else None
+    found = [path for folder in folders for path in _complete_in(folder, io)]
+    return max(found, key=lambda path: (written_ns(path), str(path)), default=None)
 
 
 def _complete_in(folder: Place, io: CheckpointIO) -> list[Place]:
@@ -164,15 +164,22 @@ def _is_ours(io: CheckpointIO) -> bool:
     return type(inner) in (TorchCheckpointIO, PortableCheckpointIO)
 
 
-def _dated(path: Place) -> tuple[int, Place]:
+def written_ns(path: Place) -> int:
+    """Return when a checkpoint was written, in nanoseconds since the epoch.
+
+    Raises:
+        OSError: It is not there, or the store or disk fails.
+    """
     if path.is_dir():
         from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
 
         try:
-            return read_manifest(path).created_ns, path
+            return read_manifest(path).created_ns
+        except StoreError:
+            raise
         except CheckpointError:  # the folder of somebody's own checkpoint io
             pass
-    return path.modified_ns() if isinstance(path, RemotePath) else path.stat().st_mtime_ns, path
+    return path.modified_ns() if isinstance(path, RemotePath) else path.stat().st_mtime_ns
 
 
 def _nothing_in(folders: list[Place]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from dstrat.builtin.checkpoint.place import place
+from dstrat.training.checkpoint_path import written_ns
 
 if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
@@ -30,8 +32,16 @@ def describe_stop(trainer: Trainer, exception: BaseException) -> str:
 def newest_checkpoint(trainer: Trainer) -> str | None:
     """Return the checkpoint that was written last, of those that the callbacks name; None without one."""
     named = (getattr(callback, name, None) for callback in trainer.checkpoint_callbacks for name in _PATHS)
-    written = [path for path in named if path and Path(path).exists()]
-    return max(written, key=lambda path: Path(path).stat().st_mtime_ns, default=None)
+    written = [(when, path) for path in named if path and (when := _written_ns(path)) is not None]
+    return max(written)[1] if written else None
+
+
+def _written_ns(path: str) -> int | None:
+    """Return when a checkpoint was written; None where it is not there, or nobody can say."""
+    try:
+        return written_ns(place(path))
+    except OSError:
+        return None
 
 
 def _verb(exception: BaseException) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dstrat.builtin.checkpoint.place import place
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from dstrat.builtin.checkpoint.place import Place
 
 
 class Uploads:
-    """Uploads the best checkpoint at the end, or each as soon as it is saved.
+    """Uploads the best checkpoint at the end, or each as soon as it is saved; from a store by way of this machine.
 
     Args:
         wanted: False for none, True for the best one, ``"all"`` for each.
@@ -36,5 +42,23 @@ class Uploads:
 
     def _send(self, path: str, names: list[str]) -> None:
         if path and path not in self._sent:
-            self._upload(Path(path), names)
+            with _on_this_disk(place(path)) as local:
+                self._upload(local, names)
             self._sent.add(path)
+
+
+@contextlib.contextmanager
+def _on_this_disk(where: Place) -> Iterator[Path]:
+    """Yield a checkpoint's path; one in a store is copied for the time of the block."""
+    if isinstance(where, Path):
+        yield where
+        return
+    with tempfile.TemporaryDirectory(prefix="dstrat-") as folder:
+        local = Path(folder, where.name)
+        if where.is_dir():
+            local.mkdir()
+            for name in where.file_sizes():
+                (where / name).download(local / name)
+        else:
+            where.download(local)
+        yield local
