@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +131,13 @@ def test_a_folder_without_checkpoints_is_said_to_be_so(tmp_path):
 
 def test_a_folder_is_no_checkpoint(tmp_path):
     assert "is a folder, and a file was expected" in refusal(TorchCheckpointIO().load_checkpoint, tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here fails when it is read")
+def test_a_disk_that_fails_is_no_damage(tmp_path):
+    (tmp_path / "a.ckpt").symlink_to("/proc/self/mem")
+    message = refusal(TorchCheckpointIO().load_checkpoint, tmp_path / "a.ckpt")
+    assert message.endswith("a.ckpt' cannot be read: input/output error")
 
 
 def test_a_checkpoint_that_was_cut_short_is_damaged(written):

@@ -21,7 +21,9 @@ class RemotePath:
     """A file or folder of a store, with what checkpoints need of :class:`pathlib.Path`.
 
     A store has no folders: one is there where something is below it.  What was written is seen by others when the call
-    returns; nothing is remembered of what was there before.
+    returns; nothing is remembered of what was there before.  An object store (``s3://``, ``gs://``, ``abfs://``) shows
+    a file as a whole or not at all.  A file server (``sftp://``, ``hdfs://``, ``smb://``) shows it while it is written,
+    and keeps a part of it where that was cut short.
 
     Args:
         url: Such as ``"s3://bucket/folder"``.
@@ -114,7 +116,7 @@ class RemotePath:
             return bytes(store.cat_file(path, start=begin, end=end))
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the file, also in place of another one, at once."""
+        """Write the file, also in place of another one; at once in an object store."""
         with self._reached() as (store, path):
             store.pipe_file(path, data)
 
@@ -128,7 +130,7 @@ class RemotePath:
             store.pipe_file(path, data, mode="create")
 
     def open_writer(self, block_size: int) -> Any:
-        """Return a file object for a new file, which appears when it is closed."""
+        """Return a file object for a new file, whole when it is closed; in an object store it is not there before."""
         with self._reached() as (store, path):
             return store.open(path, "wb", block_size=block_size)
 
@@ -185,7 +187,7 @@ class RemotePath:
             yield store, path
         except (FileNotFoundError, FileExistsError, NotADirectoryError):
             raise
-        except Exception as error:
+        except Exception as error:  # whatever the client of that kind of store raises
             reason = str(error) or type(error).__name__
             raise StoreError(f"{self._url!r} cannot be used: {reason}") from error
 

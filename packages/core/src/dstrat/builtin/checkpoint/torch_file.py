@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import re
@@ -31,7 +32,8 @@ class TorchCheckpointIO(CheckpointIO):
     It is written under a temporary name in the same folder, flushed to the disk and renamed.  Reading runs no code
     from the file (``weights_only=True``), so a checkpoint holds tensors and plain values; what could not be read back
     is refused when it is written.  To and from a store (a URL that fsspec reaches) it is copied by way of a temporary
-    file of this machine.
+    file of this machine.  Object stores show a file when all of it is there; file servers (``sftp://``, ``hdfs://``)
+    show it while it is copied, and keep a part of it after a crash: portable folders are safe there too.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -119,8 +121,10 @@ def _load(file: Path, path: Place, *, doing: str, mmap: bool = False) -> Any:
         if not zipfile.is_zipfile(file):
             raise _damaged(file, path) from error
         raise CheckpointError(f"checkpoint {str(path)!r} {doing}: {_refusal(str(error))}") from error
-    except Exception as error:
-        raise _damaged(file, path) from error  # bytes that are no checkpoint raise whatever they look like
+    except MemoryError:
+        raise
+    except Exception as error:  # bytes that are no checkpoint raise whatever they look like
+        raise _unreadable(error, file, path) from error
 
 
 def _flush_folder(folder: Path) -> None:
@@ -154,17 +158,26 @@ def _check_whole(file: Path, path: Place) -> None:
     try:
         stream = file.open("rb")
     except OSError as error:
-        raise CheckpointError(f"checkpoint {str(path)!r} cannot be read: {_reason(error)}") from error
+        raise _unreadable(error, file, path) from error
     with stream:
         try:
             if not zipfile.is_zipfile(stream):
                 return  # torch's older format, or something else: torch.load knows
             with zipfile.ZipFile(stream) as archive:
                 is_whole = archive.testzip() is None
-        except Exception as error:
-            raise _damaged(file, path) from error
+        except MemoryError:
+            raise
+        except Exception as error:  # as above
+            raise _unreadable(error, file, path) from error
     if not is_whole:
         raise _damaged(file, path)
+
+
+def _unreadable(error: Exception, file: Path, path: Place) -> CheckpointError:
+    """Return the error about a file that could not be read: it is damaged, unless the system says something else."""
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # that is a seek before the beginning
+        return CheckpointError(f"checkpoint {str(path)!r} cannot be read: {_reason(error)}")
+    return _damaged(file, path)
 
 
 def _damaged(file: Path, path: Place) -> CheckpointError:

@@ -69,15 +69,18 @@ def write_file(path: Place, data: bytes) -> None:
 
 
 def replace(path: Place, data: bytes) -> None:
-    """Write a file that takes the place of an older one at once."""
+    """Write a file that takes the place of an older one, at once but for stores that are file servers."""
     path.write_bytes(data) if isinstance(path, RemotePath) else replace_file(path, data)
 
 
 @contextlib.contextmanager
 def written(path: Place) -> Iterator[Place]:
-    """Yield where to write a file that is at its path when the block has ended well, and not before."""
+    """Yield where to write a file that is whole when the block has ended well.
+
+    On a disk and in an object store nothing is at its path before; in a store that is a file server it grows there.
+    """
     if isinstance(path, RemotePath):
-        yield path  # where objects appear as a whole anyway
+        yield path
         return
     with written_whole(path) as temporary:
         yield temporary

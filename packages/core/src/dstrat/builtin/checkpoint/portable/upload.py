@@ -1,4 +1,7 @@
-"""Checkpoints in an object store, which has neither renames nor locks: complete with the manifest, written last."""
+"""Checkpoints in a store, which has neither renames nor locks: complete with the manifest, written last.
+
+A part of a manifest, as a file server may have after a crash, is none: it cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ class UnfinishedUpload:
 
 
 class UploadedFile:
-    """A file of a store that is written in one go, and is there when the block has ended well.
+    """A file of a store that is written in one go, and is whole when the block has ended well.
 
     Args:
         path: Where nothing is.
