@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from dstrat.errors import ConflictError
+from dstrat_deepspeed.late_compiling import compile_muon_late
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -42,6 +43,7 @@ def load_deepspeed(device_type: str, logging_level: int) -> Any:
     with environment({_ACCELERATOR_VARIABLE: device_type}), quiet_warnings():
         deepspeed = import_module("deepspeed")
         found = import_module("deepspeed.accelerator").get_accelerator().device_name()
+        compile_muon_late()
     if found != device_type:
         raise ConflictError(
             f"DeepSpeed was imported for {found!r} before, and the accelerator computes on {device_type!r}: "
