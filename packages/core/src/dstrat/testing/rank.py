@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -88,6 +89,7 @@ def _is_as_before() -> bool:
 
 
 def _prepare(rank: int, folder: Path) -> None:
+    gc.freeze()  # a search for garbage would visit, and so copy, all that the process it was forked from has loaded
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
