@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import socket
 
 import pytest
 
@@ -9,6 +10,7 @@ pytest.importorskip("mlflow", reason="the extra dstrat[mlflow] is not installed"
 pytest.importorskip("sqlalchemy", reason="the extra dstrat[mlflow] is not installed")
 pytest.importorskip("alembic", reason="the extra dstrat[mlflow] is not installed")
 
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from dstrat import MLFlowLogger, ModelCheckpoint, Trainer
@@ -125,6 +127,20 @@ def test_a_name_that_mlflow_refuses_is_an_error_that_shows_it(tmp_path, make_lin
     )  # fmt: skip
     with pytest.raises(LoggerError, match=r"MLFlowLogger\.log_metrics failed: .*top@5"):
         trainer.fit(make_line(Odd), loader())
+
+
+def test_a_server_that_is_away_is_waited_for_with_a_line_and_asked_no_more_at_the_end(monkeypatch, caplog):
+    monkeypatch.setattr("dstrat.training.loggers.mlflow_logger.SECONDS_OF_SILENCE", 0.2)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        logger = MLFlowLogger(tracking_uri=uri)
+        with pytest.raises(MlflowException, match="timed out"):
+            logger.log_metrics({"loss": 0.5}, step=1)
+    logger.finalize("failed")
+    (message,) = (record.getMessage() for record in caplog.records if record.name.startswith("dstrat"))
+    assert message.startswith(f"MLFlowLogger waits for an answer of {uri!r}: MLflow gives up after")
 
 
 @pytest.mark.parametrize("log_model", [False, True, "all"])

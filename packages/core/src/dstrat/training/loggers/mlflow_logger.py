@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +17,7 @@ from dstrat.training.loggers.uploads import Uploads
 from dstrat.training.loggers.writer import Silence, writer_only
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from mlflow.tracking import MlflowClient  # type: ignore[import-not-found,unused-ignore]  # an extra
 
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _MOST_PARAMETERS = 100  # that MLflow takes in one request
+SECONDS_OF_SILENCE = 10.0
+
+_log = logging.getLogger(__name__)
 
 
 class MLFlowLogger(Logger):
@@ -84,7 +90,9 @@ class MLFlowLogger(Logger):
 
         now = int(time() * 1000)
         values = [Metric(name, value, now, step) for name, value in metrics.items()]
-        self._open().log_batch(self._run_id, metrics=values)
+        client = self._open()
+        with self._told_of_waiting():
+            client.log_batch(self._run_id, metrics=values)
 
     @writer_only
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -102,29 +110,50 @@ class MLFlowLogger(Logger):
     def finalize(self, status: str) -> None:
         if status == "success":
             self._uploads.finish()
-        if self._client is not None:
-            self._client.set_terminated(self._run_id, _STATUS[status])
-            self._client = None
+        client, self._client = self._client, None
+        if client is not None:
+            with self._told_of_waiting():
+                client.set_terminated(self._run_id, _STATUS[status])
 
     def _open(self) -> MlflowClient:
         if self._client is None:
-            from mlflow.tracking import MlflowClient
-
-            self._client = MlflowClient(tracking_uri=self._uri or self._database())
-            if self._run_id is None:
-                run = self._client.create_run(self._experiment_id(), tags=self._tags, run_name=self._run_name)
-                self._run_id = run.info.run_id
-            else:
-                self._client.update_run(self._run_id, status="RUNNING")
+            with self._told_of_waiting():
+                self._client = self._connect()
         return self._client
 
-    def _experiment_id(self) -> str:
-        assert self._client is not None  # noqa: S101 - _open made it
-        found = self._client.get_experiment_by_name(self._experiment_name)
+    def _connect(self) -> MlflowClient:
+        """Return a client that has a run."""
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(tracking_uri=self._uri or self._database())
+        if self._run_id is None:
+            run = client.create_run(self._experiment_id(client), tags=self._tags, run_name=self._run_name)
+            self._run_id = run.info.run_id
+        else:
+            client.update_run(self._run_id, status="RUNNING")
+        return client
+
+    def _experiment_id(self, client: MlflowClient) -> str:
+        found = client.get_experiment_by_name(self._experiment_name)
         if found is not None:
             return str(found.experiment_id)
         artifacts = None if self._uri else (self._folder() / "mlartifacts").as_uri()
-        return str(self._client.create_experiment(self._experiment_name, artifact_location=artifacts))
+        return str(client.create_experiment(self._experiment_name, artifact_location=artifacts))
+
+    @contextmanager
+    def _told_of_waiting(self) -> Iterator[None]:
+        """Say so when an answer takes long: MLflow tries for minutes, without a word."""
+        line = (
+            "MLFlowLogger waits for an answer of %r: MLflow gives up after MLFLOW_HTTP_REQUEST_MAX_RETRIES tries, "
+            "which may take minutes"
+        )
+        timer = threading.Timer(SECONDS_OF_SILENCE, _log.warning, (line, self._uri or self._database()))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _database(self) -> str:
         return f"sqlite:///{self._folder() / 'mlflow.db'}"
