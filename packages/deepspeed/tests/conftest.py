@@ -1,26 +1,29 @@
 """The fixture that runs a function of a test file in several ranks."""
 
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds nothing, and ranks import these too
+from dstrat.testing.jobs import run_job
 
-from deepspeed_ranks import RankRunner
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds nothing, and ranks import these too
 
 
 @pytest.fixture(scope="session")
-def runner():
-    """Processes of a warm forkserver."""
-    return RankRunner()
-
-
-@pytest.fixture
-def ranks(runner, request):
-    """Run a function of this test's file on ranks 0, 1, ...; return what each returned."""
+def ranks():
+    """Run a function on ranks 0, 1, ...; return what each returned."""
 
     def run(function, world_size=2, **arguments):
-        return runner.run(request.path, function.__name__, world_size, **arguments)
+        return run_job(in_rank, world_size, called=function, arguments=arguments)
 
     return run
+
+
+def in_rank(place, called, arguments):
+    """Run a function in a rank, where warnings are errors as in pytest."""
+    warnings.simplefilter("error")
+    # Raised by torch's own torch.distributed.optim when it is imported.
+    warnings.filterwarnings("ignore", message=r".torch.jit.\w+. is deprecated", category=DeprecationWarning)
+    return called(place.cluster, **arguments)

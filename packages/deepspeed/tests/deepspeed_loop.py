@@ -11,8 +11,8 @@ from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.interfaces.optimization import read_optimizers
 from dstrat.interfaces.parts import Parts
 
-STEPS = 20
-BATCH = 8
+STEPS = 6
+BATCH = 12  # which 2, 3 and 4 ranks divide
 
 
 class NoCheckpoints(CheckpointIO):
@@ -36,11 +36,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A small network with blocks, a parameter and a buffer of its own, whose training step returns the loss."""
 
-    def __init__(self, blocks=3):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(6, 10)
-        self.blocks = nn.ModuleList(Block(10) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(10) for _ in range(2))
         self.last = nn.Linear(10, 3)
         self.scale = nn.Parameter(torch.ones(3))
         self.register_buffer("seen", torch.zeros(()))

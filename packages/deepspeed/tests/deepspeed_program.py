@@ -1,4 +1,4 @@
-"""A script that trains through the Trainer. Arguments: a folder for what is found, the strategy, devices."""
+"""A script that trains through the Trainer. Arguments: a folder for what is found, devices, strategies."""
 
 import json
 import sys
@@ -51,9 +51,8 @@ def loader(samples, batch_size):
     return DataLoader(TensorDataset(inputs, inputs[:, :3] - inputs[:, 3:]), batch_size=batch_size)
 
 
-if __name__ == "__main__":
-    out, strategy, devices = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    torch.set_num_threads(1)
+def train(out, strategy, devices):
+    """Fit, validate, test and predict; write what this rank has found."""
     model, losses = Model(), Losses()
     trainer = Trainer(
         strategy=strategy,
@@ -75,3 +74,10 @@ if __name__ == "__main__":
     predictions = torch.cat(trainer.predict(model, loader(EVALUATED, BATCH))).sum(1).tolist()
     found = {"losses": losses.losses, "lr": losses.lr, "logged": logged, "predictions": predictions}
     Path(f"{out}/{strategy}.{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, number, *names = sys.argv[1:]
+    for name in names:
+        train(folder, name, int(number))

@@ -1,6 +1,5 @@
 """Checkpoints of every stage: exact on the same ranks, by names, from views, with clear errors."""
 
-import contextlib
 import io
 import resource
 from pathlib import Path
@@ -20,8 +19,16 @@ from dstrat_deepspeed import DeepSpeedStrategy
 
 STAGES = [0, 1, 2, 3]
 MORE = {"steps": 3}
-OPTIONS = {"stage-1": {"stage": 1}, "stage-2": {"stage": 2}, "stage-3": {"stage": 3, "sub_group_size": 300}}
-ROUND_ROBIN = {"stage": 2, "config": {"zero_optimization": {"round_robin_gradients": True}}}
+OPTIONS = {
+    "stage-1": {"stage": 1},
+    "stage-2": {"stage": 2},
+    "round-robin": {"stage": 2, "config": {"zero_optimization": {"round_robin_gradients": True}}},
+    "stage-3": {"stage": 3, "sub_group_size": 300},
+}
+MOMENTS = {  # batches, of which 3 are a step and 10 an epoch
+    "32-true": (6, 11),  # in the middle of an epoch; behind one, in the middle of an accumulation
+    "bf16-true": (2, 11),  # in the middle of the first accumulation
+}
 
 
 class Saves(Callback):
@@ -48,15 +55,15 @@ class WithDropout(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def fit(cluster, folder, options, precision, *, callbacks=(), ckpt_path=None, steps=6, module=None, accumulate=3):
+def fit(cluster, folder, stage, precision, *, callbacks=(), ckpt_path=None):
     inputs = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
-    module = module or WithDropout()
+    module = WithDropout()
     trainer = Trainer(
         accelerator="cpu",
-        strategy=DeepSpeedStrategy(**options),
+        strategy=DeepSpeedStrategy(stage=stage),
         devices=cluster.world_size,
-        max_steps=steps,
-        accumulate_grad_batches=accumulate,
+        max_steps=5,
+        accumulate_grad_batches=3,
         gradient_clip_val=1.0,
         precision=precision,
         plugins=[cluster, PortableCheckpointIO()],
@@ -70,26 +77,26 @@ def fit(cluster, folder, options, precision, *, callbacks=(), ckpt_path=None, st
     torch.manual_seed(3)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     trainer.fit(module, DataLoader(data, batch_size=3, shuffle=True), ckpt_path=ckpt_path)
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    state = module.state_dict()  # of stage 3 on rank 0 only
+    return {name: value.clone() for name, value in state.items() if not value.is_meta}
 
 
-def stopped_and_resumed(cluster, folder, stage, precision, moments):
-    folder = Path(folder)
-    whole = fit(cluster, folder, {"stage": stage}, precision, callbacks=[Saves(folder, moments)])
-    outcomes = []
-    for moment in moments:
-        again = fit(cluster, folder, {"stage": stage}, precision, ckpt_path=folder / str(moment))
-        outcomes.append(all(torch.equal(again[name], whole[name]) for name in whole))
+def stopped_and_resumed(cluster, folder, stage):
+    """Stop and resume at some moments; return for each whether it made no difference."""
+    outcomes = {}
+    for precision, moments in MOMENTS.items():
+        saved = Path(folder, precision)
+        whole = fit(cluster, folder, stage, precision, callbacks=[Saves(saved, moments)])
+        for moment in moments:
+            again = fit(cluster, folder, stage, precision, ckpt_path=saved / str(moment))
+            outcomes[precision, moment] = all(torch.equal(again[name], whole[name]) for name in whole)
     return outcomes
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(ranks, tmp_path, stage, precision):
-    # In the middle of an accumulation, of an epoch; behind an epoch of 10 batches in the middle of an accumulation.
-    moments = (2, 6, 11)
-    for outcomes in ranks(stopped_and_resumed, folder=str(tmp_path), stage=stage, precision=precision, moments=moments):
-        assert outcomes == [True] * 3
+def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(ranks, tmp_path, stage):
+    for outcomes in ranks(stopped_and_resumed, folder=str(tmp_path), stage=stage):
+        assert outcomes == {(precision, moment): True for precision in MOMENTS for moment in MOMENTS[precision]}
 
 
 def checkpoint_of(strategy):
@@ -100,12 +107,14 @@ def checkpoint_of(strategy):
     }
 
 
-def saved(cluster, target, options):
+def started(cluster, options, module):
     strategy = DeepSpeedStrategy(**options)
-    start(strategy, Tied(), parts(cluster))
-    train(strategy, **MORE)
-    PortableCheckpointIO().save_checkpoint(checkpoint_of(strategy), target)
-    strategy.teardown()
+    start(strategy, module, parts(cluster))
+    return strategy
+
+
+def save(strategy, path):
+    PortableCheckpointIO().save_checkpoint(checkpoint_of(strategy), path)
 
 
 def load(strategy, path):
@@ -116,6 +125,14 @@ def load(strategy, path):
     }
     state = PortableCheckpointIO().load_into(path, template)
     strategy.load_sharded_optimizer_state(optimizer, state["optimizers"][0])
+
+
+def error_of(attempt, *arguments):
+    try:
+        attempt(*arguments)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -130,101 +147,123 @@ def alone():
     return torch.load(io.BytesIO(written.getvalue())), losses
 
 
-@pytest.mark.parametrize("options", [*OPTIONS.values(), ROUND_ROBIN], ids=[*OPTIONS, "round-robin"])
-def test_a_checkpoint_has_the_names_and_values_of_one_device(ranks, tmp_path, alone, options):
-    ranks(saved, target=str(tmp_path / "c"), options=options)
-    found = PortableCheckpointIO().load_checkpoint(tmp_path / "c")
-    assert_close(found["state_dict"], alone[0]["state_dict"])
-    tied = found["state_dict"]["blocks.1.up.weight"]
-    assert tied is found["state_dict"]["blocks.0.up.weight"]
-    [optimizer], [expected] = found["optimizers"], alone[0]["optimizers"]
-    assert_close(optimizer["state"], expected["state"])
-    assert optimizer["param_groups"] == expected["param_groups"]
+def saves_and_loads(cluster, folder, options):
+    """Do all that a training can do with checkpoints, in one process; return what came of it."""
+    strategy = started(cluster, options, Tied())
+    save(strategy, f"{folder}/new")
+    first = train(strategy, **MORE)
+    save(strategy, f"{folder}/c")
+    found = {"views": views(strategy), "error": error_of(save_without_space, strategy, f"{folder}/full/c")}
+    written = io.BytesIO()
+    torch.save((strategy.module_state_dict(), strategy.optimizer_state(strategy.optimizers[0])), written)
+    found["next"] = train(strategy, **MORE)
+    load(strategy, f"{folder}/new")  # into an optimizer that has a state by now
+    found["began anew"] = train(strategy, **MORE) == first
+    strategy.teardown()
+    found["dealt out"] = dealt_out(started(cluster, options, Tied()), written.getvalue())
+    return {**found, "whole": written.getvalue()}
 
 
-def views(cluster, options):
-    strategy = DeepSpeedStrategy(**options)
-    start(strategy, Tied(), parts(cluster))
-    train(strategy, **MORE)
+def views(strategy):
+    """Return how many elements of the state this rank has, and how many tensors are not the optimizer's memory."""
     wrapped = strategy.engine.optimizer
     flat = getattr(wrapped, "fp32_partitioned_groups_flat", None) or wrapped.single_partition_of_fp32_groups
     own = [value for part in flat for value in wrapped.optimizer.state[part].values() if value.dim()]
     memory = {tensor.untyped_storage().data_ptr() for tensor in own}
     state = strategy.sharded_optimizer_state(strategy.optimizers[0])["state"]
     given = [entry[key].local for entry in state.values() for key in ("exp_avg", "exp_avg_sq")]
-    elements = sum(shard.numel() for shard in given)
     copied = [shard for shard in given if shard.untyped_storage().data_ptr() not in memory]
-    strategy.teardown()
-    return elements, len(copied)
+    return sum(shard.numel() for shard in given), len(copied)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_nothing_is_copied_or_gathered_for_a_checkpoint(ranks, options):
-    outcomes = ranks(views, 3, options=options)
-    trained = sum(p.numel() for p in Tied().parameters() if p.requires_grad)
-    assert [copied for _, copied in outcomes] == [0, 0, 0]
-    assert sum(elements for elements, _ in outcomes) == 2 * trained
-    assert max(elements for elements, _ in outcomes) < 2 * trained / 3 + 200
+def save_without_space(strategy, path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if strategy.global_rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        save(strategy, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def went_on(cluster, target, options):
-    strategy = DeepSpeedStrategy(**options)
-    start(strategy, Tied(), parts(cluster))
-    load(strategy, target)
+def dealt_out(strategy, written):
+    """Load whole states, which only rank 0 has; return the next losses."""
+    state, optimizer = torch.load(io.BytesIO(written)) if strategy.is_global_zero else ({}, {})
+    strategy.load_module_state_dict(state)
+    strategy.load_optimizer_state(strategy.optimizers[0], optimizer)
     losses = train(strategy, **MORE)
     strategy.teardown()
     return losses
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_other_stages_on_another_number_of_ranks_go_on(ranks, tmp_path, alone, options):
-    ranks(saved, target=str(tmp_path / "c"), options=OPTIONS["stage-2"])
-    for losses in ranks(went_on, 4, target=str(tmp_path / "c"), options=options):
-        assert losses == pytest.approx(alone[1], rel=1e-6)
+@pytest.fixture(scope="module", params=OPTIONS)
+def found(request, ranks, tmp_path_factory):
+    """The folder of a training, and what each of its ranks has found."""
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "full").mkdir()
+    return folder, ranks(saves_and_loads, folder=str(folder), options=OPTIONS[request.param])
 
 
-def whole_states(cluster, options, state=None, optimizer=None):
-    strategy = DeepSpeedStrategy(**options)
-    start(strategy, Tied(), parts(cluster))
-    if state is None:
-        train(strategy, **MORE)
-    else:
-        strategy.load_module_state_dict(state if strategy.is_global_zero else {})
-        strategy.load_optimizer_state(strategy.optimizers[0], optimizer if strategy.is_global_zero else {})
-    given = strategy.module_state_dict(), strategy.optimizer_state(strategy.optimizers[0])
-    written = io.BytesIO()
-    torch.save(given, written)
-    losses = train(strategy, **MORE)
-    strategy.teardown()
-    return written.getvalue(), losses
+def test_a_checkpoint_has_the_names_and_values_of_one_device(found, alone):
+    state = PortableCheckpointIO().load_checkpoint(found[0] / "c")
+    assert_close(state["state_dict"], alone[0]["state_dict"])
+    assert state["state_dict"]["blocks.1.up.weight"] is state["state_dict"]["blocks.0.up.weight"]
+    [optimizer], [expected] = state["optimizers"], alone[0]["optimizers"]
+    assert_close(optimizer["state"], expected["state"])
+    assert optimizer["param_groups"] == expected["param_groups"]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_whole_states_are_gathered_on_rank_0_and_dealt_out(ranks, alone, options):
-    (first, losses), (other, _) = ranks(whole_states, options=options)
-    state, optimizer = torch.load(io.BytesIO(first))
+def test_nothing_is_copied_or_gathered_for_a_checkpoint(found):
+    outcomes = [rank["views"] for rank in found[1]]
+    trained = sum(p.numel() for p in Tied().parameters() if p.requires_grad)
+    assert [copied for _, copied in outcomes] == [0, 0]
+    assert sum(elements for elements, _ in outcomes) == 2 * trained
+    assert max(elements for elements, _ in outcomes) < trained + 200
+
+
+def test_whole_states_are_gathered_on_rank_0_and_dealt_out(found, alone):
+    first, other = found[1]
+    state, optimizer = torch.load(io.BytesIO(first["whole"]))
     assert_close(state, alone[0]["state_dict"])
     assert_close(optimizer["state"], alone[0]["whole"]["state"])
-    assert torch.load(io.BytesIO(other))[1] == {}
-    (_, again), _ = ranks(whole_states, options=options, state=state, optimizer=optimizer)
-    assert losses == again == pytest.approx(alone[1], rel=1e-6)
+    assert torch.load(io.BytesIO(other["whole"]))[1] == {}
+    assert first["next"] == other["next"] == first["dealt out"] == pytest.approx(alone[1], rel=1e-6)
 
 
-def began(cluster, target, options):
-    strategy = DeepSpeedStrategy(**options)
-    start(strategy, Tied(), parts(cluster))
-    PortableCheckpointIO().save_checkpoint(checkpoint_of(strategy), target)
-    losses = train(strategy, **MORE)
-    load(strategy, target)  # also into an optimizer that has a state by now
-    again = train(strategy, **MORE)
+def test_a_checkpoint_from_before_the_first_step_begins_anew(found):
+    assert [rank["began anew"] for rank in found[1]] == [True, True]
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_goes_on(found, alone):
+    folder, by_rank = found
+    for rank in by_rank:
+        assert rank["error"].startswith("rank 1 could not write checkpoint")
+        assert rank["next"] == pytest.approx(alone[1], rel=1e-6)
+    assert list((folder / "full").iterdir()) == []
+
+
+def saved(cluster, path, options):
+    strategy = started(cluster, options, Tied())
+    train(strategy, **MORE)
+    save(strategy, path)
     strategy.teardown()
-    return losses, again
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_checkpoint_from_before_the_first_step_begins_anew(ranks, tmp_path, options):
-    for losses, again in ranks(began, target=str(tmp_path / "c"), options=options):
-        assert losses == again
+def went_on(cluster, path):
+    losses = {}
+    for name, options in OPTIONS.items():
+        strategy = started(cluster, options, Tied())
+        load(strategy, path)
+        losses[name] = train(strategy, **MORE)
+        strategy.teardown()
+    return losses
+
+
+def test_other_stages_on_another_number_of_ranks_go_on(ranks, tmp_path, alone):
+    ranks(saved, path=str(tmp_path / "c"), options=OPTIONS["stage-2"])
+    for by_options in ranks(went_on, 3, path=str(tmp_path / "c")):
+        for losses in by_options.values():
+            assert losses == pytest.approx(alone[1], rel=1e-6)
 
 
 class WithSGD(Tied):
@@ -232,83 +271,40 @@ class WithSGD(Tied):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
 
 
+class WithAdamW(Tied):
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
+
+
 class WithOneGroup(Tied):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def refused(cluster, target, options):
+def refused(cluster, folder):
+    """Return what is said of checkpoints of other optimizers."""
     messages = []
-    for kind in (WithSGD, WithOneGroup):
-        strategy = DeepSpeedStrategy(**options)
-        start(strategy, kind(), parts(cluster))
-        with contextlib.suppress(CheckpointError):
-            load(strategy, target)
-            messages.append("nothing")
-        try:
-            load(strategy, target)
-        except CheckpointError as error:
-            messages.append(str(error))
+    path, of_sgd = f"{folder}/c", f"{folder}/sgd"
+    saved(cluster, path, OPTIONS["stage-2"])
+    for kind, refuses in ((WithSGD, path), (WithOneGroup, path), (WithAdamW, of_sgd)):
+        strategy = started(cluster, OPTIONS["stage-3"], kind())
+        messages.append(error_of(load, strategy, refuses))
+        if kind is WithSGD:
+            train(strategy, steps=1)
+            save(strategy, of_sgd)
         strategy.teardown()
     return messages
 
 
-def test_the_state_of_other_parameters_is_refused_on_every_rank(ranks, tmp_path):
-    ranks(saved, target=str(tmp_path / "c"), options=OPTIONS["stage-2"])
+def test_the_state_of_other_parameters_or_another_optimizer_is_refused_on_every_rank(ranks, tmp_path):
     others = "the optimizer's state in the checkpoint is of other parameters than those of this one: "
-    for messages in ranks(refused, target=str(tmp_path / "c"), options=OPTIONS["stage-3"]):
+    another = (
+        "the optimizer's state in the checkpoint has momentum_buffer, and AdamW needs exp_avg, exp_avg_sq: "
+        "it is the state of another optimizer"
+    )
+    for messages in ranks(refused, folder=str(tmp_path)):
         assert messages == [
             others + "missing are none; left over are first.bias",
             others + "they are in other groups",
+            another,
         ]
-
-
-def kinds(cluster, target):
-    strategy = DeepSpeedStrategy(stage=2)
-    module = WithSGD()
-    start(strategy, module, parts(cluster))
-    train(strategy, **MORE)
-    PortableCheckpointIO().save_checkpoint(checkpoint_of(strategy), target)
-    strategy.teardown()
-    module.configure_optimizers = lambda: torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
-    strategy = DeepSpeedStrategy(stage=2)
-    start(strategy, module, parts(cluster))
-    try:
-        load(strategy, target)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        strategy.teardown()
-    return None
-
-
-def test_the_state_of_another_optimizer_is_refused(ranks, tmp_path):
-    for message in ranks(kinds, target=str(tmp_path / "c")):
-        assert message == (
-            "the optimizer's state in the checkpoint has momentum_buffer, and AdamW needs exp_avg, exp_avg_sq: "
-            "it is the state of another optimizer"
-        )
-
-
-def out_of_space(cluster, target):
-    strategy = DeepSpeedStrategy(stage=3)
-    start(strategy, Tied(), parts(cluster))
-    train(strategy, **MORE)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if cluster.global_rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
-    try:
-        PortableCheckpointIO().save_checkpoint(checkpoint_of(strategy), target)
-    except CheckpointError as error:
-        return str(error), train(strategy, **MORE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        strategy.teardown()
-    return None
-
-
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_goes_on(ranks, tmp_path, alone):
-    for message, losses in ranks(out_of_space, target=str(tmp_path / "c")):
-        assert message.startswith("rank 1 could not write checkpoint")
-        assert losses == pytest.approx(alone[1], rel=1e-6)
-    assert list(tmp_path.iterdir()) == []

@@ -1,13 +1,16 @@
 """What a training can have besides a loss: gradients, groups, shared parameters, precisions, skipped steps."""
 
 import logging
+import math
+import sys
 
 import pytest
 import torch
-from deepspeed_loop import Net, batches, losses_of, parts, share, single_device_losses, start, train
+from deepspeed_loop import Net, Run, batches, losses_of, parts, share, single_device_losses, start, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat_deepspeed import DeepSpeedStrategy
 
 STAGES = (0, 1, 2, 3)
@@ -68,108 +71,126 @@ def plain(parameter):
     return not vars(parameter) and parameter.grad is None and parameter.numel() > 0
 
 
-def train_everything(cluster, stage):
-    shared, net = Shared(), Net()
-    linear = nn.functional.linear
-    found = {
-        "shared": losses_of(DeepSpeedStrategy(stage=stage), shared, parts(cluster)),
-        "manual": manual_losses(DeepSpeedStrategy(stage=stage), parts(cluster)),
-        "plain again": all(plain(parameter) for parameter in shared.parameters()),
-        "shapes": [tuple(parameter.shape) for parameter in shared.parameters()],
-        "tied": shared.tied.weight is shared.again.weight,
-        "dicts": {type(part._parameters).__name__ for part in shared.modules()},
-        "own linear": nn.functional.linear is linear,
-    }
-    strategy = DeepSpeedStrategy(stage=stage)
-    start(strategy, net, parts(cluster))
-    optimizer = strategy.optimizers[0]
-    first = next(batches())
-    for _ in range(2):  # the first gradients are thrown away
-        optimizer.zero_grad()
-        strategy.backward(strategy.training_step(share(strategy, first), 0))
-    found["gradient"] = strategy.full_grad(net.blocks[0].up.weight).clone()
-    found["norm before"] = strategy.grad_norm()
-    strategy.clip_gradients(optimizer, 0.01)
-    strategy.optimizer_step(optimizer, lambda: None)
-    found["norm after"] = strategy.grad_norm()
-    strategy.teardown()
-    return found
-
-
-def single_gradient():
-    net = Net()
-    net.training_step(next(batches()), 0).backward()
-    return net.blocks[0].up.weight.grad, float(nn.utils.get_total_norm([p.grad for p in net.parameters()]))
-
-
-@pytest.fixture(scope="module")
-def expected():
-    from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
-
-    return {
-        "shared": single_device_losses(Shared()),
-        "manual": manual_losses(SingleDeviceStrategy(), parts()),
-        "shapes": [tuple(parameter.shape) for parameter in Shared().parameters()],
-    }
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_groups_shared_frozen_unused_parameters_manual_optimization_and_whole_gradients(ranks, expected, stage):
-    gradient, norm = single_gradient()
-    for found in ranks(train_everything, stage=stage):
-        assert found["shared"] == pytest.approx(expected["shared"], rel=2e-6, abs=0)
-        assert found["manual"] == pytest.approx(expected["manual"], rel=2e-6, abs=0)
-        torch.testing.assert_close(found["gradient"].view_as(gradient), gradient)
-        assert found["norm before"] == pytest.approx(norm, rel=1e-5)
-        assert found["norm after"] == pytest.approx(norm, rel=1e-5)
-        assert found["plain again"]
-        assert found["shapes"] == expected["shapes"]
-        assert found["tied"]
-        assert found["dicts"] == {"dict"}
-        assert found["own linear"]
-
-
 class Poisoned(Net):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return loss * float("nan") if batch_idx == 1 else loss
 
 
-def skip_steps(cluster, stage, precision):
+def train_everything(cluster, stage):
+    """Train in all ways, one after the other in one process."""
+    return {
+        **structured(stage, parts(cluster)),
+        "manual": manual_losses(DeepSpeedStrategy(stage=stage), parts(cluster)),
+        "gradients": gradients(stage, parts(cluster)),
+        "poisoned": poisoned(stage, parts(cluster)),
+        **{
+            precision: losses_of(DeepSpeedStrategy(stage=stage), Net(), parts(cluster, precision))
+            for precision in ("bf16-true", "bf16-mixed")
+        },
+    }
+
+
+def structured(stage, given):
+    linear = nn.functional.linear
+    module = Shared()
+    return {
+        "shared": losses_of(DeepSpeedStrategy(stage=stage), module, given),
+        "plain again": all(plain(parameter) for parameter in module.parameters()),
+        "shapes": [tuple(parameter.shape) for parameter in module.parameters()],
+        "tied": module.tied.weight is module.again.weight,
+        "dicts": {type(part._parameters).__name__ for part in module.modules()},
+        "own linear": nn.functional.linear is linear,
+        "compiler": "torch._inductor.compile_fx" in sys.modules,
+    }
+
+
+def gradients(stage, given):
+    net, strategy = Net(), DeepSpeedStrategy(stage=stage)
+    start(strategy, net, given)
+    optimizer = strategy.optimizers[0]
+    first = next(batches())
+    for _ in range(2):  # the first gradients are thrown away
+        optimizer.zero_grad()
+        strategy.backward(strategy.training_step(share(strategy, first), 0))
+    gradient = strategy.full_grad(net.blocks[0].up.weight).clone()
+    before = strategy.grad_norm()
+    strategy.clip_gradients(optimizer, 0.01)
+    strategy.optimizer_step(optimizer, lambda: None)
+    after = strategy.grad_norm()
+    strategy.teardown()
+    return gradient, before, after
+
+
+def poisoned(stage, given):
     records = []
     handler = logging.Handler()
     handler.emit = records.append
     logging.getLogger("dstrat_deepspeed").addHandler(handler)
     strategy = DeepSpeedStrategy(stage=stage)
-    start(strategy, Poisoned(), parts(cluster, precision))
+    start(strategy, Poisoned(), given)
     losses = train(strategy, steps=3)
     skipped = strategy.skipped_steps
     strategy.teardown()
-    return losses, skipped, [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+    logging.getLogger("dstrat_deepspeed").removeHandler(handler)
+    return losses[-1], skipped, [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_with_gradients_that_are_not_finite_is_skipped_counted_and_logged(ranks, stage):
-    for losses, skipped, logged in ranks(skip_steps, stage=stage, precision="32-true"):
-        assert losses[2] == losses[2]  # parameters stayed finite
-        assert skipped == 1
-        assert logged == ["step skipped: a gradient is not finite (1 until now)"]
+@pytest.fixture(scope="module", params=STAGES, ids="stage {}".format)
+def found(request, ranks):
+    """What each rank has found with a stage."""
+    return request.param, ranks(train_everything, stage=request.param)
 
 
-def precise_losses(cluster, stage):
-    return {
-        precision: losses_of(DeepSpeedStrategy(stage=stage), Net(), parts(cluster, precision))
-        for precision in ("bf16-true", "bf16-mixed")
-    }
+def test_losses_with_groups_shared_frozen_and_unused_parameters_are_those_of_one_device(found):
+    for rank in found[1]:
+        assert rank["shared"] == pytest.approx(single_device_losses(Shared()), rel=2e-6, abs=0)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_bf16_learns_as_one_device_does(ranks, stage):
-    mixed = single_device_losses(precision="bf16-mixed")
-    single = single_device_losses()
-    for found in ranks(precise_losses, stage=stage):
-        assert found["bf16-mixed"] == pytest.approx(mixed, rel=0.05)
-        assert found["bf16-true"] == pytest.approx(single, rel=0.05)  # parameters have eight bits
+def test_a_module_is_as_before_after_the_training(found):
+    for rank in found[1]:
+        assert rank["plain again"]
+        assert rank["shapes"] == [tuple(parameter.shape) for parameter in Shared().parameters()]
+        assert rank["tied"]
+        assert rank["dicts"] == {"dict"}
+        assert rank["own linear"]
+
+
+def test_torchs_compiler_is_not_loaded_where_nothing_is_compiled(found):
+    assert not any(rank["compiler"] for rank in found[1])
+
+
+def test_losses_with_manual_optimization_are_those_of_one_device(found):
+    expected = manual_losses(SingleDeviceStrategy(), parts())
+    for rank in found[1]:
+        assert rank["manual"] == pytest.approx(expected, rel=2e-6, abs=0)
+
+
+def test_whole_gradients_and_their_norm_are_those_of_one_device(found):
+    net = Net()
+    net.training_step(next(batches()), 0).backward()
+    expected = net.blocks[0].up.weight.grad
+    norm = float(nn.utils.get_total_norm([parameter.grad for parameter in net.parameters()]))
+    for rank in found[1]:
+        gradient, before, after = rank["gradients"]
+        torch.testing.assert_close(gradient.view_as(expected), expected)
+        assert before == pytest.approx(norm, rel=1e-5)
+        assert after == pytest.approx(norm, rel=1e-5)
+
+
+def test_where_state_is_sharded_a_step_with_gradients_that_are_not_finite_is_skipped_counted_and_logged(found):
+    stage, by_rank = found
+    for rank in by_rank:
+        last_loss, skipped, logged = rank["poisoned"]
+        assert (skipped, math.isfinite(last_loss)) == ((1, True) if stage else (0, False))
+        assert logged == ["step skipped: a gradient is not finite (1 until now)"] * skipped
+
+
+def test_bf16_learns_as_one_device_does(found):
+    mixed, single = single_device_losses(precision="bf16-mixed"), single_device_losses()
+    for rank in found[1]:
+        assert rank["bf16-mixed"] == pytest.approx(mixed, rel=0.05)
+        assert rank["bf16-true"] == pytest.approx(single, rel=0.05)  # parameters have eight bits
 
 
 class Encoder(nn.Module):
@@ -200,8 +221,6 @@ def create(cluster):
         sharded = [parameter.numel() for parameter in module.encoder.layer.linear1._parameters.plain().values()]
     left = {parameter.numel() for parameter in module.parameters()}
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
-    from deepspeed_loop import Run
-
     strategy.setup(Run(module))
     strategy.teardown()
     return sharded, left, {name: value.clone() for name, value in module.state_dict().items()}
@@ -209,27 +228,6 @@ def create(cluster):
 
 def test_layers_are_sharded_as_they_are_made_and_keep_what_their_parents_set(ranks):
     expected = {f"encoder.{name}": value for name, value in Encoder().state_dict().items()}
-    for sharded, left, state in ranks(create):
-        assert sharded == [0, 0]
-        assert left == {0}
-        torch.testing.assert_close(state, expected, rtol=0, atol=0)
-
-
-def accumulate_differently(cluster, stage):
-    """Change the number of accumulated batches during a training, as GradientAccumulationScheduler does."""
-    strategy = DeepSpeedStrategy(stage=stage)
-    start(strategy, Net(), parts(cluster), accumulate=1)
-    losses = train(strategy, steps=3) + train(strategy, steps=3, accumulate=3)
-    strategy.teardown()
-    return losses
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_accumulation_may_change_during_a_training(ranks, stage):
-    from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
-
-    strategy = SingleDeviceStrategy()
-    start(strategy, Net(), parts())
-    expected = train(strategy, steps=3) + train(strategy, steps=3, accumulate=3)
-    for losses in ranks(accumulate_differently, stage=stage):
-        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+    (*sharded, state), (*other, _) = ranks(create)
+    assert sharded == other == [[0, 0], {0}]
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)

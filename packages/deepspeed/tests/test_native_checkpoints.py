@@ -1,9 +1,11 @@
 """DeepSpeed's own checkpoints: read from real files of every stage, and written for programs without dstrat."""
 
 import pickle
+import runpy
 import shutil
-import subprocess
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.native import DeepSpeedCheckpointIO
 
 STEPS = 3
+FLOAT32, BF16, UNIVERSAL = "float32", "bf16", "universal"
 
 
 def script(cluster, out, stage, bf16=False, source=None):
@@ -44,7 +47,7 @@ def script(cluster, out, stage, bf16=False, source=None):
         assert loaded is not None
     losses = []
     for batch in batches(STEPS):
-        where = (cluster.rank, cluster.size)
+        where = (cluster.global_rank, cluster.world_size)
         own = tuple(t[where[0] :: where[1]].to(torch.bfloat16 if bf16 else torch.float32) for t in batch)
         loss = engine(own)
         engine.backward(loss)
@@ -70,9 +73,28 @@ def in_group(cluster, **arguments):
         strategy.teardown()
 
 
-def went_on(cluster, target, stage):
+def scripts(cluster, folder, stage):
+    """Save what a script trains, also in bf16, and go on from it; return the next losses."""
+    in_group(cluster, out=f"{folder}/{FLOAT32}", stage=stage)
+    if stage > 1:
+        in_group(cluster, out=f"{folder}/{BF16}", stage=stage, bf16=True)
+        if cluster.global_rank == 0:
+            convert_to_universal(Path(folder, FLOAT32, f"global_step{STEPS}"), Path(folder, UNIVERSAL))
+    return in_group(cluster, out=None, stage=stage, source=f"{folder}/{FLOAT32}") if stage else None
+
+
+def convert_to_universal(source, target):
+    """Do what ``python -m deepspeed.checkpoint.ds_to_universal`` does, but in a process that has loaded it."""
+    sys.argv[1:] = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    sys.argv += ["--input_folder", str(source), "--output_folder", str(target)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
+
+
+def went_on(cluster, target):
     """Load a converted checkpoint, and train."""
-    strategy = DeepSpeedStrategy(stage=stage)
+    strategy = DeepSpeedStrategy(stage=2)
     start(strategy, Tied(), parts(cluster))
     [optimizer] = strategy.optimizers
     state = PortableCheckpointIO().load_checkpoint(target)
@@ -84,29 +106,34 @@ def went_on(cluster, target, stage):
 
 
 @pytest.fixture(scope="module")
-def native(runner, tmp_path_factory):
+def native(ranks, tmp_path_factory):
     """Folders with checkpoints of scripts, made when they are asked for, and the losses of going on from them."""
     made = {}
 
-    def make(stage, bf16=False):
-        if (stage, bf16) not in made:
-            out = tmp_path_factory.mktemp(f"stage{stage}")
-            runner.run(Path(__file__), "in_group", 2, out=str(out), stage=stage, bf16=bf16)
-            made[stage, bf16] = out
-        return made[stage, bf16]
+    def make(stage):
+        if stage not in made:
+            folder = tmp_path_factory.mktemp(f"stage{stage}")
+            made[stage] = folder, ranks(scripts, folder=str(folder), stage=stage)[0]
+        return made[stage]
 
     return make
 
 
+def test_weights_of_stage_0_are_read_and_what_is_uncertain_is_left_out(native, caplog):
+    converted = DeepSpeedCheckpointIO().load_checkpoint(native(0)[0] / FLOAT32)
+    assert list(converted["state_dict"]) == list(Tied().state_dict())
+    assert "optimizers" not in converted
+    assert "not certain" in caplog.text
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_a_script_has_saved_is_converted_and_goes_on(ranks, native, tmp_path, stage):
-    folder = native(stage)
-    result = CliRunner().invoke(convert, [str(folder), str(tmp_path / "c")])
+    folder, expected = native(stage)
+    result = CliRunner().invoke(convert, [str(folder / FLOAT32), str(tmp_path / "c")])
     assert result.exit_code == 0, result.output
     assert "step 3, 1 optimizer" in result.output
-    expected = ranks(in_group, out=None, stage=stage, source=str(folder))
-    for found in ranks(went_on, 4, target=str(tmp_path / "c"), stage=2):
-        assert found == pytest.approx(expected[0], rel=1e-6)
+    for found in ranks(went_on, 3, target=str(tmp_path / "c")):
+        assert found == pytest.approx(expected, rel=1e-6)
     converted = PortableCheckpointIO().load_checkpoint(tmp_path / "c")
     names = [name for group in converted["optimizers"][0]["param_groups"] for name in group["params"]]
     assert sorted(names) == sorted(n for n, p in Tied().named_parameters() if p.requires_grad)
@@ -115,9 +142,9 @@ def test_what_a_script_has_saved_is_converted_and_goes_on(ranks, native, tmp_pat
     assert list(converted["state_dict"]) == list(Tied().state_dict())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, 2])
 def test_rounded_weights_come_with_their_exact_ones(native, stage):
-    converted = DeepSpeedCheckpointIO().load_checkpoint(native(stage, bf16=True))
+    converted = DeepSpeedCheckpointIO().load_checkpoint(native(stage)[0] / BF16)
     exact = converted["optimizers"][0]["fp32_weights"]
     assert len(exact) == len([p for p in Tied().parameters() if p.requires_grad])
     for name, weight in exact.items():
@@ -125,21 +152,10 @@ def test_rounded_weights_come_with_their_exact_ones(native, stage):
         assert torch.equal(weight.bfloat16(), converted["state_dict"][name])
 
 
-def test_weights_of_stage_0_are_read_and_what_is_uncertain_is_left_out(native, caplog):
-    converted = DeepSpeedCheckpointIO().load_checkpoint(native(0))
-    assert list(converted["state_dict"]) == list(Tied().state_dict())
-    assert "optimizers" not in converted
-    assert "not certain" in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_universal_checkpoint_says_the_same(native, tmp_path, stage):
-    folder = native(stage)
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
-    command += ["--num_merge_workers", "1", "--input_folder", str(folder / "global_step3")]
-    subprocess.run([*command, "--output_folder", str(tmp_path / "u")], check=True, timeout=120, capture_output=True)
-    same, universal = (DeepSpeedCheckpointIO().load_checkpoint(path) for path in (folder, tmp_path / "u"))
+@pytest.mark.parametrize("stage", [3, 2])
+def test_a_universal_checkpoint_says_the_same(native, stage):
+    folder, _ = native(stage)
+    same, universal = (DeepSpeedCheckpointIO().load_checkpoint(folder / name) for name in (FLOAT32, UNIVERSAL))
     assert_close(universal["state_dict"], same["state_dict"])
     for name, entry in same["optimizers"][0]["state"].items():
         assert_close(universal["optimizers"][0]["state"][name], entry)
@@ -153,7 +169,7 @@ class Bomb:
 @pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt"])
 def test_a_file_that_would_run_code_is_refused(native, tmp_path, monkeypatch, pattern):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(native(2), tmp_path / "c")
+    shutil.copytree(native(2)[0] / FLOAT32, tmp_path / "c")
     victim = next((tmp_path / "c" / "global_step3").glob(pattern))
     torch.save({"module": Bomb(), "optimizer_state_dict": Bomb()}, victim)
     with pytest.raises(CheckpointError, match="only tensors, plain values and DeepSpeed's own are read"):
@@ -165,7 +181,7 @@ def test_a_file_that_would_run_code_is_refused(native, tmp_path, monkeypatch, pa
 
 
 def test_damaged_and_missing_files_are_named(native, tmp_path):
-    shutil.copytree(native(2), tmp_path / "c")
+    shutil.copytree(native(2)[0] / FLOAT32, tmp_path / "c")
     [first, second] = sorted((tmp_path / "c" / "global_step3").glob("*optim_states.pt"))
     second.write_bytes(second.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=f"{second.name}' is damaged"):
@@ -183,40 +199,36 @@ def test_damaged_and_missing_files_are_named(native, tmp_path):
 
 
 def saved_natively(cluster, folder, stage):
+    """Save beside a checkpoint, and remove both; go on here and with a script, and return what came of it."""
     strategy = DeepSpeedStrategy(stage=stage, save_native=True)
     start(strategy, Tied(), parts(cluster))
     train(strategy, steps=STEPS)
-    strategy.parts = strategy.parts.__class__(
-        **{name: getattr(strategy.parts, name) for name in strategy.parts.__slots__}
-        | {"checkpoint_io": PortableCheckpointIO()}
-    )
+    strategy.parts = replace(strategy.parts, checkpoint_io=PortableCheckpointIO())
     checkpoint = {"epoch": 1, "global_step": STEPS, "state_dict": strategy.sharded_module_state()}
-    target = Path(folder, "c")
+    target = Path(folder, "f", "c")
     strategy.save_checkpoint(checkpoint, target)
     try:
         strategy.save_checkpoint(checkpoint, target)
         message = None
     except CheckpointError as error:
         message = str(error)
-    names = sorted(path.name for path in Path(folder).iterdir())
+    names = sorted(path.name for path in target.parent.iterdir())
     losses = train(strategy, steps=STEPS)
-    strategy.barrier()
-    shutil.copytree(f"{target}.deepspeed", f"{folder}-{cluster.rank}")
+    if strategy.is_global_zero:
+        shutil.copytree(f"{target}.deepspeed", f"{folder}/copy")
     strategy.barrier()
     strategy.remove_checkpoint(target)
     strategy.barrier()
-    left = sorted(path.name for path in Path(folder).iterdir())
+    left = sorted(path.name for path in target.parent.iterdir())
     strategy.teardown()
-    return losses, names, message, left
+    return losses, in_group(cluster, out=None, stage=stage, source=f"{folder}/copy"), names, message, left
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_script_without_dstrat_goes_on_from_what_was_saved_for_it(ranks, tmp_path, stage):
     (tmp_path / "f").mkdir()
-    outcomes = ranks(saved_natively, folder=str(tmp_path / "f"), stage=stage)
-    losses, names, message, left = outcomes[0]
-    assert names == ["c", "c.deepspeed", "last"]
-    assert "exists already" in message
-    assert left == []
-    for found in ranks(in_group, out=None, stage=stage, source=str(tmp_path / "f-0")):
-        assert found == losses
+    for losses, of_script, names, message, left in ranks(saved_natively, folder=str(tmp_path), stage=stage):
+        assert of_script == losses
+        assert names == ["c", "c.deepspeed", "last"]
+        assert "exists already" in message
+        assert left == []

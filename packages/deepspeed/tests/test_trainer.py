@@ -3,39 +3,33 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
+import deepspeed_program
 import pytest
 
-PROGRAM = Path(__file__).with_name("deepspeed_program.py")
 NAMES = ("deepspeed_stage_1", "deepspeed_stage_3")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What ranks 0 and 1 of each strategy have found, and one device; nothing is printed."""
-    out = tmp_path_factory.mktemp("out")
-    for strategy, devices in (("single_device", 1), *((name, 2) for name in NAMES)):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", str(PROGRAM), str(out), strategy, str(devices)],
-            capture_output=True,
-            text=True,
-            timeout=170,
-            check=False,
-            cwd=out,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == ""
-        assert done.stderr == ""
-    return {path.name: json.loads(path.read_text()) for path in out.glob("*.json")}
+def on_one_device(cluster, out):
+    deepspeed_program.train(out, "single_device", 1)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_fit_validate_test_and_predict_give_what_one_device_gives(found, name):
-    expected = found["single_device.0.json"]
-    for rank in (0, 1):
-        mine = found[f"{name}.{rank}.json"]
-        assert mine["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        assert mine["logged"] == pytest.approx(expected["logged"], rel=1e-5)
-        assert mine["predictions"] == pytest.approx(expected["predictions"], rel=1e-4, abs=1e-5)
-        assert mine["lr"] == expected["lr"]
+def test_fit_validate_test_and_predict_give_what_one_device_gives_and_print_nothing(ranks, tmp_path):
+    ranks(on_one_device, 1, out=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", deepspeed_program.__file__, str(tmp_path), "2", *NAMES],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    expected = json.loads((tmp_path / "single_device.0.json").read_text())
+    for name in NAMES:
+        for rank in (0, 1):
+            mine = json.loads((tmp_path / f"{name}.{rank}.json").read_text())
+            assert mine["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+            assert mine["logged"] == pytest.approx(expected["logged"], rel=1e-5)
+            assert mine["predictions"] == pytest.approx(expected["predictions"], rel=1e-4, abs=1e-5)
+            assert mine["lr"] == expected["lr"]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed_loop import Net, Run, parts, start
-from deepspeed_ranks import LoopbackCluster
 
 from dstrat import Trainer
 from dstrat.errors import ConflictError, RequestError
+from dstrat.testing.loopback import LoopbackCluster
 from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.config_source import PATH_VARIABLE, read_config
 from dstrat_deepspeed.prerequisites import build_folder, check_prerequisites
@@ -186,16 +186,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("expected", CASES)
-def test_what_contradicts_the_trainer_or_is_unknown_is_an_error_that_names_both_places(expected):
-    kind, options, run = CASES[expected]
+def said_of_cases(cluster):
+    """Return what is said of each case, before anything is opened."""
     load_deepspeed("cpu", logging.WARNING)
+    return [said_of(*case) for case in CASES.values()]
+
+
+def said_of(kind, options, run):
     strategy = DeepSpeedStrategy(**options)
     strategy.receive(parts(LoopbackCluster(0, 2, 0, None)))
     strategy.connect(globals()[kind]())
     with pytest.raises(RequestError) as caught:
         strategy.setup(Run(strategy.module, **run))
-    assert expected in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_contradicts_the_trainer_or_is_unknown_is_an_error_that_names_both_places(ranks):
+    for expected, said in zip(CASES, ranks(said_of_cases, 1)[0], strict=True):
+        assert expected in said
 
 
 def said_by(attempt):
@@ -223,12 +231,22 @@ def test_what_shows_in_the_first_step(ranks):
     assert "the norm of the last gradients is not known" in norm
 
 
-def test_deepspeed_says_nothing_on_stdout_and_its_log_follows_ours(caplog):
+def logged(cluster):
+    """Log through DeepSpeed; return what arrives where, and what is said of other hardware."""
     load_deepspeed("cpu", logging.INFO)
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
     logger = logging.getLogger("DeepSpeed")
-    assert not logger.handlers
-    with caplog.at_level(logging.INFO):
-        logger.info("something")
-    assert "something" in caplog.text
-    with pytest.raises(ConflictError, match="DeepSpeed was imported for 'cpu' before"):
-        load_deepspeed("cuda", logging.INFO)
+    logger.info("something")
+    os.environ.pop("DS_ACCELERATOR", None)
+    said = said_by(lambda: load_deepspeed("cuda", logging.INFO))
+    return logger.handlers, [record.getMessage() for record in records], said
+
+
+def test_deepspeed_says_nothing_on_stdout_and_its_log_follows_ours(ranks):
+    [(own_handlers, messages, said)] = ranks(logged, 1)
+    assert own_handlers == []
+    assert messages == ["something"]
+    assert "DeepSpeed was imported for 'cpu' before" in said
