@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks import each, in_ranks
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
@@ -37,29 +38,29 @@ class Place:
 def _fairscale() -> Any:
     from dstrat_fsdp import DDPShardedStrategy
 
-    return DDPShardedStrategy
+    return DDPShardedStrategy()
 
 
 def _zero(stage: int) -> Any:
     from dstrat_deepspeed import DeepSpeedStrategy
 
-    return DeepSpeedStrategy(stage=stage, start_method="fork")
+    return DeepSpeedStrategy(stage=stage)
 
 
 PLACES = [
     Place("single_device", SingleDeviceStrategy, 1),
-    *(Place(f"ddp on {n}", lambda: DDPStrategy(start_method="fork"), n) for n in (1, 2, 3, 4)),
-    *(Place(f"fsdp on {n}", lambda: FSDPStrategy(start_method="fork"), n) for n in (2, 4)),
-    Place("fsdp, two replicas", lambda: FSDPStrategy(start_method="fork", device_mesh=(2, 2)), 4),
-    Place("model_parallel", lambda: ModelParallelStrategy(start_method="fork", tensor_parallel_size=2), 4, shares=2),
-    *([Place("ddp_sharded", lambda: _fairscale()(start_method="fork"), 2)] if find_spec("fairscale") else []),
+    *(Place(f"ddp on {n}", DDPStrategy, n) for n in (1, 2, 3, 4)),
+    *(Place(f"fsdp on {n}", FSDPStrategy, n) for n in (2, 4)),
+    Place("fsdp, two replicas", partial(FSDPStrategy, device_mesh=(2, 2)), 4),
+    Place("model_parallel", partial(ModelParallelStrategy, tensor_parallel_size=2), 4, shares=2),
+    *([Place("ddp_sharded", _fairscale, 2)] if find_spec("fairscale") else []),
     *(
         Place(f"deepspeed, stage {stage} on {n}", partial(_zero, stage), n)
         for stage, n in ((0, 2), (1, 3), (2, 2), (3, 3))
         if find_spec("deepspeed")
     ),
 ]
-NAMES = [place.name for place in PLACES]
+BY_NAME = {place.name: place for place in PLACES}
 
 
 class Net(TrainModule):
@@ -84,54 +85,72 @@ class Net(TrainModule):
 
 
 class Saves(Callback):
+    """Saves in the middle, and keeps the whole weights of the end."""
+
     saves_checkpoints = runs_last = True
 
-    def __init__(self, path):
+    def __init__(self, path=None):
         self.path = path
+        self.weights = []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step == STOPPED_AT:
+        if self.path is not None and trainer.global_step == STOPPED_AT:
             trainer.save_checkpoint(self.path)
 
+    def on_fit_end(self, trainer, module):
+        self.weights = [number for value in trainer.strategy.module_state_dict().values() for number in value.flatten()]
 
-def fit(place, tmp_path, *, steps, callbacks=(), ckpt_path=None):
+
+def fit(place, cluster, folder, *, steps, save_to=None, ckpt_path=None):
+    """Train in a rank; return the whole weights, in rank 0."""
     x = torch.randn(8 * GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    module = Net()
+    callback = Saves(save_to)
     trainer = Trainer(
         accelerator="cpu",
         strategy=place.strategy(),
         devices=place.devices,
         max_steps=steps,
         gradient_clip_val=1.0,
-        plugins=[PortableCheckpointIO()],
-        callbacks=list(callbacks),
+        plugins=[PortableCheckpointIO(), *([] if place.strategy is SingleDeviceStrategy else [cluster])],
+        callbacks=callback,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        default_root_dir=tmp_path,
+        default_root_dir=folder,
     )
-    trainer.fit(
-        module, DataLoader(data, batch_size=GLOBAL_BATCH // (place.shares or place.devices)), ckpt_path=ckpt_path
-    )
+    loader = DataLoader(data, batch_size=GLOBAL_BATCH // (place.shares or place.devices))
+    trainer.fit(Net(), loader, ckpt_path=ckpt_path)
     assert trainer.global_step == steps
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    return list(map(float, callback.weights))
+
+
+def save(cluster, name, folder):
+    fit(BY_NAME[name], cluster, folder, steps=STOPPED_AT, save_to=folder / name)
+
+
+def go_on(cluster, name, origin, folder):
+    return fit(BY_NAME[name], cluster, folder, steps=STEPS, ckpt_path=folder / origin)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    return fit(PLACES[0], tmp_path_factory.mktemp("whole"), steps=STEPS)
+    return fit(PLACES[0], None, tmp_path_factory.mktemp("whole"), steps=STEPS)
 
 
-@pytest.fixture(scope="module", params=PLACES, ids=NAMES)
-def saved(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a checkpoint of each place."""
     folder = tmp_path_factory.mktemp("saved")
-    fit(request.param, folder, steps=STOPPED_AT, callbacks=[Saves(folder / "checkpoint")])
-    return folder / "checkpoint"
+    for devices in {place.devices for place in PLACES}:
+        names = [place.name for place in PLACES if place.devices == devices]
+        in_ranks(each, devices, function=save, cases={name: {"name": name, "folder": folder} for name in names})
+    return folder
 
 
-@pytest.mark.parametrize("place", PLACES, ids=NAMES)
-def test_it_goes_on_as_if_it_had_not_moved(saved, place, uninterrupted, tmp_path):
-    weights = fit(place, tmp_path, steps=STEPS, ckpt_path=saved)
-    torch.testing.assert_close(weights, uninterrupted, rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_it_goes_on_as_if_it_had_not_moved_from_anywhere(saved, name, uninterrupted):
+    cases = {origin: {"name": name, "origin": origin, "folder": saved} for origin in BY_NAME}
+    weights = in_ranks(each, BY_NAME[name].devices, function=go_on, cases=cases)[0]
+    assert weights == dict.fromkeys(BY_NAME, pytest.approx(uninterrupted, rel=1e-6, abs=1e-7))

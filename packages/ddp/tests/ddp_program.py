@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from ddp_loop import Net
+from tests.hand_loop import Net
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

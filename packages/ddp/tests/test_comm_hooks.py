@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_loop import Net, parts, single_device_losses, start, train
+from tests.hand_loop import Net, parts, single_device_losses, start, train
+from tests.ranks import each, in_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
@@ -40,53 +41,34 @@ def hooked_losses(cluster, power_sgd=None, given=None, **options):
     return losses, drift
 
 
-@pytest.fixture(scope="module")
-def expected():
-    return single_device_losses()
+SENDS = {  # what is given, and the hook whose tolerance it has
+    **{name: ({"ddp_comm_hook": name}, name) for name in ("allreduce", "fp16_compress", "bf16_compress")},
+    "powerSGD": ({"ddp_comm_hook": "powerSGD", "power_sgd": POWER_SGD}, "powerSGD"),
+    "powerSGD without a state, which begins at step 1000": ({"ddp_comm_hook": "power_sgd_hook"}, "allreduce"),
+    "fp16 around allreduce": ({"ddp_comm_hook": "allreduce", "ddp_comm_wrapper": "fp16_compress"}, "fp16_compress"),
+    "bf16 around allreduce": ({"ddp_comm_hook": "allreduce", "ddp_comm_wrapper": "bf16_compress"}, "bf16_compress"),
+    "fp16 around powerSGD": (
+        {"ddp_comm_hook": "powerSGD", "ddp_comm_wrapper": "fp16_compress", "power_sgd": POWER_SGD},
+        "powerSGD",
+    ),
+    "torch's bf16": ({"given": "bf16_compress"}, "bf16_compress"),
+    "torch's fp16": ({"given": "fp16_compress"}, "fp16_compress"),
+    "a partial": ({"given": "partial"}, "allreduce"),
+}
 
 
-def check(outcomes, expected, tolerance):
-    for losses, drift in outcomes:
-        assert losses == pytest.approx(expected, rel=tolerance)
-        assert drift == 0
-    return outcomes[0][0]
+def test_a_hook_stays_close_to_one_device_by_name_as_a_callable_and_in_a_wrapper():
+    expected = single_device_losses(Net())
+    for outcomes in in_ranks(each, function=hooked_losses, cases={name: case for name, (case, _) in SENDS.items()}):
+        for name, (losses, drift) in outcomes.items():
+            sends = SENDS[name][1]
+            assert losses == pytest.approx(expected, rel=TOLERANCES[sends]), name
+            assert (losses == pytest.approx(expected, rel=1e-6)) == (sends == "allreduce"), name  # others compress
+            assert drift == 0, name
 
 
-@pytest.mark.parametrize("name", TOLERANCES)
-def test_a_hook_by_name_stays_close_to_one_device(ranks, expected, name):
-    options = {"power_sgd": POWER_SGD} if name == "powerSGD" else {}
-    losses = check(ranks(hooked_losses, ddp_comm_hook=name, **options), expected, TOLERANCES[name])
-    assert (losses == pytest.approx(expected, rel=1e-6)) == (name == "allreduce")  # the others did compress
-
-
-@pytest.mark.parametrize("name", ["fp16_compress", "bf16_compress"])
-def test_a_wrapper_compresses_what_the_hook_sends(ranks, expected, name):
-    outcomes = ranks(hooked_losses, ddp_comm_hook="allreduce", ddp_comm_wrapper=name)
-    assert check(outcomes, expected, TOLERANCES[name]) != pytest.approx(expected, rel=1e-6)
-
-
-def test_a_wrapper_works_around_powersgd(ranks, expected):
-    check(
-        ranks(hooked_losses, ddp_comm_hook="powerSGD", ddp_comm_wrapper="fp16_compress", power_sgd=POWER_SGD),
-        expected,
-        TOLERANCES["powerSGD"],
-    )
-
-
-def test_powersgd_by_name_needs_no_state(ranks, expected):
-    check(ranks(hooked_losses, ddp_comm_hook="power_sgd_hook"), expected, 1e-6)  # it begins at step 1000
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [("bf16_compress", "bf16_compress"), ("fp16_compress", "fp16_compress"), ("partial", "allreduce")],
-)
-def test_a_hook_may_be_a_callable(ranks, expected, given, name):
-    check(ranks(hooked_losses, given=given), expected, TOLERANCES[name])
-
-
-def test_noop_leaves_each_rank_its_own_gradients(ranks, expected):
-    for _, drift in ranks(hooked_losses, ddp_comm_hook="noop")[1:]:
+def test_noop_leaves_each_rank_its_own_gradients():
+    for _, drift in in_ranks(hooked_losses, ddp_comm_hook="noop")[1:]:
         assert drift > 0
 
 
@@ -98,13 +80,14 @@ def refusal(cluster, **options):
     return str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["batched_powerSGD", "quantization_pertensor", "quantization_perchannel"])
-def test_hooks_for_gpus_are_refused_on_the_cpu(ranks, name):
-    for message in ranks(refusal, ddp_comm_hook=name):
-        assert message == (
-            f"ddp_comm_hook {name!r} runs on GPUs only; on the CPU these do: "
+def test_hooks_for_gpus_are_refused_on_the_cpu():
+    names = ("batched_powerSGD", "quantization_pertensor", "quantization_perchannel")
+    for messages in in_ranks(each, function=refusal, cases={name: {"ddp_comm_hook": name} for name in names}):
+        assert messages == {
+            name: f"ddp_comm_hook {name!r} runs on GPUs only; on the CPU these do: "
             "allreduce, bf16_compress, fp16_compress, noop, post_localSGD, powerSGD"
-        )
+            for name in names
+        }
 
 
 class OwnWrapper(torch.nn.Module):
@@ -125,8 +108,8 @@ def hook_without_taker(cluster):
     strategy.teardown()
 
 
-def test_a_wrapper_that_takes_no_hooks_is_reported(ranks):
-    ranks(hook_without_taker, 1)
+def test_a_wrapper_that_takes_no_hooks_is_reported():
+    in_ranks(hook_without_taker, 1)
 
 
 def counting_hook(state, bucket):
@@ -143,8 +126,8 @@ def sizes_seen(cluster, accumulate):
     return sum(sizes), sum(parameter.numel() for parameter in strategy.module.parameters()), dist.is_initialized()
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_hook_of_ones_own_gets_its_state_and_every_gradient_once_in_an_optimizer_step(ranks, accumulate):
-    for seen, parameters, still_open in ranks(sizes_seen, accumulate=accumulate):
-        assert seen == 3 * parameters
-        assert not still_open
+def test_a_hook_of_ones_own_gets_its_state_and_every_gradient_once_in_an_optimizer_step():
+    for found in in_ranks(each, function=sizes_seen, cases={n: {"accumulate": n} for n in (1, 4)}):
+        for seen, parameters, still_open in found.values():
+            assert seen == 3 * parameters
+            assert not still_open

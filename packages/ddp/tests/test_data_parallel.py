@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from ddp_loop import Net, batches, parts, share, single_device_losses, start, train
+from tests.hand_loop import Net, batches, parts, share, single_device_losses, start, train
+from tests.ranks import each, in_ranks
 
 from dstrat.errors import MisuseError
 from dstrat_ddp import DataParallelStrategy, DDP2Strategy
@@ -30,7 +31,7 @@ class Output:
 def test_dp_on_the_cpu_is_one_device(devices, training):
     strategy = DataParallelStrategy()
     start(strategy, Net(), parts(devices=devices))
-    assert train(strategy, **training) == single_device_losses(**training)
+    assert train(strategy, **training) == single_device_losses(Net(), **training)
     assert strategy.world_size == 1
     assert strategy.distributed_sampler_kwargs == {}
 
@@ -108,12 +109,13 @@ def ddp2_losses(cluster, **training):
     return losses, validated, places
 
 
-@pytest.mark.parametrize("training", [{}, {"accumulate": 2, "clip": 0.05}])
-def test_ddp2_on_two_machines_gives_the_losses_of_one_device(ranks, training):
-    for losses, validated, places in ranks(ddp2_losses, **training):
-        assert losses == pytest.approx(single_device_losses(**training), rel=1e-6)
-        assert validated < losses[0]
-        assert places == (2, "cpu", None, 1)
+def test_ddp2_on_two_machines_gives_the_losses_of_one_device():
+    cases = {"plain": {}, "accumulation and clipping": {"accumulate": 2, "clip": 0.05}}
+    for found in in_ranks(each, function=ddp2_losses, cases=cases):
+        for name, (losses, validated, places) in found.items():
+            assert losses == pytest.approx(single_device_losses(Net(), **cases[name]), rel=1e-6)
+            assert validated < losses[0]
+            assert places == (2, "cpu", None, 1)
 
 
 def test_ddp2_has_no_start_method_to_choose():

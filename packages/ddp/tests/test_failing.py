@@ -4,7 +4,8 @@ import os
 import time
 
 import torch.distributed as dist
-from ddp_loop import Net, batches, one_pass, parts, start
+from tests.hand_loop import Net, batches, one_pass, parts, start
+from tests.ranks import in_ranks
 from torch import nn
 
 from dstrat_ddp import DDPStrategy
@@ -40,8 +41,8 @@ def until_it_breaks(cluster, module):
     return None
 
 
-def test_when_a_rank_raises_the_others_do_not_wait_for_it(ranks):
-    (other, *closed), (culprit, *also_closed) = ranks(until_it_breaks, module="Failing")
+def test_when_a_rank_raises_the_others_do_not_wait_for_it():
+    (other, *closed), (culprit, *also_closed) = in_ranks(until_it_breaks, module="Failing")
     assert culprit == "ValueError: rank 1 had enough"
     assert other.startswith(("RuntimeError", "DistBackendError"))
     for seconds, still_open in (closed, also_closed):
@@ -49,8 +50,8 @@ def test_when_a_rank_raises_the_others_do_not_wait_for_it(ranks):
         assert not still_open
 
 
-def test_when_a_rank_dies_the_others_notice_and_can_close(ranks):
-    outcome, gone = ranks(until_it_breaks, module="Dying", may_die=(1,))
+def test_when_a_rank_dies_the_others_notice_and_can_close():
+    outcome, gone = in_ranks(until_it_breaks, module="Dying", may_die=(1,))
     message, seconds, still_open = outcome
     assert gone is None
     assert message.startswith(("RuntimeError", "DistBackendError"))
@@ -68,9 +69,9 @@ def reducer_after_an_exception(cluster):
     return had, hasattr(kept_by_a_traceback, "reducer")
 
 
-def test_what_holds_the_process_group_goes_before_it(ranks):
+def test_what_holds_the_process_group_goes_before_it():
     # Otherwise one rank in twenty hung for ever in torch, holding Python's lock, when its traceback was freed.
-    assert ranks(reducer_after_an_exception) == [(True, False)] * 2
+    assert in_ranks(reducer_after_an_exception) == [(True, False)] * 2
 
 
 def test_teardown_before_setup_and_twice_is_harmless():

@@ -1,7 +1,8 @@
 """The buckets of gradients have one layout from the first step on."""
 
 import torch
-from ddp_loop import Net, parts, start
+from tests.hand_loop import Net, parts, start
+from tests.ranks import in_ranks
 from torch import nn
 
 from dstrat_ddp import DDPStrategy
@@ -17,8 +18,8 @@ def layouts(cluster):
     return gradients, is_known
 
 
-def test_the_layout_is_known_before_the_first_step_and_no_gradient_is_left(ranks):
-    for gradients, is_known in ranks(layouts):
+def test_the_layout_is_known_before_the_first_step_and_no_gradient_is_left():
+    for gradients, is_known in in_ranks(layouts):
         assert gradients == [None] * len(gradients)
         assert is_known
 
@@ -53,19 +54,19 @@ def calls_of_hooks(cluster):
     return calls
 
 
-def test_hooks_of_the_user_are_not_called_before_the_first_step(ranks):
-    assert ranks(calls_of_hooks) == [0, 0]
+def test_hooks_of_the_user_are_not_called_before_the_first_step():
+    assert in_ranks(calls_of_hooks) == [0, 0]
 
 
 def sparse_gradients(cluster):
     strategy = DDPStrategy()
     start(strategy, Sparse(), parts(cluster))
-    strategy.backward(strategy.training_step(torch.tensor([cluster.rank])))
+    strategy.backward(strategy.training_step(torch.tensor([cluster.global_rank])))
     gradient = strategy.module.table.weight.grad.to_dense()
     strategy.teardown()
     return gradient
 
 
-def test_sparse_gradients_are_averaged(ranks):
-    for gradient in ranks(sparse_gradients):
+def test_sparse_gradients_are_averaged():
+    for gradient in in_ranks(sparse_gradients):
         assert gradient[:2].tolist() == [[0.5, 0.5], [0.5, 0.5]]

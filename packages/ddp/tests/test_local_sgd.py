@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from ddp_loop import Net, batches, one_pass, parts, single_device_losses, start, train
+from tests.hand_loop import Net, batches, one_pass, parts, single_device_losses, start, train
+from tests.ranks import each, in_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from dstrat_ddp import DDPStrategy
@@ -41,18 +42,12 @@ def drifts(cluster, averages_gradients_on_machine):
     return found, had_subgroup, state.subgroup
 
 
-def test_parameters_drift_from_the_start_on_and_meet_at_each_averaging(ranks):
-    expected = [step >= START and (step - START) % PERIOD != 0 for step in range(10)]
-    for found, had_subgroup, _ in ranks(drifts, averages_gradients_on_machine=False):
-        assert found == expected
-        assert not had_subgroup
-
-
-def test_gradients_stay_averaged_inside_a_machine(ranks):
-    for found, had_subgroup, subgroup in ranks(drifts, averages_gradients_on_machine=True):
-        assert found == [False] * 10
-        assert had_subgroup
-        assert subgroup is None  # so that the state serves another run
+def test_parameters_drift_from_the_start_on_and_meet_at_each_averaging_except_inside_a_machine():
+    drifting = [step >= START and (step - START) % PERIOD != 0 for step in range(10)]
+    cases = {inside: {"averages_gradients_on_machine": inside} for inside in (False, True)}
+    for found in in_ranks(each, function=drifts, cases=cases):
+        assert found[False][:2] == (drifting, False)
+        assert found[True] == ([False] * 10, True, None)  # no subgroup is left, so that the state serves another run
 
 
 def losses_inside_one_machine(cluster):
@@ -62,9 +57,9 @@ def losses_inside_one_machine(cluster):
     return losses
 
 
-def test_on_one_machine_it_is_plain_ddp(ranks):
-    for losses in ranks(losses_inside_one_machine):
-        assert losses == pytest.approx(single_device_losses(), rel=1e-6)
+def test_on_one_machine_it_is_plain_ddp():
+    for losses in in_ranks(losses_inside_one_machine):
+        assert losses == pytest.approx(single_device_losses(Net()), rel=1e-6)
 
 
 class TwoOptimizers(Net):
@@ -87,8 +82,8 @@ def steps_with_two_optimizers(cluster):
     return found
 
 
-def test_each_optimizer_counts_its_own_steps(ranks):
-    for found in ranks(steps_with_two_optimizers):
+def test_each_optimizer_counts_its_own_steps():
+    for found in in_ranks(steps_with_two_optimizers):
         for step, drifted in enumerate(found):
             apart = step >= START and (step - START) % PERIOD != 0
             assert drifted == [apart] * len(drifted)

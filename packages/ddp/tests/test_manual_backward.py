@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from ddp_loop import Net, batches, parts, share, start
+from tests.hand_loop import Net, batches, parts, share, start
+from tests.ranks import each, in_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -59,13 +60,14 @@ def ddp_losses(cluster, accumulate, **options):
     return manual_losses(DDPStrategy(find_unused_parameters=True), parts(cluster), accumulate)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_losses_are_those_of_one_device(ranks, world_size, accumulate):
-    expected = manual_losses(SingleDeviceStrategy(), parts(), accumulate)
-    for rank, (losses, seen) in enumerate(ranks(ddp_losses, world_size, accumulate=accumulate)):
-        assert losses == pytest.approx(expected[0], rel=1e-6)
-        assert seen == expected[1] + rank  # a step begins with the buffers of rank 0
+def test_losses_are_those_of_one_device(world_size):
+    cases = {accumulate: {"accumulate": accumulate} for accumulate in (False, True)}
+    expected = {name: manual_losses(SingleDeviceStrategy(), parts(), **case) for name, case in cases.items()}
+    for rank, found in enumerate(in_ranks(each, world_size, function=ddp_losses, cases=cases)):
+        for accumulate, (losses, seen) in found.items():
+            assert losses == pytest.approx(expected[accumulate][0], rel=1e-6)
+            assert seen == expected[accumulate][1] + rank  # a step begins with the buffers of rank 0
 
 
 class TwoOptimizers(TrainModule):

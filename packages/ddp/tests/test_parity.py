@@ -1,7 +1,8 @@
 """The losses of ddp are those of one device, with the same global batches, in float32."""
 
 import pytest
-from ddp_loop import Net, parts, single_device_losses, start, train
+from tests.hand_loop import Net, losses_of, parts, single_device_losses
+from tests.ranks import each, in_ranks
 
 from dstrat_ddp import DDPStrategy
 
@@ -13,48 +14,53 @@ KEYWORDS = {
     "a search for unused parameters": {"find_unused_parameters": True},
     "many buckets": {"bucket_cap_mb": 0.0001},
 }
+SHORT = {"steps": 6}  # enough to show a difference
 TRAINING = {
     "plain": {},
-    "accumulation": {"accumulate": 3},
-    "clipping by norm": {"clip": 0.05},
-    "clipping by value": {"clip": 0.03, "algorithm": "value"},
-    "accumulation and clipping": {"accumulate": 2, "clip": 0.05},
+    "accumulation": {"accumulate": 3, **SHORT},
+    "clipping by norm": {"clip": 0.05, **SHORT},
+    "clipping by value": {"clip": 0.03, "algorithm": "value", **SHORT},
+    "accumulation and clipping": {"accumulate": 2, "clip": 0.05, **SHORT},
 }
+OF_PRECISIONS = {"64-true": 1e-12, "bf16-mixed": 0.02, "16-mixed": 0.01}
 
 
 def ddp_losses(cluster, keywords, training, precision="32-true"):
-    strategy = DDPStrategy(**keywords)
-    start(strategy, Net(), parts(cluster, precision))
-    losses = train(strategy, **training)
-    strategy.teardown()
-    return losses
+    return losses_of(DDPStrategy(**keywords), Net(), parts(cluster, precision), **training)
 
 
 @pytest.fixture(scope="module")
 def expected():
     """Losses of one device for each way of training."""
-    losses = {name: single_device_losses(**training) for name, training in TRAINING.items()}
+    losses = {name: single_device_losses(Net(), **training) for name, training in TRAINING.items()}
     assert losses["plain"][-1] < losses["plain"][0] / 2  # it learns, so that there is something to compare
     assert len({tuple(values) for values in losses.values()}) == len(losses)  # each way makes a difference
-    return losses
+    return {name: pytest.approx(values, **TOLERANCE) for name, values in losses.items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("way", TRAINING)
-def test_losses_are_those_of_one_device(ranks, expected, world_size, way):
-    for losses in ranks(ddp_losses, world_size, keywords={}, training=TRAINING[way]):
-        assert losses == pytest.approx(expected[way], **TOLERANCE)
+def test_losses_are_those_of_one_device(expected, world_size):
+    cases = {way: {"keywords": {}, "training": training} for way, training in TRAINING.items()}
+    for losses in in_ranks(each, world_size, function=ddp_losses, cases=cases):
+        assert losses == expected
 
 
-@pytest.mark.parametrize("way", ["plain", "accumulation and clipping"])
-@pytest.mark.parametrize("keyword", KEYWORDS)
-def test_keywords_of_ddp_leave_the_losses_as_they_are(ranks, expected, keyword, way):
-    for losses in ranks(ddp_losses, keywords=KEYWORDS[keyword], training=TRAINING[way]):
-        assert losses == pytest.approx(expected[way], **TOLERANCE)
+def test_keywords_of_ddp_leave_the_losses_as_they_are(expected):
+    ways = ("plain", "accumulation and clipping")
+    cases = {
+        (name, way): {"keywords": keywords, "training": TRAINING[way]}
+        for name, keywords in KEYWORDS.items()
+        for way in ways
+    }
+    for losses in in_ranks(each, function=ddp_losses, cases=cases):
+        assert losses == {(name, way): expected[way] for name, way in cases}
 
 
-@pytest.mark.parametrize(("precision", "relative"), [("64-true", 1e-12), ("bf16-mixed", 0.02), ("16-mixed", 0.01)])
-def test_other_precisions_give_the_losses_of_one_device_in_them(ranks, precision, relative):
-    expected = single_device_losses(precision=precision, clip=0.05)
-    for losses in ranks(ddp_losses, keywords={}, training={"clip": 0.05}, precision=precision):
-        assert losses == pytest.approx(expected, rel=relative)
+def test_other_precisions_give_the_losses_of_one_device_in_them():
+    expected = {
+        precision: pytest.approx(single_device_losses(Net(), precision=precision, clip=0.05), rel=relative)
+        for precision, relative in OF_PRECISIONS.items()
+    }
+    cases = {name: {"keywords": {}, "training": {"clip": 0.05}, "precision": name} for name in OF_PRECISIONS}
+    for losses in in_ranks(each, function=ddp_losses, cases=cases):
+        assert losses == expected

@@ -1,14 +1,16 @@
 """The aliases through the Trainer, in scripts that are started as a user starts them."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-import ddp_program
 import pytest
+from packages.ddp.tests import ddp_program
 
 PROGRAM = Path(ddp_program.__file__)
+ROOT = PROGRAM.parents[3]
 
 
 def run_script(out, *runs):
@@ -21,6 +23,7 @@ def run_script(out, *runs):
         timeout=180,
         check=False,
         cwd=out,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from ddp_loop import Net, batches, one_pass, parts, share, single_device_losses, start, train
+from tests.hand_loop import Net, batches, one_pass, parts, share, single_device_losses, start, train
+from tests.ranks import each, in_ranks
 from torch import nn
 
 from dstrat.errors import MisuseError
@@ -28,8 +29,8 @@ def explanation(cluster, unused=1):
     return str(raised.value), type(raised.value.__cause__).__name__, untouched
 
 
-def test_the_error_names_them_and_the_alias_before_anything_is_applied(ranks):
-    for message, cause, untouched in ranks(explanation):
+def test_the_error_names_them_and_the_alias_before_anything_is_applied():
+    for message, cause, untouched in in_ranks(explanation):
         assert message.startswith("the loss does not depend on spare.0.weight, spare.0.bias, and ddp waits for")
         assert 'strategy="ddp_find_unused_parameters_true"' in message
         assert "DDPStrategy(find_unused_parameters=True)" in message
@@ -37,8 +38,8 @@ def test_the_error_names_them_and_the_alias_before_anything_is_applied(ranks):
         assert untouched
 
 
-def test_the_error_does_not_name_hundreds(ranks):
-    [(message, _, _)] = ranks(explanation, 1, unused=100)
+def test_the_error_does_not_name_hundreds():
+    [(message, _, _)] = in_ranks(explanation, 1, unused=100)
     assert "spare.4.bias and others, and ddp waits" in message
 
 
@@ -50,10 +51,11 @@ def losses_with(cluster, **options):
     return losses
 
 
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_they_are_found_on_request(ranks, option):
-    for losses in ranks(losses_with, **{option: True}):
-        assert losses == pytest.approx(single_device_losses(HalfUsed()), rel=1e-6)
+def test_they_are_found_on_request():
+    cases = {option: {option: True} for option in ("find_unused_parameters", "static_graph")}
+    expected = pytest.approx(single_device_losses(HalfUsed()), rel=1e-6)
+    for losses in in_ranks(each, function=losses_with, cases=cases):
+        assert losses == dict.fromkeys(cases, expected)
 
 
 class Backwards(Net):
@@ -78,8 +80,8 @@ def late_explanation(cluster):
     return str(raised.value)
 
 
-def test_a_backward_pass_around_the_strategy_is_explained_at_the_next_step(ranks):
-    for message in ranks(late_explanation):
+def test_a_backward_pass_around_the_strategy_is_explained_at_the_next_step():
+    for message in in_ranks(late_explanation):
         assert message.startswith("the loss does not depend on unused, and")
 
 
@@ -97,5 +99,5 @@ def other_error(cluster):
     return type(raised.value).__name__
 
 
-def test_other_errors_are_left_as_they_are(ranks):
-    assert ranks(other_error, 1) == ["RuntimeError"]
+def test_other_errors_are_left_as_they_are():
+    assert in_ranks(other_error, 1) == ["RuntimeError"]

@@ -4,7 +4,8 @@ import logging
 
 import pytest
 import torch
-from ddp_loop import Net, batches, one_pass, parts, share, single_device_losses, start, train
+from tests.hand_loop import Net, batches, one_pass, parts, share, single_device_losses, start, train
+from tests.ranks import each, in_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,9 +34,9 @@ def custom_wrapper(cluster):
     return losses, type(wrapper).__name__, wrapper.forwards, strategy.model is strategy.module
 
 
-def test_configure_ddp_can_wrap_in_a_class_of_ones_own(ranks):
-    for losses, name, forwards, unwrapped in ranks(custom_wrapper):
-        assert losses == pytest.approx(single_device_losses(), rel=1e-6)
+def test_configure_ddp_can_wrap_in_a_class_of_ones_own():
+    for losses, name, forwards, unwrapped in in_ranks(custom_wrapper):
+        assert losses == pytest.approx(single_device_losses(Net()), rel=1e-6)
         assert (name, forwards, unwrapped) == ("MyCustomDistributedDataParallel", 20, True)
 
 
@@ -69,9 +70,9 @@ def foreign_wrapper(cluster):
     return losses
 
 
-def test_the_wrapper_need_not_be_ddp(ranks):
-    for losses in ranks(foreign_wrapper):
-        assert losses == pytest.approx(single_device_losses(), rel=1e-6)
+def test_the_wrapper_need_not_be_ddp():
+    for losses in in_ranks(foreign_wrapper):
+        assert losses == pytest.approx(single_device_losses(Net()), rel=1e-6)
 
 
 class NotingStrategy(DDPStrategy):
@@ -88,8 +89,8 @@ def overridden_setup(cluster):
     return strategy.noted
 
 
-def test_setup_can_be_overridden(ranks):
-    assert ranks(overridden_setup) == [(True, 1), (True, 1)]
+def test_setup_can_be_overridden():
+    assert in_ranks(overridden_setup) == [(True, 1), (True, 1)]
 
 
 def evaluation(cluster, is_fitting):
@@ -104,11 +105,12 @@ def evaluation(cluster, is_fitting):
     return wrapped, losses
 
 
-@pytest.mark.parametrize("is_fitting", [True, False])
-def test_evaluation_waits_for_nobody(ranks, is_fitting):
-    for rank, (wrapped, losses) in enumerate(ranks(evaluation, is_fitting=is_fitting)):
-        assert wrapped == is_fitting
-        assert len(losses) == 3 + rank
+def test_evaluation_waits_for_nobody():
+    cases = {is_fitting: {"is_fitting": is_fitting} for is_fitting in (True, False)}
+    for rank, found in enumerate(in_ranks(each, function=evaluation, cases=cases)):
+        for is_fitting, (wrapped, losses) in found.items():
+            assert wrapped == is_fitting
+            assert len(losses) == 3 + rank
 
 
 class Frozen(Net):
@@ -137,9 +139,9 @@ def frozen_module(cluster):
     return plain, loss.requires_grad, records
 
 
-def test_a_module_without_trainable_parameters_runs_as_it_is_and_that_is_logged(ranks):
+def test_a_module_without_trainable_parameters_runs_as_it_is_and_that_is_logged():
     message = "Frozen has no trainable parameter, so that there is nothing to average"
-    assert ranks(frozen_module) == [(True, False, [message])] * 2
+    assert in_ranks(frozen_module) == [(True, False, [message])] * 2
 
 
 def unfrozen_halfway(strategy, given, accumulate):
@@ -158,14 +160,14 @@ def unfrozen_with_ddp(cluster, accumulate, options):
     return unfrozen_halfway(DDPStrategy(**options), parts(cluster), accumulate)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"ddp_comm_hook": "allreduce"}])
-def test_parameters_that_are_unfrozen_later_are_averaged_too(ranks, accumulate, options):
+def test_parameters_that_are_unfrozen_later_are_averaged_too():
     from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 
-    expected = unfrozen_halfway(SingleDeviceStrategy(), parts(), accumulate)
-    for losses in ranks(unfrozen_with_ddp, accumulate=accumulate, options=options):
-        assert losses == pytest.approx(expected, rel=1e-6)
+    options = {"plain": {}, "static": {"static_graph": True}, "hook": {"ddp_comm_hook": "allreduce"}}
+    cases = {(name, n): {"options": given, "accumulate": n} for name, given in options.items() for n in (1, 2)}
+    expected = {n: unfrozen_halfway(SingleDeviceStrategy(), parts(), n) for n in (1, 2)}
+    for losses in in_ranks(each, function=unfrozen_with_ddp, cases=cases):
+        assert losses == {(name, n): pytest.approx(expected[n], rel=1e-6) for name, n in cases}
 
 
 def ignored_parameters(cluster):
@@ -181,8 +183,8 @@ def ignored_parameters(cluster):
     return [bool((gathered[0] == gathered[1]).all()) for gathered in gradients]
 
 
-def test_parameters_that_ddp_is_told_to_ignore_are_ignored_under_their_own_names(ranks):
-    assert ranks(ignored_parameters) == [[False, True]] * 2
+def test_parameters_that_ddp_is_told_to_ignore_are_ignored_under_their_own_names():
+    assert in_ranks(ignored_parameters) == [[False, True]] * 2
 
 
 def twice(cluster):
@@ -196,8 +198,8 @@ def twice(cluster):
     return results
 
 
-def test_a_second_training_with_the_same_strategy_is_like_the_first(ranks):
-    for first, second in ranks(twice):
+def test_a_second_training_with_the_same_strategy_is_like_the_first():
+    for first, second in in_ranks(twice):
         assert first == second
 
 
@@ -219,9 +221,9 @@ def sharded_optimizer(cluster):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_state_of_an_optimizer_that_is_sharded_over_the_ranks_is_whole(ranks):
-    for losses, with_state, parameters in ranks(sharded_optimizer):
-        assert losses == pytest.approx(single_device_losses(), rel=1e-6)
+def test_the_state_of_an_optimizer_that_is_sharded_over_the_ranks_is_whole():
+    for losses, with_state, parameters in in_ranks(sharded_optimizer):
+        assert losses == pytest.approx(single_device_losses(Net()), rel=1e-6)
         assert with_state == parameters
 
 
@@ -233,8 +235,8 @@ def names(cluster):
     return found
 
 
-def test_names_of_the_state_are_the_users(ranks):
-    assert ranks(names, 1) == [[*Net().state_dict()]]
+def test_names_of_the_state_are_the_users():
+    assert in_ranks(names, 1) == [[*Net().state_dict()]]
 
 
 def shares(cluster):
@@ -243,8 +245,8 @@ def shares(cluster):
     return strategy.distributed_sampler_kwargs, float(share(strategy, next(batches()))[0].sum())
 
 
-def test_each_rank_reads_its_own_part(ranks):
-    (first, one), (second, other) = ranks(shares)
+def test_each_rank_reads_its_own_part():
+    (first, one), (second, other) = in_ranks(shares)
     assert first == {"num_replicas": 2, "rank": 0}
     assert second == {"num_replicas": 2, "rank": 1}
     assert one != other

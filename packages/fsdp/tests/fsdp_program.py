@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from fsdp_loop import Net
+from tests.hand_loop import BlockNet
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,7 +28,7 @@ class Model(TrainModule):
 
     def configure_model(self):
         if self.net is None:
-            self.net = Net()
+            self.net = BlockNet()
         if self.splits:
             for block in self.net.blocks:
                 mesh = self.device_mesh["tensor_parallel"]

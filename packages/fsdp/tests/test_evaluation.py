@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from fsdp_loop import Net, batches, parts, share, start, train
+from tests.hand_loop import BlockNet, batches, parts, share, start, train
+from tests.ranks import each, in_ranks
 from torch.distributed.tensor import DTensor
 
 from dstrat_fsdp import FSDPStrategy
@@ -10,7 +11,7 @@ from dstrat_fsdp import FSDPStrategy
 STEPS = ("validation_step", "test_step", "predict_step")
 
 
-class Watching(Net):
+class Watching(BlockNet):
     """Notes how many parameters are gathered while its last layer runs."""
 
     def __init__(self):
@@ -45,15 +46,18 @@ def evaluated(cluster, is_fitting, options):
     return losses, max(module.gathered[:9]), outside
 
 
-@pytest.mark.parametrize("is_fitting", [False, True])
-@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}])
-def test_values_are_those_of_one_device_and_the_module_is_never_gathered_whole(ranks, is_fitting, options):
-    alone = Net()
+def test_values_are_those_of_one_device_and_the_module_is_never_gathered_whole():
+    alone = BlockNet()
     with torch.no_grad():
         expected = [float(alone.validation_step(batch, 0)) for batch in batches(3)]
-    for losses, gathered, outside in ranks(evaluated, is_fitting=is_fitting, options=options):
-        for found in losses[:3]:
-            assert found == pytest.approx(expected, rel=1e-6)
-        assert gathered == outside
-        if is_fitting:
-            assert losses[3][0] == pytest.approx(expected[0], rel=1e-6)
+    cases = {
+        (is_fitting, sharding): {"is_fitting": is_fitting, "options": {"sharding_strategy": sharding}}
+        for is_fitting in (False, True)
+        for sharding in ("FULL_SHARD", "SHARD_GRAD_OP")
+    }
+    for found in in_ranks(each, function=evaluated, cases=cases):
+        for (is_fitting, _), (losses, gathered, outside) in found.items():
+            assert losses[:3] == [pytest.approx(expected, rel=1e-6)] * 3
+            assert gathered == outside
+            if is_fitting:
+                assert losses[3][0] == pytest.approx(expected[0], rel=1e-6)

@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from fsdp_loop import Net, batches, one_pass, parts, start
+from tests.hand_loop import BlockNet, batches, one_pass, parts, start
+from tests.ranks import in_ranks
 from torch import nn
 
 from dstrat_fsdp import FSDPStrategy
 
 
-class Failing(Net):
+class Failing(BlockNet):
     def training_step(self, batch, batch_idx):
         if batch_idx == 3 and dist.get_rank() == 1:
             raise ValueError("rank 1 had enough")
         return super().training_step(batch, batch_idx)
 
 
-class Dying(Net):
+class Dying(BlockNet):
     def training_step(self, batch, batch_idx):
         if batch_idx == 3 and dist.get_rank() == 1:
             os._exit(3)
@@ -43,8 +44,8 @@ def until_it_breaks(cluster, module):
     return None
 
 
-def test_when_a_rank_raises_the_others_do_not_wait_for_it(ranks):
-    (other, *closed), (culprit, *also_closed) = ranks(until_it_breaks, module="Failing")
+def test_when_a_rank_raises_the_others_do_not_wait_for_it():
+    (other, *closed), (culprit, *also_closed) = in_ranks(until_it_breaks, module="Failing")
     assert culprit == "ValueError: rank 1 had enough"
     assert other.startswith(("RuntimeError", "DistBackendError"))
     for seconds, still_open in (closed, also_closed):
@@ -52,8 +53,8 @@ def test_when_a_rank_raises_the_others_do_not_wait_for_it(ranks):
         assert not still_open
 
 
-def test_when_a_rank_dies_the_others_notice_and_can_close(ranks):
-    outcome, gone = ranks(until_it_breaks, module="Dying", may_die=(1,))
+def test_when_a_rank_dies_the_others_notice_and_can_close():
+    outcome, gone = in_ranks(until_it_breaks, module="Dying", may_die=(1,))
     message, seconds, still_open = outcome
     assert gone is None
     assert message.startswith(("RuntimeError", "DistBackendError"))
@@ -72,7 +73,7 @@ def test_teardown_before_setup_and_twice_is_harmless():
     assert strategy.model is strategy.module
 
 
-class Hanging(Net):
+class Hanging(BlockNet):
     """Rank 1 hangs until the other has told that it waits no longer."""
 
     told = None
@@ -103,6 +104,6 @@ def until_it_times_out(cluster, device_mesh, told):
 
 
 @pytest.mark.parametrize("device_mesh", [None, (1, 2)])
-def test_a_rank_that_hangs_is_waited_for_as_long_as_was_asked_on_every_mesh(ranks, device_mesh, tmp_path):
-    waited, _ = ranks(until_it_times_out, device_mesh=device_mesh, told=str(tmp_path / "told"))
+def test_a_rank_that_hangs_is_waited_for_as_long_as_was_asked_on_every_mesh(device_mesh, tmp_path):
+    waited, _ = in_ranks(until_it_times_out, device_mesh=device_mesh, told=str(tmp_path / "told"))
     assert 1.5 < waited < 20

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 import torch
-from fsdp_loop import Net, Run, batches, one_pass, parts, single_device_losses, start, train
+from tests.hand_loop import BlockNet, Run, batches, losses_of, one_pass, parts, single_device_losses, start, train
+from tests.ranks import each, in_ranks
 
 from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, MisuseError, RequestError
@@ -18,29 +19,28 @@ with warnings.catch_warnings():
     pytest.importorskip("fairscale", reason="needs the extra dstrat-fsdp[fairscale]")
     from dstrat_fsdp import DDPFullyShardedStrategy, DDPShardedStrategy, DDPSpawnShardedStrategy
 
+SHORT = {"steps": 6}  # enough to show a difference
 TRAINING = {
     "plain": {},
-    "accumulation": {"accumulate": 3},
-    "clipping by norm": {"clip": 0.05},
-    "clipping by value": {"clip": 0.03, "algorithm": "value"},
-    "accumulation and clipping": {"accumulate": 2, "clip": 0.05},
+    "accumulation": {"accumulate": 3, **SHORT},
+    "clipping by norm": {"clip": 0.05, **SHORT},
+    "clipping by value": {"clip": 0.03, "algorithm": "value", **SHORT},
+    "accumulation and clipping": {"accumulate": 2, "clip": 0.05, **SHORT},
 }
 
 
-def losses(cluster, training, **options):
-    strategy = DDPShardedStrategy(**options)
-    start(strategy, Net(), parts(cluster))
-    found = train(strategy, **training)
-    strategy.teardown()
-    return found
+def losses(cluster, training):
+    return losses_of(DDPShardedStrategy(), BlockNet(), parts(cluster), **training)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("way", TRAINING)
-def test_losses_are_those_of_one_device(ranks, world_size, way):
-    expected = single_device_losses(**TRAINING[way])
-    for found in ranks(losses, world_size, training=TRAINING[way]):
-        assert found == pytest.approx(expected, rel=1e-6)
+def test_losses_are_those_of_one_device(world_size):
+    cases = {way: {"training": training} for way, training in TRAINING.items()}
+    expected = {
+        way: pytest.approx(single_device_losses(BlockNet(), **training), rel=1e-6) for way, training in TRAINING.items()
+    }
+    for found in in_ranks(each, world_size, function=losses, cases=cases):
+        assert found == expected
 
 
 class WithScheduler(Run):
@@ -55,7 +55,7 @@ class WithScheduler(Run):
 def scheduled(cluster):
     strategy = DDPShardedStrategy() if cluster else SingleDeviceStrategy()
     strategy.receive(parts(cluster))
-    strategy.connect(Net())
+    strategy.connect(BlockNet())
     strategy.setup_environment()
     strategy.setup(WithScheduler(strategy.module))
     found = []
@@ -69,15 +69,15 @@ def scheduled(cluster):
     return found
 
 
-def test_schedulers_belong_to_the_sharded_optimizer(ranks):
+def test_schedulers_belong_to_the_sharded_optimizer():
     expected = scheduled(None)
-    for found in ranks(scheduled):
+    for found in in_ranks(scheduled):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
 def saved(cluster):
     strategy = DDPShardedStrategy()
-    start(strategy, Net(), parts(cluster))
+    start(strategy, BlockNet(), parts(cluster))
     train(strategy, steps=5)
     [optimizer] = strategy.optimizers
     held = sum(value.numel() for entry in optimizer.optim.state.values() for value in entry.values())
@@ -91,7 +91,7 @@ def saved(cluster):
 
 def resumed(cluster, state, optimizer):
     strategy = DDPShardedStrategy()
-    start(strategy, Net(), parts(cluster))
+    start(strategy, BlockNet(), parts(cluster))
     strategy.load_module_state_dict(state)
     strategy.load_optimizer_state(strategy.optimizers[0], optimizer if strategy.is_global_zero else {})
     found = train(strategy, steps=5)
@@ -99,13 +99,13 @@ def resumed(cluster, state, optimizer):
     return found
 
 
-def test_the_state_is_that_of_one_device_and_each_rank_holds_a_share(ranks):
+def test_the_state_is_that_of_one_device_and_each_rank_holds_a_share():
     alone = SingleDeviceStrategy()
-    start(alone, Net(), parts())
+    start(alone, BlockNet(), parts())
     train(alone, steps=5)
     expected_state = copy.deepcopy(alone.optimizer_state(alone.optimizers[0])["state"])
     expected = train(alone, steps=5)
-    (written, held, first), (other, held_too, _) = ranks(saved)
+    (written, held, first), (other, held_too, _) = in_ranks(saved)
     state, optimizer = torch.load(io.BytesIO(written))
     assert torch.load(io.BytesIO(other))[1] == {}
     assert optimizer["state"].keys() == expected_state.keys()
@@ -115,7 +115,7 @@ def test_the_state_is_that_of_one_device_and_each_rank_holds_a_share(ranks):
     assert held + held_too == whole
     assert max(held, held_too) < 0.6 * whole
     assert first == pytest.approx(expected, rel=1e-6)
-    for found in ranks(resumed, state=state, optimizer=optimizer):
+    for found in in_ranks(resumed, state=state, optimizer=optimizer):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
@@ -123,7 +123,7 @@ def manual(cluster):
     """Two backward passes in one step."""
     strategy = DDPShardedStrategy() if cluster else SingleDeviceStrategy()
 
-    class Manual(Net):
+    class Manual(BlockNet):
         def training_step(self, batch, batch_idx):
             found = []
             [optimizer] = strategy.optimizers
@@ -145,9 +145,9 @@ def manual(cluster):
     return found
 
 
-def test_several_backward_passes_in_a_step_are_all_reduced(ranks):
+def test_several_backward_passes_in_a_step_are_all_reduced():
     expected = manual(None)
-    for found in ranks(manual):
+    for found in in_ranks(manual):
         assert found == pytest.approx(expected, rel=1e-6)
 
 

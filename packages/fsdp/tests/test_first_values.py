@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from fsdp_loop import Net, Run, parts, single_device_losses, train
+from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
+from tests.ranks import each, in_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from dstrat.errors import MisuseError
 from dstrat_fsdp import FSDPStrategy
+
+STEPS = 6
 
 
 def without_memory(strategy, module_class, cluster, shards_itself=False):
@@ -26,12 +29,12 @@ def without_memory(strategy, module_class, cluster, shards_itself=False):
 def trained_from_meta(cluster, module, shards_itself=False, **options):
     strategy = FSDPStrategy(**options)
     without_memory(strategy, globals()[module], cluster, shards_itself)
-    losses = train(strategy)
+    losses = train(strategy, steps=STEPS)
     strategy.teardown()
     return losses
 
 
-class Tied(Net):
+class Tied(BlockNet):
     def __init__(self):
         super().__init__()
         self.other = nn.Linear(6, 10)
@@ -41,22 +44,27 @@ class Tied(Net):
         return super().layers(x) + self.other(x).sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize("module", ["Net", "Tied"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_parameters_that_were_made_without_memory_have_the_values_of_one_device(ranks, module, world_size):
-    expected = single_device_losses(globals()[module]())
-    for losses in ranks(trained_from_meta, world_size, module=module):
-        assert losses == pytest.approx(expected, rel=1e-6)
+FROM_META = {
+    2: {"Net": {"module": "BlockNet"}, "tied": {"module": "Tied"}},
+    4: {
+        "Net": {"module": "BlockNet"},
+        "tied": {"module": "Tied"},
+        "two replicas": {"module": "BlockNet", "device_mesh": (2, 2)},
+        "offloaded": {"module": "BlockNet", "cpu_offload": True},
+        "shards itself": {"module": "BlockNet", "shards_itself": True},
+    },
+}
 
 
-@pytest.mark.parametrize("options", [{"device_mesh": (2, 2)}, {"cpu_offload": True}, {"shards_itself": True}])
-def test_so_have_they_on_any_mesh_and_where_the_module_shards_itself(ranks, options):
-    expected = single_device_losses()
-    for losses in ranks(trained_from_meta, 4, module="Net", **options):
-        assert losses == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize("world_size", FROM_META)
+def test_parameters_that_were_made_without_memory_have_the_values_of_one_device(world_size):
+    cases = FROM_META[world_size]
+    expected = {name: single_device_losses(globals()[case["module"]](), steps=STEPS) for name, case in cases.items()}
+    for losses in in_ranks(each, world_size, function=trained_from_meta, cases=cases):
+        assert losses == {name: pytest.approx(values, rel=1e-6) for name, values in expected.items()}
 
 
-class Different(Net):
+class Different(BlockNet):
     def __init__(self):
         super().__init__()
         rank = torch.distributed.get_rank()
@@ -79,9 +87,9 @@ def shards_of_different_modules(cluster):
     return [tensor.tolist() for tensor in whole], seen
 
 
-def test_every_shard_is_that_of_rank_0(ranks):
-    expected = [parameter.detach().tolist() for parameter in Net().parameters()]
-    assert ranks(shards_of_different_modules) == [(expected, 0.0)] * 2
+def test_every_shard_is_that_of_rank_0():
+    expected = [parameter.detach().tolist() for parameter in BlockNet().parameters()]
+    assert in_ranks(shards_of_different_modules) == [(expected, 0.0)] * 2
 
 
 class Raw(nn.Module):
@@ -99,8 +107,8 @@ def nothing_computes_it(cluster):
     return None
 
 
-def test_a_layer_that_cannot_compute_its_values_is_named(ranks):
-    [message] = ranks(nothing_computes_it, 1)
+def test_a_layer_that_cannot_compute_its_values_is_named():
+    [message] = in_ranks(nothing_computes_it, 1)
     assert message == (
         "Raw was made without memory, and nothing computes the first values of its 'scale': "
         "give it a method reset_parameters(self)"

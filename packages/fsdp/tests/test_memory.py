@@ -4,14 +4,15 @@ import gc
 
 import pytest
 import torch
-from fsdp_loop import Block, Net, Run, parts
+from tests.hand_loop import Block, BlockNet, Run, parts
+from tests.ranks import each, in_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dstrat_fsdp import FSDPStrategy
 
 
-class Wide(Net):
+class Wide(BlockNet):
     """Eight blocks, each of 99 % of an eighth of the parameters."""
 
     def __init__(self):
@@ -43,16 +44,21 @@ def live_numbers():
     return sum(found.values())
 
 
+def forget_older_tensors():
+    gc.collect()
+    gc.freeze()
+
+
 def most_while_building(cluster):
     most = 0
-    before = live_numbers()
+    forget_older_tensors()
 
     class Watching(nn.Linear):
         def reset_parameters(self):
             nonlocal most
             super().reset_parameters()
             if not self.weight.is_meta:
-                most = max(most, live_numbers() - before)
+                most = max(most, live_numbers())
 
     plain = nn.Linear
     nn.Linear = Watching
@@ -63,19 +69,19 @@ def most_while_building(cluster):
         nn.Linear = plain
     numel = sum(parameter.numel() for parameter in module.parameters())
     block = sum(parameter.numel() for parameter in module.blocks[0].parameters())
-    after = live_numbers() - before
+    after = live_numbers()
     strategy.teardown()
     return most, after, numel, block
 
 
-def test_a_rank_never_holds_more_than_its_shard_and_one_block(ranks):
-    for most, after, numel, block in ranks(most_while_building, 4):
+def test_a_rank_never_holds_more_than_its_shard_and_one_block():
+    for most, after, numel, block in in_ranks(most_while_building, 4):
         assert 0 < most <= 1.05 * numel / 4 + block
         assert after <= 1.05 * numel / 4
 
 
 def after_steps(cluster, options):
-    before = live_numbers()
+    forget_older_tensors()
     strategy = FSDPStrategy(**options)
     module = set_up(strategy, cluster)
     [optimizer] = strategy.optimizers
@@ -84,18 +90,22 @@ def after_steps(cluster, options):
         optimizer.zero_grad()
         strategy.backward(strategy.training_step((inputs, inputs[:, :3]), index))
         strategy.optimizer_step(optimizer, lambda: None)
-    held = live_numbers() - before
+    held = live_numbers()
     numel = sum(parameter.numel() for parameter in module.parameters())
     strategy.teardown()
     return held, 4 * numel  # parameters, gradients, and two numbers of the optimizer
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options", "shards"),
-    [(2, {}, 2), (4, {}, 4), (4, {"device_mesh": (2, 2)}, 2), (2, {"cpu_offload": True}, 2)],
-)
-def test_a_rank_that_trains_holds_its_share_of_parameters_gradients_and_optimizer_state(
-    ranks, world_size, options, shards
-):
-    for held, whole in ranks(after_steps, world_size, options=options):
-        assert 0.95 * whole / shards < held <= 1.05 * whole / shards
+SHARDS = {
+    2: {"plain": ({}, 2), "offloaded": ({"cpu_offload": True}, 2)},
+    4: {"plain": ({}, 4), "two replicas": ({"device_mesh": (2, 2)}, 2)},
+}
+
+
+@pytest.mark.parametrize("world_size", SHARDS)
+def test_a_rank_that_trains_holds_its_share_of_parameters_gradients_and_optimizer_state(world_size):
+    cases = {name: {"options": options} for name, (options, _) in SHARDS[world_size].items()}
+    for found in in_ranks(each, world_size, function=after_steps, cases=cases):
+        for name, (held, whole) in found.items():
+            shards = SHARDS[world_size][name][1]
+            assert 0.95 * whole / shards < held <= 1.05 * whole / shards, name

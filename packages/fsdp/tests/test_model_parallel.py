@@ -2,17 +2,19 @@
 
 import pytest
 import torch
-from fsdp_loop import Net, Run, parts, single_device_losses, train
+from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
+from tests.ranks import each, in_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dstrat_fsdp import ModelParallelStrategy
 
+SHORT = {"steps": 6}  # enough to show a difference
 TRAINING = {
     "plain": {},
-    "accumulation": {"accumulate": 3},
-    "clipping by norm": {"clip": 0.05},
-    "clipping by value": {"clip": 0.03, "algorithm": "value"},
+    "accumulation": {"accumulate": 3, **SHORT},
+    "clipping by norm": {"clip": 0.05, **SHORT},
+    "clipping by value": {"clip": 0.03, "algorithm": "value", **SHORT},
 }
 
 
@@ -34,9 +36,9 @@ def started(cluster, configure=split, meta=False, **options):
     strategy.setup_environment()
     if meta:
         with strategy.model_sharded_context():
-            module = Net()
+            module = BlockNet()
     else:
-        module = Net()
+        module = BlockNet()
     configure(module, strategy.device_mesh)
     strategy.connect(module)
     strategy.setup(Run(module))
@@ -50,33 +52,35 @@ def losses(cluster, training, configure="split", meta=False, **options):
     return found
 
 
-@pytest.mark.parametrize("way", TRAINING)
-def test_losses_on_two_by_two_are_those_of_one_device(ranks, way):
-    expected = single_device_losses(**TRAINING[way])
-    for found in ranks(losses, 4, training=TRAINING[way], tensor_parallel_size=2):
-        assert found == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize(("data", "tensor"), [(1, 2), (2, 1)])
-def test_either_dimension_may_be_one(ranks, data, tensor):
-    expected = single_device_losses()
-    configure = "split" if tensor > 1 else "nothing"
-    for found in ranks(losses, training={}, configure=configure, data_parallel_size=data, tensor_parallel_size=tensor):
-        assert found == pytest.approx(expected, rel=1e-6)
-
-
 def nothing(module, mesh):
     pass
 
 
-@pytest.mark.parametrize("meta", [False, True])
-def test_a_module_may_shard_itself(ranks, meta):
-    expected = single_device_losses()
-    for found in ranks(losses, 4, training={}, configure="split_and_shard", meta=meta, tensor_parallel_size=2):
-        assert found == pytest.approx(expected, rel=1e-6)
+def test_losses_on_two_by_two_are_those_of_one_device_also_where_the_module_shards_itself():
+    itself = {"configure": "split_and_shard", "training": SHORT}
+    cases = {
+        **{way: {"training": training} for way, training in TRAINING.items()},
+        "shards itself": {**itself, "meta": False},
+        "shards itself, made without memory": {**itself, "meta": True},
+    }
+    expected = {name: single_device_losses(BlockNet(), **case["training"]) for name, case in cases.items()}
+    for case in cases.values():
+        case["tensor_parallel_size"] = 2
+    for found in in_ranks(each, 4, function=losses, cases=cases):
+        assert found == {name: pytest.approx(values, rel=1e-6) for name, values in expected.items()}
 
 
-class Different(Net):
+def test_either_dimension_may_be_one():
+    cases = {
+        "tensors": {"training": SHORT, "data_parallel_size": 1, "tensor_parallel_size": 2},
+        "data": {"training": SHORT, "configure": "nothing", "data_parallel_size": 2, "tensor_parallel_size": 1},
+    }
+    expected = pytest.approx(single_device_losses(BlockNet(), **SHORT), rel=1e-6)
+    for found in in_ranks(each, function=losses, cases=cases):
+        assert found == dict.fromkeys(cases, expected)
+
+
+class Different(BlockNet):
     def __init__(self):
         super().__init__()
         rank = torch.distributed.get_rank()
@@ -98,9 +102,9 @@ def values_of_different_modules(cluster):
     return whole
 
 
-def test_every_shard_and_every_part_is_that_of_rank_0(ranks):
-    expected = [parameter.detach().tolist() for parameter in Net().parameters()]
-    assert ranks(values_of_different_modules, 4) == [expected] * 4
+def test_every_shard_and_every_part_is_that_of_rank_0():
+    expected = [parameter.detach().tolist() for parameter in BlockNet().parameters()]
+    assert in_ranks(values_of_different_modules, 4) == [expected] * 4
 
 
 def what_is_shared(cluster):
@@ -116,8 +120,8 @@ def what_is_shared(cluster):
     return state
 
 
-def test_ranks_that_share_a_batch_read_the_same_part_and_count_once(ranks):
-    for rank, (share, reduced, whole, votes) in enumerate(ranks(what_is_shared, 4)):
+def test_ranks_that_share_a_batch_read_the_same_part_and_count_once():
+    for rank, (share, reduced, whole, votes) in enumerate(in_ranks(what_is_shared, 4)):
         assert share == {"num_replicas": 2, "rank": rank // 2}
         assert reduced == [3.0, 1.5, 2.0]
         assert whole == 3

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from fsdp_loop import Net, batches, one_pass, parts, start, train
+from tests.hand_loop import BlockNet, batches, one_pass, parts, start, train
+from tests.ranks import each, in_ranks
 from torch.distributed.fsdp import MixedPrecision as EarlierPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -31,7 +32,7 @@ def given(cluster, flag):
 
 def trained(cluster, precision):
     strategy = FSDPStrategy()
-    start(strategy, Net(), given(cluster, precision))
+    start(strategy, BlockNet(), given(cluster, precision))
     seen = []
     strategy.module.blocks[0].up.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight.dtype))
     losses = train(strategy, steps=STEPS, clip=0.5)
@@ -41,25 +42,29 @@ def trained(cluster, precision):
     return losses, {str(dtype) for dtype in seen}, kept
 
 
-@pytest.mark.parametrize(
-    ("precision", "kept", "tolerance"),
-    [("bf16-true", "bfloat16", 0.1), ("bf16-mixed", "float32", 0.05), ("16-mixed", "float32", 0.02)],
-)
-def test_losses_are_near_those_of_one_device_and_parameters_are_gathered_in_the_dtype_of_computation(
-    ranks, precision, kept, tolerance
-):
-    alone = SingleDeviceStrategy()
-    start(alone, Net(), given(None, precision))
-    expected = train(alone, steps=STEPS, clip=0.5)
-    computed = "torch.float16" if precision == "16-mixed" else "torch.bfloat16"
-    for losses, gathered, kept_in in ranks(trained, precision=precision):
-        assert losses == pytest.approx(expected, rel=tolerance)
-        assert losses[-1] < losses[0]
-        assert gathered == {computed}
-        assert kept_in == {f"torch.{kept}"}
+PRECISIONS = {  # the dtype of parameters, and of computation, and how near losses are
+    "bf16-true": ("torch.bfloat16", "torch.bfloat16", 0.1),
+    "bf16-mixed": ("torch.float32", "torch.bfloat16", 0.05),
+    "16-mixed": ("torch.float32", "torch.float16", 0.02),
+}
 
 
-class Overflowing(Net):
+def test_losses_are_near_those_of_one_device_and_parameters_are_gathered_in_the_dtype_of_computation():
+    expected = {}
+    for precision in PRECISIONS:
+        alone = SingleDeviceStrategy()
+        start(alone, BlockNet(), given(None, precision))
+        expected[precision] = train(alone, steps=STEPS, clip=0.5)
+    for found in in_ranks(each, function=trained, cases={name: {"precision": name} for name in PRECISIONS}):
+        for precision, (losses, gathered, kept_in) in found.items():
+            kept, computed, tolerance = PRECISIONS[precision]
+            assert losses == pytest.approx(expected[precision], rel=tolerance)
+            assert losses[-1] < losses[0]
+            assert gathered == {computed}
+            assert kept_in == {kept}
+
+
+class Overflowing(BlockNet):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return loss + 1e9 * self.last.bias[0] if batch_idx == 1 else loss  # rank 0 has this value's gradient
@@ -78,8 +83,8 @@ def weights_after_an_overflow(cluster):
     return found
 
 
-def test_a_step_that_overflows_in_the_shard_of_one_rank_is_skipped_on_all(ranks):
-    first, second = ranks(weights_after_an_overflow)
+def test_a_step_that_overflows_in_the_shard_of_one_rank_is_skipped_on_all():
+    first, second = in_ranks(weights_after_an_overflow)
     assert first == second
     assert first[0] == first[1] != first[2]
 

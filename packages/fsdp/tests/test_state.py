@@ -5,7 +5,8 @@ import io
 
 import pytest
 import torch
-from fsdp_loop import Net, parts, single_device_losses, start, train
+from tests.hand_loop import BlockNet, parts, single_device_losses, start, train
+from tests.ranks import each, in_ranks
 from torch.distributed.tensor import DTensor
 
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
@@ -14,14 +15,14 @@ from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat_fsdp import FSDPStrategy
 
-MORE = {"steps": 5}
+MORE = {"steps": 3}
 
 
 @pytest.fixture(scope="module")
 def trained():
     """State of one device after some steps, and its losses in the next ones."""
     strategy = SingleDeviceStrategy()
-    start(strategy, Net(), parts())
+    start(strategy, BlockNet(), parts())
     train(strategy, **MORE)
     state = {name: value.clone() for name, value in strategy.module_state_dict().items()}
     [optimizer] = strategy.optimizers
@@ -31,7 +32,7 @@ def trained():
 
 def saved(cluster, options):
     strategy = FSDPStrategy(**options)
-    start(strategy, Net(), parts(cluster))
+    start(strategy, BlockNet(), parts(cluster))
     train(strategy, **MORE)
     state, optimizer = strategy.module_state_dict(), strategy.optimizer_state(strategy.optimizers[0])
     strategy.teardown()
@@ -49,19 +50,24 @@ def assert_close(found, expected):
             torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("options", [{}, {"device_mesh": (2, 2)}, {"cpu_offload": True}])
-def test_the_whole_state_is_that_of_one_device_and_on_rank_0_only(ranks, trained, options):
+WAYS = {"plain": {}, "two replicas": {"device_mesh": (2, 2)}, "offloaded": {"cpu_offload": True}}
+
+
+def test_the_whole_state_is_that_of_one_device_and_on_rank_0_only(trained):
     state, optimizer, _ = trained
-    (whole, whole_optimizer), *others = [torch.load(io.BytesIO(w)) for w in ranks(saved, 4, options=options)]
-    assert_close(whole, state)
-    assert_close(whole_optimizer["state"], optimizer["state"])
-    assert whole_optimizer["param_groups"][0]["params"] == optimizer["param_groups"][0]["params"]
-    assert others == [({}, {})] * 3
+    cases = {name: {"options": options} for name, options in WAYS.items()}
+    first, *others = in_ranks(each, 4, function=saved, cases=cases)
+    for name in WAYS:
+        whole, whole_optimizer = torch.load(io.BytesIO(first[name]))
+        assert_close(whole, state)
+        assert_close(whole_optimizer["state"], optimizer["state"])
+        assert whole_optimizer["param_groups"][0]["params"] == optimizer["param_groups"][0]["params"]
+        assert [torch.load(io.BytesIO(other[name])) for other in others] == [({}, {})] * 3
 
 
 def resumed(cluster, state, optimizer, options):
     strategy = FSDPStrategy(**options)
-    start(strategy, Net(), parts(cluster))
+    start(strategy, BlockNet(), parts(cluster))
     on_rank_0 = strategy.is_global_zero
     strategy.load_module_state_dict(state if on_rank_0 else {})
     strategy.load_optimizer_state(strategy.optimizers[0], optimizer if on_rank_0 else {})
@@ -70,16 +76,16 @@ def resumed(cluster, state, optimizer, options):
     return losses
 
 
-@pytest.mark.parametrize("options", [{}, {"device_mesh": (2, 2)}, {"cpu_offload": True}])
-def test_a_whole_state_of_rank_0_is_dealt_out(ranks, trained, options):
+def test_a_whole_state_of_rank_0_is_dealt_out(trained):
     state, optimizer, expected = trained
-    for losses in ranks(resumed, 4, state=state, optimizer=optimizer, options=options):
-        assert losses == pytest.approx(expected, rel=1e-6)
+    cases = {name: {"state": state, "optimizer": optimizer, "options": options} for name, options in WAYS.items()}
+    for losses in in_ranks(each, 4, function=resumed, cases=cases):
+        assert losses == dict.fromkeys(WAYS, pytest.approx(expected, rel=1e-6))
 
 
 def misfit(cluster, state, strict=True):
     strategy = FSDPStrategy()
-    start(strategy, Net(), parts(cluster))
+    start(strategy, BlockNet(), parts(cluster))
     try:
         strategy.load_module_state_dict(state, strict=strict)
     except CheckpointError as error:
@@ -89,20 +95,26 @@ def misfit(cluster, state, strict=True):
     return None
 
 
-def test_a_state_that_does_not_fit_is_refused_on_every_rank(ranks, trained):
+def test_a_state_that_does_not_fit_is_refused_on_every_rank(trained):
     state = dict(trained[0])
     del state["last.bias"]
     state["extra"] = torch.zeros(1)
-    [message, same] = ranks(misfit, state=state)
-    assert message == same == "the state does not fit the module: missing ['last.bias'], unexpected ['extra']"
-    assert ranks(misfit, 1, state=state, strict=False) == [None]
-    [message] = ranks(misfit, 1, state={**trained[0], "last.bias": torch.zeros(7)})
-    assert message == "'last.bias' has the shape (7,), and the module's has (3,)"
+    cases = {
+        "strict": {"state": state},
+        "not strict": {"state": state, "strict": False},
+        "shape": {"state": {**trained[0], "last.bias": torch.zeros(7)}},
+    }
+    for found in in_ranks(each, function=misfit, cases=cases):
+        assert found == {
+            "strict": "the state does not fit the module: missing ['last.bias'], unexpected ['extra']",
+            "not strict": None,
+            "shape": "'last.bias' has the shape (7,), and the module's has (3,)",
+        }
 
 
 def through_shards(cluster):
     first = FSDPStrategy()
-    start(first, Net(), parts(cluster))
+    start(first, BlockNet(), parts(cluster))
     train(first, **MORE)
     module = {name: value.to_local().clone() for name, value in tensors(first.sharded_module_state())}
     state = first.sharded_optimizer_state(first.optimizers[0])
@@ -112,7 +124,7 @@ def through_shards(cluster):
     first.teardown()
 
     second = FSDPStrategy()
-    start(second, Net(), parts(cluster))
+    start(second, BlockNet(), parts(cluster))
     with torch.no_grad():
         for name, value in tensors(second.sharded_module_state()):
             value.to_local().copy_(module[name])
@@ -130,14 +142,14 @@ def tensors(state):
     return [(name, value) for name, value in state.items() if isinstance(value, DTensor)]
 
 
-def test_shards_come_and_go_under_the_modules_own_names(ranks):
-    for names, losses, expected in ranks(through_shards):
-        assert names == sorted(name for name, _ in Net().named_parameters())
+def test_shards_come_and_go_under_the_modules_own_names():
+    for names, losses, expected in in_ranks(through_shards):
+        assert names == sorted(name for name, _ in BlockNet().named_parameters())
         assert losses == expected
 
 
 def two_runs(cluster, state_dict_type):
-    module = Net()
+    module = BlockNet()
     losses = []
     kinds = set()
     for _ in range(2):
@@ -151,22 +163,25 @@ def two_runs(cluster, state_dict_type):
     return losses, kinds, [tuple(parameter.shape) for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize(("state_dict_type", "kind"), [("sharded", "DTensor"), ("full", "Tensor")])
-def test_another_run_goes_on_with_what_the_first_has_left(ranks, state_dict_type, kind):
-    alone = Net()
+KINDS = {"sharded": "DTensor", "full": "Tensor"}
+
+
+def test_another_run_goes_on_with_what_the_first_has_left():
+    alone = BlockNet()
     expected = []
     for _ in range(2):
         strategy = SingleDeviceStrategy()
         start(strategy, alone, parts())
         expected += train(strategy, **MORE)
-    for losses, kinds, shapes in ranks(two_runs, state_dict_type=state_dict_type):
-        assert losses == pytest.approx(expected, rel=1e-6)
-        assert kinds == {kind}
-        assert shapes == [tuple(parameter.shape) for parameter in Net().parameters()]
+    for found in in_ranks(each, function=two_runs, cases={kind: {"state_dict_type": kind} for kind in KINDS}):
+        for state_dict_type, (losses, kinds, shapes) in found.items():
+            assert losses == pytest.approx(expected, rel=1e-6)
+            assert kinds == {KINDS[state_dict_type]}
+            assert shapes == [tuple(parameter.shape) for parameter in BlockNet().parameters()]
 
 
 def another_mesh(cluster):
-    module = Net()
+    module = BlockNet()
     strategy = FSDPStrategy()
     start(strategy, module, parts(cluster))
     strategy.teardown()
@@ -178,14 +193,14 @@ def another_mesh(cluster):
     return None
 
 
-def test_shards_of_another_mesh_are_refused(ranks):
-    for message in ranks(another_mesh):
+def test_shards_of_another_mesh_are_refused():
+    for message in in_ranks(another_mesh):
         assert message.startswith(
-            "an earlier run has left Net sharded over a mesh of (2,), which this run, over (2, 1)"
+            "an earlier run has left BlockNet sharded over a mesh of (2,), which this run, over (2, 1)"
         )
 
 
-class StartsUnlikeZero(Net):
+class StartsUnlikeZero(BlockNet):
     """Its optimizer keeps a product that is 1 before the first step."""
 
     def configure_optimizers(self):
@@ -197,7 +212,7 @@ def saved_before_the_first_step(cluster, target):
     start(strategy, StartsUnlikeZero(), parts(cluster))
     values = {**module_entries(strategy), "optimizers": [strategy.sharded_optimizer_state(strategy.optimizers[0])]}
     PortableCheckpointIO().save_checkpoint(values, target)
-    losses = train(strategy)
+    losses = train(strategy, **MORE)
     strategy.teardown()
     return losses
 
@@ -208,21 +223,21 @@ def loaded_before_the_first_step(cluster, target):
     start(strategy, StartsUnlikeZero(), parts(cluster))
     checkpoint = read_checkpoint(strategy, PortableCheckpointIO(), target, has_optimizers=True)
     strategy.load_sharded_optimizer_state(strategy.optimizers[0], checkpoint["optimizers"][0])
-    losses = train(strategy)
+    losses = train(strategy, **MORE)
     strategy.teardown()
     return losses
 
 
 @pytest.mark.parametrize("saved_by", ["one device", "ranks"])
-def test_what_is_saved_before_the_first_step_is_no_step(ranks, tmp_path, saved_by):
-    expected = single_device_losses(StartsUnlikeZero())
+def test_what_is_saved_before_the_first_step_is_no_step(tmp_path, saved_by):
+    expected = single_device_losses(StartsUnlikeZero(), **MORE)
     if saved_by == "ranks":
-        for losses in ranks(saved_before_the_first_step, target=tmp_path / "c"):
+        for losses in in_ranks(saved_before_the_first_step, target=tmp_path / "c"):
             assert losses == pytest.approx(expected, rel=1e-6)
     else:
         strategy = SingleDeviceStrategy()
         start(strategy, StartsUnlikeZero(), parts())
         values = {**module_entries(strategy), "optimizers": [strategy.sharded_optimizer_state(strategy.optimizers[0])]}
         PortableCheckpointIO().save_checkpoint(values, tmp_path / "c")
-    for losses in ranks(loaded_before_the_first_step, target=tmp_path / "c"):
+    for losses in in_ranks(loaded_before_the_first_step, target=tmp_path / "c"):
         assert losses == pytest.approx(expected, rel=1e-6)

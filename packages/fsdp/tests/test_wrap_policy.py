@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from fsdp_loop import Block, Net
+from tests.hand_loop import Block, BlockNet
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -42,7 +42,7 @@ class Tied(nn.Module):
 
 
 def test_repeated_layers_in_a_list_are_blocks():
-    assert sorted(names(Net())) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert sorted(names(BlockNet())) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_repeated_stages_are_blocks_and_what_they_contain_is_not():
@@ -81,11 +81,11 @@ def test_a_module_without_repetition_has_no_blocks():
     ],
 )
 def test_a_policy_may_be_given_in_several_ways(policy):
-    assert sorted(names(Net(), policy)) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert sorted(names(BlockNet(), policy)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_inner_blocks_come_before_those_that_contain_them():
-    found = names(Net(), {Block, nn.Linear})
+    found = names(BlockNet(), {Block, nn.Linear})
     assert found.index("blocks.1.up") < found.index("blocks.1")
     assert "first" in found
 
@@ -94,8 +94,8 @@ def test_inner_blocks_come_before_those_that_contain_them():
     ("policy", "part"), [({nn.LSTM}, "LSTM"), (10**6, "1000000"), (lambda module: False, "lambda")]
 )
 def test_a_policy_that_matches_nothing_is_refused_with_what_there_is(policy, part):
-    with pytest.raises(RequestError, match=rf"{part}.* matches no layer of Net.*Block, LayerNorm, Linear"):
-        blocks_of(Net(), policy)
+    with pytest.raises(RequestError, match=rf"{part}.* matches no layer of BlockNet.*Block, LayerNorm, Linear"):
+        blocks_of(BlockNet(), policy)
 
 
 def test_a_block_may_not_share_a_parameter_with_a_layer_outside_of_it():

@@ -4,7 +4,8 @@ import logging
 
 import pytest
 import torch
-from fsdp_loop import Block, Net, batches, one_pass, parts, single_device_losses, start, train
+from tests.hand_loop import Block, BlockNet, batches, one_pass, parts, single_device_losses, start, train
+from tests.ranks import each, in_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
 
@@ -15,12 +16,12 @@ from dstrat_fsdp.clipping import clip_by_value
 from dstrat_fsdp.meshes import parallel_sizes, sharding_mesh_shape
 
 
-class Sharing(Net):
+class Sharing(BlockNet):
     def configure_optimizers(self):
         return None
 
 
-class Early(Net):
+class Early(BlockNet):
     def __init__(self):
         super().__init__()
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -29,7 +30,7 @@ class Early(Net):
         return self.optimizer
 
 
-class ReturnsViews(Net):
+class ReturnsViews(BlockNet):
     class ViewBlock(Block):
         def forward(self, x):
             return super().forward(x).view(-1, 10)
@@ -47,14 +48,14 @@ class ReturnsViews(Net):
         return self.last(x)
 
 
-class ChangesItself(Net):
+class ChangesItself(BlockNet):
     def training_step(self, batch, batch_idx):
         with torch.no_grad():
             self.first.weight.mul_(0.9)
         return super().training_step(batch, batch_idx)
 
 
-class ChangesABlock(Net):
+class ChangesABlock(BlockNet):
     class Changing(Block):
         def forward(self, x):
             with torch.no_grad():
@@ -66,7 +67,7 @@ class ChangesABlock(Net):
         self.blocks = nn.ModuleList(self.Changing(10) for _ in range(3))
 
 
-def complaint(cluster, module="Net", **options):
+def complaint(cluster, module="BlockNet", **options):
     """What setting up and training for two steps says."""
     strategy = FSDPStrategy(**options)
     try:
@@ -82,7 +83,7 @@ def complaint(cluster, module="Net", **options):
 def two_optimizers(cluster):
     strategy = FSDPStrategy()
     strategy.receive(parts(cluster))
-    module = Net()
+    module = BlockNet()
     strategy.connect(module)
     strategy.setup_environment()
 
@@ -104,27 +105,23 @@ def two_optimizers(cluster):
     return None
 
 
-def test_two_optimizers_may_not_share_a_parameter(ranks):
-    [message] = ranks(two_optimizers, 1)
+def test_two_optimizers_may_not_share_a_parameter():
+    [message] = in_ranks(two_optimizers, 1)
     assert message.startswith("optimizers 0 and 1 share the parameter 'last.weight', and both would apply its gradient")
 
 
-def test_an_optimizer_may_not_be_older_than_the_shards(ranks):
-    for message in ranks(complaint, module="Early"):
-        assert message.startswith("MisuseError: the SGD has none of the parameters of Early: it was built before")
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), [("ChangesItself", "first.weight"), ("ChangesABlock", "blocks.0.up.weight")]
-)
-def test_a_parameter_that_is_changed_while_it_is_gathered_is_named(ranks, module, name):
-    for message in ranks(complaint, module=module):
-        assert message.startswith(f"MisuseError: parameter {name!r} was changed in a forward pass")
+def test_modules_that_cannot_work_are_told_of():
+    modules = ("Early", "ChangesItself", "ChangesABlock")
+    for found in in_ranks(each, function=complaint, cases={name: {"module": name} for name in modules}):
+        early, *changed = found.values()
+        assert early.startswith("MisuseError: the SGD has none of the parameters of Early: it was built before")
+        for message, name in zip(changed, ("first.weight", "blocks.0.up.weight"), strict=True):
+            assert message.startswith(f"MisuseError: parameter {name!r} was changed in a forward pass")
 
 
 def replaced(cluster):
     strategy = FSDPStrategy()
-    module = Net()
+    module = BlockNet()
     start(strategy, module, parts(cluster))
     train(strategy, steps=1)
     with torch.no_grad():
@@ -140,8 +137,8 @@ def replaced(cluster):
     return None
 
 
-def test_a_parameter_that_is_replaced_is_named(ranks):
-    for message in ranks(replaced):
+def test_a_parameter_that_is_replaced_is_named():
+    for message in in_ranks(replaced):
         assert message.startswith("parameter 'last.weight' was replaced after the module was sharded")
 
 
@@ -153,14 +150,14 @@ def with_views(cluster):
     logging.getLogger("dstrat_fsdp").setLevel(logging.INFO)
     strategy = FSDPStrategy()
     start(strategy, ReturnsViews(), parts(cluster))
-    losses = train(strategy)
+    losses = train(strategy, steps=3)
     strategy.teardown()
     return losses, sorted(records)
 
 
-def test_blocks_may_return_views_which_are_copied(ranks):
-    expected = single_device_losses(ReturnsViews())
-    for losses, records in ranks(with_views):
+def test_blocks_may_return_views_which_are_copied():
+    expected = single_device_losses(ReturnsViews(), steps=3)
+    for losses, records in in_ranks(with_views):
         assert losses == pytest.approx(expected, rel=1e-6)
         assert len(records) == 3
         assert records[0].startswith("block 'blocks.0' returns a view, which is copied in each step")
@@ -173,19 +170,19 @@ def alone(cluster):
     logging.getLogger("dstrat_fsdp").addHandler(handler)
     logging.getLogger("dstrat_fsdp").setLevel(logging.INFO)
     strategy = FSDPStrategy()
-    start(strategy, Net(), parts(cluster))
+    start(strategy, BlockNet(), parts(cluster))
     strategy.teardown()
     return records
 
 
-def test_one_process_works_and_says_that_nothing_is_shared(ranks):
-    assert ranks(alone, 1) == [["there is one process, which keeps the whole of what would be sharded over several"]]
+def test_one_process_works_and_says_that_nothing_is_shared():
+    assert in_ranks(alone, 1) == [["there is one process, which keeps the whole of what would be sharded over several"]]
 
 
 def not_split(cluster):
     strategy = ModelParallelStrategy(tensor_parallel_size=2)
     try:
-        start(strategy, Net(), parts(cluster))
+        start(strategy, BlockNet(), parts(cluster))
     except MisuseError as error:
         return str(error)
     finally:
@@ -193,9 +190,9 @@ def not_split(cluster):
     return None
 
 
-def test_tensor_parallelism_without_layers_that_are_split_is_refused(ranks):
-    for message in ranks(not_split):
-        assert message.startswith("no layer of Net is split over the 2 ranks of tensor_parallel_size: call parallelize")
+def test_tensor_parallelism_without_layers_that_are_split_is_refused():
+    for message in in_ranks(not_split):
+        assert message.startswith("no layer of BlockNet is split over the 2 ranks of tensor_parallel_size: call")
 
 
 def summands(cluster):
@@ -217,8 +214,8 @@ def summands(cluster):
     return None
 
 
-def test_values_that_are_not_summed_yet_are_not_clipped(ranks):
-    for message in ranks(summands):
+def test_values_that_are_not_summed_yet_are_not_clipped():
+    for message in in_ranks(summands):
         assert message.startswith("a gradient is not summed over the ranks yet, so that it cannot be clipped")
 
 
@@ -300,16 +297,16 @@ def test_sizes_that_do_not_fit_are_refused(data, tensor):
         parallel_sizes(data, tensor, world_size=8, per_machine=4)
 
 
-def test_activation_checkpointing_that_matches_nothing_is_refused(ranks):
-    [message] = ranks(nothing_to_checkpoint, 1)
-    assert "matches no layer of Net" in message
+def test_activation_checkpointing_that_matches_nothing_is_refused():
+    [message] = in_ranks(nothing_to_checkpoint, 1)
+    assert "matches no layer of BlockNet" in message
 
 
 def nothing_to_checkpoint(cluster):
     return complaint(cluster, activation_checkpointing=nn.LSTM)
 
 
-class Manual(Net):
+class Manual(BlockNet):
     """Two optimizers, stepped in turn inside of the step."""
 
     automatic_optimization = False
@@ -353,15 +350,15 @@ def manual_losses(cluster):
     return losses
 
 
-def test_steps_that_optimize_by_themselves_give_the_losses_of_one_device(ranks):
+def test_steps_that_optimize_by_themselves_give_the_losses_of_one_device():
     expected = manual_losses(None)
-    for losses in ranks(manual_losses):
+    for losses in in_ranks(manual_losses):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def unused(cluster):
     strategy = FSDPStrategy()
-    module = Net()
+    module = BlockNet()
     module.never = nn.Linear(2, 2)
     start(strategy, module, parts(cluster))
     losses = [float(strategy.reduce(one_pass(strategy, batch, 0, 1))) for batch in batches(2)]
@@ -369,7 +366,7 @@ def unused(cluster):
     return losses, module.never.weight.grad is None
 
 
-def test_parameters_without_a_gradient_are_left_alone(ranks):
-    for losses, without in ranks(unused):
+def test_parameters_without_a_gradient_are_left_alone():
+    for losses, without in in_ranks(unused):
         assert len(losses) == 2
         assert without

@@ -1,4 +1,6 @@
-"""A module, its data and a hand-written loop, which train with a strategy and without any Trainer."""
+"""A hand-written loop, its data and its modules, which train with a strategy and without any Trainer."""
+
+from __future__ import annotations
 
 import torch
 from torch import nn
@@ -22,6 +24,31 @@ class NoCheckpoints(CheckpointIO):
     load_checkpoint = save_checkpoint
 
 
+class Net(nn.Module):
+    """A small network with a buffer, whose training step returns the loss."""
+
+    learning_rate = 0.05
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.make_layers()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def make_layers(self):
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.layers(inputs), targets)
+
+    def validation_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+
+
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -33,32 +60,21 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
-    """A small network with blocks, parts outside of them and a buffer, whose training step returns the loss."""
+class BlockNet(Net):
+    """A small network with blocks, parts outside of them and a buffer."""
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
+    learning_rate = 0.01
+
+    def make_layers(self):
         self.first = nn.Linear(6, 10)
         self.blocks = nn.ModuleList(Block(10) for _ in range(3))
         self.last = nn.Linear(10, 3)
-        self.register_buffer("seen", torch.zeros(()))
 
     def layers(self, x):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
         return self.last(x)
-
-    def training_step(self, batch, batch_idx):
-        inputs, targets = batch
-        return nn.functional.mse_loss(self.layers(inputs), targets)
-
-    def validation_step(self, batch, batch_idx):
-        return self.training_step(batch, batch_idx)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
 class Run:
@@ -137,8 +153,14 @@ def one_pass(strategy, batch, index, accumulate):
     return loss.detach()
 
 
-def single_device_losses(module=None, precision="32-true", **options):
+def losses_of(strategy, module, given, **options):
+    """Start, train and end; return the losses."""
+    start(strategy, module, given)
+    losses = train(strategy, **options)
+    strategy.teardown()
+    return losses
+
+
+def single_device_losses(module, precision="32-true", **options):
     """What one device without any communication gives."""
-    strategy = SingleDeviceStrategy()
-    start(strategy, module or Net(), parts(precision=precision))
-    return train(strategy, **options)
+    return losses_of(SingleDeviceStrategy(), module, parts(precision=precision), **options)

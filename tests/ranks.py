@@ -1,0 +1,59 @@
+"""Functions of a test's file, run in several ranks that cost a fraction of a second and take warnings for errors."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dstrat.testing.jobs import first_culprit, run_ranks, story, what_happened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Mapping
+
+    from dstrat.testing.loopback import LoopbackCluster
+    from dstrat.testing.place import Place
+
+SECONDS = 100.0
+
+
+def in_ranks(
+    function: Callable[..., Any], world_size: int = 2, /, *, may_die: Collection[int] = (), **arguments: Any
+) -> list[Any]:
+    """Return what a function returns in each rank, None for those that may die and did.
+
+    Args:
+        function: At the top of a test file; it gets the cluster of its rank, and the arguments.
+        world_size: Ranks.
+        may_die: Ranks that may end without a word.
+        **arguments: Passed to the function; they must pickle.
+    """
+    __tracebackhide__ = True
+    given = {"function": function, "arguments": arguments}
+    ended = run_ranks(_strictly, world_size, seconds=SECONDS, arguments=given)
+    culprit = first_culprit([end for end in ended if end.report is not None or end.rank not in may_die])
+    if culprit is not None:
+        pytest.fail(
+            f"rank {culprit.rank} of {world_size} {what_happened(culprit, SECONDS)}\n{culprit.output}{story(culprit)}"
+        )
+    return [None if end.report is None else end.report.value for end in ended]
+
+
+def each(
+    cluster: LoopbackCluster, function: Callable[..., Any], cases: Mapping[Hashable, Mapping[str, Any]]
+) -> dict[Hashable, Any]:
+    """Return what a function returns in each case, one after the other in the same ranks."""
+    return {name: _named(name, function, cluster, arguments) for name, arguments in cases.items()}
+
+
+def _named(name: Hashable, function: Callable[..., Any], cluster: LoopbackCluster, arguments: Mapping[str, Any]) -> Any:
+    print("in the case", repr(name))  # which is shown where the rank fails
+    return function(cluster, **arguments)
+
+
+def _strictly(place: Place, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    warnings.simplefilter("error")
+    # Raised by torch's own torch.distributed.optim when it is imported.
+    warnings.filterwarnings("ignore", message=r".torch.jit.\w+. is deprecated", category=DeprecationWarning)
+    return function(place.cluster, **arguments)
