@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 from torch import nn
 
 from dstrat import Callback, TrainModule
@@ -92,6 +93,12 @@ elif __name__ == "__main__":
 """
 
 
+def fresh_program(*words):
+    """Start a script in an interpreter of its own, as a user does."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *words], start_new_session=True, **pipes)
+
+
 @pytest.fixture
 def training(tmp_path):
     """Starts an endless training as a program of its own, and ends it after the test whatever happens."""
@@ -100,13 +107,8 @@ def training(tmp_path):
     def start(devices, start_method="fork", what="train"):
         script = tmp_path / "train.py"
         script.write_text(SCRIPT.format(folder=os.path.dirname(__file__)))  # noqa: PTH120 - a string for a program
-        process = subprocess.Popen(
-            [sys.executable, str(script), str(devices), start_method, what],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        run = fresh_program if start_method == "popen" else WarmProgram
+        process = run(script, str(devices), start_method, what)
         started.append(process)
         return process
 
@@ -114,7 +116,7 @@ def training(tmp_path):
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+            process.communicate()
 
 
 def wait_until_running(process, ranks):

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 
 from dstrat import Callback, EMAWeightAveraging, OnExceptionCheckpoint
 from dstrat.errors import RankFailedError, RequestError
@@ -164,13 +163,7 @@ def test_a_strategy_that_shards_its_state_saves_nothing_then(fit, averaging, tmp
 def test_after_a_signal_all_save_together(tmp_path, devices, number):
     script, target = tmp_path / "train.py", tmp_path / "c"
     script.write_text(SCRIPT.format(folder=str(Path(__file__).parent.parent), target=str(target)))
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(devices)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = WarmProgram(script, str(devices))
     try:
         assert [process.stdout.readline() for _ in range(devices)] == ["running\n"] * devices
         process.send_signal(number)

@@ -1,0 +1,78 @@
+"""Scripts that run as programs of their own, in copies of the warm fork server, which has imported torch already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class WarmProgram:
+    """A script that runs, as ``subprocess.Popen`` would show it.
+
+    Args:
+        script: The file, which is run as ``__main__``.
+        *arguments: What ``sys.argv`` has beside it.
+    """
+
+    def __init__(self, script: Path, *arguments: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        (out, write_out), (err, write_err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(str(script), arguments, write_out, write_err))
+        self._process.start()
+        write_out.close()
+        write_err.close()
+        self.stdout, self._stderr = _reader(out), _reader(err)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self._process.pid, number)
+
+    def communicate(self, timeout: float = 30.0) -> tuple[str, str]:
+        """Wait for the end; return what was printed since, which is little."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            raise TimeoutError(f"the program has not ended in {timeout:.0f} s: {self.stdout.read()}")
+        with self.stdout, self._stderr:
+            return self.stdout.read(), self._stderr.read()
+
+
+def _reader(connection: Any) -> Any:
+    with connection:
+        return os.fdopen(os.dup(connection.fileno()), encoding="utf-8")
+
+
+def _run(script: str, arguments: tuple[str, ...], out: Any, err: Any) -> None:
+    os.setsid()
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    out.close()
+    err.close()
+    import torch
+
+    torch.set_num_threads(1)
+    sys.argv = [script, *arguments]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except KeyboardInterrupt:  # as Python itself ends then
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
