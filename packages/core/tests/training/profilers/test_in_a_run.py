@@ -30,6 +30,20 @@ def test_each_stage_has_its_own_table(quiet_trainer, line, loader, capsys, stage
         assert actions(lines)[f"{'validation' if stage == 'validate' else stage}_step"][0] == "6"
 
 
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_batches_of_an_evaluation_are_traced(quiet_trainer, line, loader, tmp_path, stage):
+    profiler = TorchProfiler(wait=1, warmup=1, active=2, row_limit=0, dirpath=tmp_path / "traces")
+    getattr(quiet_trainer(profiler=profiler), stage)(line, loader())
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == [f"{stage}-rank0-batch4.pt.trace.json"]
+
+
+def test_in_a_fit_batches_of_training_are_traced_alone(quiet_trainer, line, loader, tmp_path):
+    profiler = TorchProfiler(wait=1, warmup=1, active=2, row_limit=0, repeat=0, dirpath=tmp_path / "traces")
+    quiet_trainer(profiler=profiler, max_epochs=1).fit(line, loader(), loader())
+    names = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert names == ["fit-rank0-batch4.pt.trace.json"]
+
+
 def test_a_run_that_breaks_has_a_table_too(quiet_trainer, line_class, loader, capsys):
     class Failing(line_class):
         def training_step(self, batch, batch_idx):

@@ -177,6 +177,7 @@ class EvaluationLoop:
         publishes = bool(self._trainer.log_every_n_steps and self._trainer.loggers)
         batch_start = self._trainer.dispatch.of(f"on_{self._purpose}_batch_start")
         batch_end = self._trainer.dispatch.of(f"on_{self._purpose}_batch_end")
+        profiler = None if self._trainer.is_fitting else self._trainer.profiler  # a fit counts batches of training
         logged.in_step, logged.dataloader_idx = True, dataloader_idx if index_of_loader else None
         for batch_idx, batch in enumerate(self._batches(dataloader_idx, loader, count)):
             logged.batch = batch
@@ -191,6 +192,8 @@ class EvaluationLoop:
                 outputs_of_loader.append(outputs)
             if logged.writes_steps and publishes:
                 self._publish_step(dataloader_idx)
+            if profiler is not None:
+                profiler.step()
             if is_alone and interruption.requested:
                 stop_by(interruption.requested)
         logged.in_step, logged.dataloader_idx, logged.batch = False, None, None

@@ -132,6 +132,6 @@ class TorchProfiler(Profiler):
         table = averages.table(
             sort_by="self_device_time_total" if on_device else "self_cpu_time_total",
             row_limit=self._row_limit,
-            max_name_column_width=50,
+            max_name_column_width=32,  # so that the table fits into 120 columns
         )
         return f"{table}\n"
