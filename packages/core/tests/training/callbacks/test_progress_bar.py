@@ -18,7 +18,9 @@ from torch.utils.data import IterableDataset
 from dstrat import Callback, ModelCheckpoint, Trainer
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from dstrat.training.callbacks.progress import Progress
 from dstrat.training.callbacks.progress_bar import ProgressBar
+from dstrat.training.callbacks.progress_live import LiveDisplay
 from dstrat.training.metrics import publisher
 
 NUMBER = r"[\d.e+-]+"
@@ -542,6 +544,17 @@ def test_validation_has_a_bar_below_the_epoch_and_an_exception_keeps_both(termin
         "",
     )
     assert screen.cursor_is_visible
+
+
+def test_a_value_stays_in_one_line_with_its_name(terminal):
+    values = {f"a_long_name_{number}": number / 7 for number in range(1, 9)}
+    with terminal() as screen:
+        display = LiveDisplay()
+        display.update([Progress("Epoch 1", 3)], values)
+        display.close()
+    assert max(map(len, screen.lines)) <= 100
+    shown = [pair for line in screen.lines[1:-1] for pair in line.split("  ")]
+    assert shown == [f"{name} {value:.4g}" for name, value in values.items()]
 
 
 def test_what_is_printed_into_a_file_stays_there(terminal, bar_trainer, slow, loader, tmp_path, monkeypatch):

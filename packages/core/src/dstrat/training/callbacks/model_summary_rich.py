@@ -17,9 +17,20 @@ if TYPE_CHECKING:
 
 def show_on_terminal(summary: Summary) -> None:
     """Write a summary to stderr, which is a terminal."""
-    table = Table(box=SIMPLE_HEAD, show_footer=True, pad_edge=False, header_style="bold", footer_style="bold")
+    table = Table(
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        show_footer=True,
+        pad_edge=False,
+        collapse_padding=True,
+        header_style="bold",
+        footer_style="bold",
+    )
     for name, total in zip(header(summary), cells(summary.total, summary), strict=True):
-        table.add_column(name, Text(total), justify="left" if name in LEFT else "right", overflow="fold")
+        is_number = name not in LEFT
+        table.add_column(
+            name, Text(total), justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
+        )
     for layer in summary.layers:
         frozen = layer.parameters > 0 and layer.trainable == 0
         table.add_row(*map(Text, cells(layer, summary)), style="dim" if frozen else "")

@@ -7,6 +7,7 @@ import threading
 from functools import cache
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -16,7 +17,9 @@ from dstrat.training.callbacks.pinned_lines import PinnedLines
 from dstrat.training.callbacks.progress import format_count, format_duration, format_speed, format_value
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from rich.console import ConsoleOptions
 
     from dstrat.training.callbacks.progress import Progress
 
@@ -70,6 +73,22 @@ def _drawing_of(running: Sequence[Progress], values: Mapping[str, float]) -> Gro
             format_duration(progress.seconds),
             left and f"{left} left",
         )
-    if not values:
-        return Group(table)
-    return Group(table, Text("  ".join(f"{name} {format_value(value)}" for name, value in values.items())))
+    return Group(table, _Values(values)) if values else Group(table)
+
+
+class _Values:
+    """Values after their names, in as many lines as they need."""
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self._values = values
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = ""
+        for name, value in self._values.items():
+            pair = f"{name} {format_value(value)}"
+            if line and cell_len(f"{line}  {pair}") > options.max_width:
+                yield Text(line)
+                line = pair
+            else:
+                line = f"{line}  {pair}" if line else pair
+        yield Text(line)
