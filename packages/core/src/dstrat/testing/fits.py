@@ -145,8 +145,9 @@ def make_trainer(place: Place, subject: Subject, work: Fit, callbacks: list[Call
 
 
 def plain(module: torch.nn.Module) -> dict[str, list[float]]:
-    """Return the parameters of a module as lists; what is sharded still is left out."""
-    return {name: numbers(value) for name, value in module.named_parameters() if type(value.data) is torch.Tensor}
+    """Return the parameters of a module as lists; what is sharded still, or only on another rank, is left out."""
+    here = {name: value for name, value in module.named_parameters() if not value.is_meta}
+    return {name: numbers(value) for name, value in here.items() if type(value.data) is torch.Tensor}
 
 
 def numbers(tensor: torch.Tensor) -> list[float]:

@@ -63,7 +63,7 @@ class Evaluation(StrategyTests):
         readers = self.collected("positions", len(seen))[0]["sampler"].get("num_replicas", 1)
         shared = parts if readers == len(seen) else list(dict.fromkeys(parts))
         used = sorted(chain.from_iterable(shared))
-        if self.subject.cls.evaluates_together:  # a rank without samples takes part in the steps of the others
+        if self.subject.make().evaluates_together:  # a rank without samples takes part in the steps of the others
             used = sorted(set(used))
         if used != list(range(samples)):
             fail(
