@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.precision import ClipAlgorithm
     from dstrat_deepspeed.options import Options
 
 _SECTIONS = ("offload_optimizer", "offload_param")
@@ -88,6 +89,19 @@ def check_parts(options: Options, config: dict[str, Any], flag: str, device_type
     idle = changed(options.loss_scale)
     if idle and flag != "16-mixed":
         raise ConflictError(f"{', '.join(idle)} scale the loss of precision '16-mixed', and the precision is {flag!r}")
+
+
+def check_clipping(algorithm: ClipAlgorithm) -> None:
+    """Check that DeepSpeed can clip gradients so.
+
+    Raises:
+        RequestError: It cannot.
+    """
+    if algorithm != "norm":
+        raise RequestError(
+            f"gradient_clip_algorithm={algorithm!r} is not possible with DeepSpeed, which clips by norm only: "
+            "leave it out, or train with another strategy"
+        )
 
 
 def check_can_offload(config: dict[str, Any], environ: Mapping[str, str]) -> None:

@@ -6,14 +6,18 @@ import logging
 import os
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
 
 from dstrat.errors import ConflictError
 from dstrat_deepspeed.late_compiling import compile_muon_late
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from datetime import timedelta
 
 _ACCELERATOR_VARIABLE = "DS_ACCELERATOR"
 _COMPATIBLE = "__compatible_ops__"
@@ -63,13 +67,15 @@ def _follow_our_log(level: int) -> None:
 
 
 @contextmanager
-def running(deepspeed: Any, *, local_rank: int) -> Iterator[None]:
+def running(deepspeed: Any, *, local_rank: int, timeout: timedelta) -> Iterator[None]:
     """Let DeepSpeed communicate, in a ``with`` block, through the process group that is open.
 
     Args:
         deepspeed: The library.
         local_rank: Rank of this process on its machine, which DeepSpeed asks the environment for.
+        timeout: How long a collective waits for the other ranks, in groups that DeepSpeed makes too.
     """
+    _count_parameters_anew()
     with environment({"LOCAL_RANK": str(local_rank)}), quiet_warnings():
         with _without_shared_memory(deepspeed):
             deepspeed.comm.init_distributed(
@@ -78,10 +84,18 @@ def running(deepspeed: Any, *, local_rank: int) -> Iterator[None]:
                 dist_init_required=False,
                 verbose=False,
             )
+        comm: Any = import_module("deepspeed.comm.comm")
+        comm.cdb.new_group = partial(dist.new_group, timeout=timeout)
         try:
             yield
         finally:
             _forget_process_group()
+
+
+def _count_parameters_anew() -> None:
+    """Reset what stage 3 counts of all runs of a process, which may differ between ranks after one that failed."""
+    init: Any = import_module("deepspeed.runtime.zero.partition_parameters").Init
+    init.param_id = init.num_persisted_parameters = init.num_persisted_elements = 0
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dstrat.errors import MisuseError, RequestError
+from dstrat.errors import MisuseError
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT
 from dstrat_deepspeed.activations import activation_checkpointing
 from dstrat_deepspeed.batch_size import MicroBatch
@@ -22,6 +22,7 @@ from dstrat_deepspeed.creation import sharded_creation
 from dstrat_deepspeed.engine import Engine
 from dstrat_deepspeed.feasibility import (
     check_can_offload,
+    check_clipping,
     check_optimizer_section,
     check_options,
     check_parts,
@@ -80,6 +81,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         RequestError: There is no such option, or a value is none of its own.
         ConflictError: Two options exclude each other.
     """
+
+    replicates_state = False
 
     def __init__(
         self,
@@ -169,7 +172,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._deepspeed = load_deepspeed(self.root_device.type, self._logging_level)
         super().setup_environment()
         self._running = ExitStack()
-        self._running.enter_context(running(self._deepspeed, local_rank=self.local_rank))
+        self._running.enter_context(running(self._deepspeed, local_rank=self.local_rank, timeout=self.timeout))
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
         """Return the context in which stage 3 shards the parameters of each layer as soon as it is made."""
@@ -223,6 +226,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self.optimizers = [] if self._engine.optimizer is None else [self._engine.optimizer]
 
     def _whole_config(self, trainer: TrainerLike) -> dict[str, Any]:
+        if trainer.gradient_clip_val is not None:
+            check_clipping(trainer.gradient_clip_algorithm)
         flag = self.precision_plugin.flag
         settings = [*settings_of(trainer), *settings_of_precision(flag, self._options)]
         config = merged(from_options(self._options, self.stage), self._given_config, settings)
@@ -301,11 +306,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:  # noqa: ARG002 - there is one
         """Let the engine clip in its next step, which is where it knows the norm of all gradients."""
-        if algorithm != "norm":
-            raise RequestError(
-                f"gradient_clip_algorithm={algorithm!r} is not possible with DeepSpeed, which clips by norm only: "
-                "leave it out, or train with another strategy"
-            )
+        check_clipping(algorithm)
         self._ready.clip(clip_val)
 
     def optimizer_step(

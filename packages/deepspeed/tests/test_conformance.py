@@ -1,0 +1,29 @@
+"""The aliases of this distribution pass the conformance kit."""
+
+from typing import ClassVar
+
+from dstrat.testing import PluginSuite, StrategySuite
+
+HALF = "test_it_trains_in_each_precision_that_it_declares[16-mixed]"
+EXPECTED = {
+    HALF: "DeepSpeed has no float16 on the CPU, which is an error before anything starts",
+    "test_clipping_by_value_comes_after_averaging": "DeepSpeed clips by norm only; anything else is an error",
+}
+FLAT = "ZeRO puts flat partitions in the place of parameters, into the same optimizer"
+
+
+class TestPlugin(PluginSuite):
+    distribution = "dstrat-deepspeed"
+
+
+class TestDeepSpeed(StrategySuite):
+    """Stage 2."""
+
+    alias = "deepspeed"
+    expected_failures: ClassVar = EXPECTED | {"test_optimizers_are_of_the_parameters_that_train": FLAT}
+
+
+class TestDeepSpeedStage3(StrategySuite):
+    alias = "deepspeed_stage_3"
+    world_sizes = (2,)
+    expected_failures: ClassVar = EXPECTED
