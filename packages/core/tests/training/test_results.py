@@ -149,6 +149,17 @@ def test_layers_that_configure_model_makes_come_back(elsewhere, line_class, load
     assert trainer.test(module, loader())[0]["test_loss"] > 0
 
 
+def test_weights_come_back_without_what_only_a_run_can_do_with_the_layers(elsewhere, line_class, loader):
+    class Splits(line_class):
+        def configure_model(self):
+            assert self.trainer.strategy.world_size >= 1  # by which layers are sharded; outside a run there is none
+
+    module = Splits()
+    before = weights(module)
+    elsewhere(max_steps=1).fit(module, loader())
+    assert not weights(module).equal(before)
+
+
 def test_layers_that_are_made_in_another_hook_are_an_error_after_everything_else_is_back(elsewhere, line_class, loader):
     class Later(line_class):
         def setup(self, stage):

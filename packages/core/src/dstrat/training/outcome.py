@@ -104,8 +104,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.shape if isinstance(value, Tensor) else None for name, value in state.items()}
+
+
 def _restore_weights(module: TrainModule, weights: Mapping[str, Any]) -> None:
-    module.configure_model()  # which the run has called in its own copy
+    if _shapes(module.state_dict()) != _shapes(weights):
+        module.configure_model()  # which the run has called in its own copy; where it only shards, there is no need
     here = module.state_dict(keep_vars=True)
     for name, tensor in here.items():
         other = weights.get(name)
