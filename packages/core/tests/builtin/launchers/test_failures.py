@@ -18,6 +18,7 @@ from dstrat.errors import LaunchError, RankFailedError
         ("Gloo connectFullMesh failed with [.../pair.cc:144] no error", "lost"),
         ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting", "lost"),
         ("[...unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete", "timeout"),
+        ("Application timeout caused pair closure", "timeout"),
         ("[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1000 ms", "timeout"),
         ("wait timeout after 3000ms, keys: /x", "timeout"),
         ("Timed out after 2 seconds waiting for clients. 1/2 clients joined.", "timeout"),

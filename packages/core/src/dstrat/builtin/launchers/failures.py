@@ -24,7 +24,7 @@ _LOST = re.compile(
 )
 _TIMEOUT = re.compile(
     r"timed out waiting|wait timeout after|socket timeout|timed out after|failed to pass monitoredBarrier|"
-    r"collective operation timeout|watchdog (got stuck|caught collective)",
+    r"collective operation timeout|application timeout caused pair closure|watchdog (got stuck|caught collective)",
     re.IGNORECASE,
 )
 _OUR_FOLDER = str(Path(__file__).parent)
