@@ -3,6 +3,8 @@
 from typing import ClassVar
 
 import pytest
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from dstrat.testing import PluginSuite, StrategySuite
 
@@ -21,9 +23,37 @@ class TestFSDPOffloaded(StrategySuite):
     pytestmark = pytest.mark.variant
 
 
+def split_first_layer(module):
+    """Split a layer over the ranks that share a batch."""
+    plan = {"layers.0": RowwiseParallel(input_layouts=Replicate())}
+    parallelize_module(module, module.device_mesh["tensor_parallel"], plan)
+
+
 class TestModelParallel(StrategySuite):
+    """Two ranks share each batch and a layer; of four, two pairs share the data."""
+
+    alias = "model_parallel"
+    options: ClassVar = {"tensor_parallel_size": 2}
+    configure_model = split_first_layer
+    world_sizes = (2, 4)
+
+
+class TestModelParallelWithoutSplitLayers(StrategySuite):
     """Groups of one rank each: the same as fsdp."""
 
     alias = "model_parallel"
     options: ClassVar = {"tensor_parallel_size": 1}
     world_sizes = (2,)
+    pytestmark = pytest.mark.variant
+
+
+class TestDDPSharded(StrategySuite):
+    alias = "ddp_sharded"
+    world_sizes = (1, 2)
+    expected_failures: ClassVar = {
+        "test_it_trains_in_each_precision_that_it_declares[16-mixed]": "FairScale's loss scale needs CUDA"
+    }
+
+    @pytest.fixture(autouse=True)
+    def _needs_fairscale(self):
+        pytest.importorskip("fairscale", reason="needs the extra dstrat-fsdp[fairscale]")

@@ -18,9 +18,9 @@ OPERATIONS = ("mean", "avg", "sum", "max", "min")
 _NAP = 0.08  # seconds that each rank comes later than the one before
 
 
-def own_values(rank: int) -> list[float]:
-    """Return the numbers that a rank brings along; the largest is not always that of the last rank."""
-    return [float(rank * 3 + 1), float(-((rank - 1) ** 2)), 0.5]
+def own_values(part: int) -> list[float]:
+    """Return the numbers that the reader of a part of the data brings along; the largest is not always the last's."""
+    return [float(part * 3 + 1), float(-((part - 1) ** 2)), 0.5]
 
 
 def positions(place: Place, subject: Subject, accelerator: str) -> dict[str, Any]:
@@ -37,11 +37,12 @@ def reductions(place: Place, subject: Subject, accelerator: str) -> dict[str, An
     """Return what each reduction gives, and what it leaves of its argument."""
     with opened(place, subject, accelerator) as strategy:
         found: dict[str, Any] = {}
+        part = strategy.distributed_sampler_kwargs.get("rank", 0)  # ranks that share a batch are reduced as one
         for operation in OPERATIONS:
-            tensor = _tensor(strategy, own_values(place.rank))
+            tensor = _tensor(strategy, own_values(part))
             reduced = strategy.reduce(tensor, reduce_op=operation)
             found[operation] = {"reduced": reduced.tolist(), "argument": tensor.tolist()}
-        found["integers"] = float(strategy.reduce(torch.tensor(place.rank, device=strategy.root_device)))
+        found["integers"] = float(strategy.reduce(torch.tensor(part, device=strategy.root_device)))
         found["other"] = strategy.reduce("not a tensor")
         return found
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PATIENCE = 8.0  # seconds for the others after one rank has failed
 _STACKS = 0.5  # seconds for a rank to write its stack
 _PARTING = 1.0  # seconds for ranks to end after they have reported
-_preloaded = ["torch", "torch._dynamo", "torch.distributed", "dstrat.testing.rank", "dstrat.testing.fits"]
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "dstrat.testing.rank", "dstrat.testing.fits"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +52,10 @@ class Ended:
         return self.report is None or bool(self.report.failure)
 
 
-def preload(module: str) -> None:
-    """Let the process that ranks are copies of load a module too; of no effect once there is one."""
-    if module not in _preloaded:
-        _preloaded.append(module)
+def begin_loading(*modules: str) -> None:
+    """Start the process that ranks are copies of, unless there is one; it loads torch and modules beside the tests."""
+    multiprocessing.set_forkserver_preload([*_PRELOADED, *modules])
+    forkserver.ensure_running()
 
 
 class Team:
@@ -124,8 +124,8 @@ class Team:
 
 
 def _start(world_size: int, folder: Path) -> tuple[list[Any], list[Any]]:
+    begin_loading()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_preloaded)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     ranks, pipes = [], []
     with listener, _hidden_main():

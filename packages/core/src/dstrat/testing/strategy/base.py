@@ -10,7 +10,7 @@ import pytest
 from dstrat.testing.jobs import DEFAULT_SECONDS, end_teams, run_in_team, run_job
 from dstrat.testing.subject import Subject
 from dstrat.testing.suite import Suite
-from dstrat.testing.team import preload
+from dstrat.testing.team import begin_loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -83,7 +83,8 @@ class StrategyTests(Suite):
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _ends_teams(cls) -> Iterator[None]:
+    def _teams(cls) -> Iterator[None]:
+        begin_loading(cls().component.target_name.partition(":")[0])
         yield
         end_teams()
 
@@ -93,7 +94,6 @@ class StrategyTests(Suite):
         """Return what a function returns in each rank, where the strategy can have so many."""
         __tracebackhide__ = True
         self.need_processes(world_size)
-        preload(self.component.target_name.partition(":")[0])
         run = run_job if needs_new_ranks else run_in_team
         return run(function, world_size, seconds=self.seconds, **arguments)
 
@@ -120,6 +120,17 @@ class StrategyTests(Suite):
         return self.shared_job(
             getattr(communication, name), world_size, subject=self.subject, accelerator=self.accelerator
         )
+
+    def readers(self, world_size: int) -> int:
+        """Return how many ranks read different data."""
+        __tracebackhide__ = True
+        readers: int = self.collected("positions", world_size)[0]["sampler"].get("num_replicas", 1)
+        return readers
+
+    @property
+    def fewest(self) -> int:
+        """The smallest number of processes that the author declares."""
+        return min(self.world_sizes)
 
     def need_processes(self, world_size: int) -> None:
         """Skip the test where the record says that there cannot be so many processes."""

@@ -47,7 +47,7 @@ class Collectives(StrategyTests):
     def test_reduce_gives_mean_sum_max_and_min(self, world_size: int) -> None:
         from dstrat.testing.communication import OPERATIONS, own_values
 
-        columns = list(zip(*(own_values(rank) for rank in range(world_size)), strict=True))
+        columns = list(zip(*(own_values(part) for part in range(self.readers(world_size))), strict=True))
         for rank, found in enumerate(self.collected("reductions", world_size)):
             for operation in OPERATIONS:
                 expected = [_reduced(operation, column) for column in columns]
@@ -57,24 +57,26 @@ class Collectives(StrategyTests):
     def test_reduce_leaves_its_argument_and_other_values_alone(self, world_size: int) -> None:
         from dstrat.testing.communication import OPERATIONS, own_values
 
-        for rank, found in enumerate(self.collected("reductions", world_size)):
+        for found, says in zip(
+            self.collected("reductions", world_size), self.collected("positions", world_size), strict=True
+        ):
             if found["other"] != "not a tensor":
                 fail(f'reduce("not a tensor") returned {found["other"]!r}: it must return other values as they are')
-            changed = [name for name in OPERATIONS if found[name]["argument"] != own_values(rank)]
+            own = own_values(says["sampler"].get("rank", 0))
+            changed = [name for name in OPERATIONS if found[name]["argument"] != own]
             if changed:
                 fail(
-                    f"reduce with reduce_op={changed[0]!r} changed the tensor that it was given, in rank {rank}",
+                    f"reduce with reduce_op={changed[0]!r} changed the tensor that it was given",
                     cure="reduce a clone of it.",
                 )
 
     @standard("processes", "collectives")
     def test_reduce_gives_the_mean_of_integers_as_a_float(self, world_size: int) -> None:
-        expected = (world_size - 1) / 2
+        largest = self.readers(world_size) - 1
         for found in self.collected("reductions", world_size):
-            if abs(found["integers"] - expected) > 1e-6:
+            if abs(found["integers"] - largest / 2) > 1e-6:
                 fail(
-                    f"reduce of the integers 0 to {world_size - 1} gave {found['integers']}, and their mean is "
-                    f"{expected}",
+                    f"reduce of the integers 0 to {largest} gave {found['integers']}, and their mean is {largest / 2}",
                     cure="divide after the sum, with `/`.",
                 )
 

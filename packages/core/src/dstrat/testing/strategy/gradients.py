@@ -66,7 +66,7 @@ class Gradients(StrategyTests):
         state = self._state_after(work, world_size)
         first = [value for values in self.shared_job(first_values, 1, net="linear")[0].values() for value in values]
         change = [after - before for after, before in zip(state, first, strict=True)]
-        possible = self.shared_job(possible_steps, 1, work=work, readers=self._readers(world_size))[0]
+        possible = self.shared_job(possible_steps, 1, work=work, readers=self.readers(world_size))[0]
         found = _nearest(possible, change)
         if found != "right":
             fail(
@@ -95,12 +95,6 @@ class Gradients(StrategyTests):
         __tracebackhide__ = True
         fitted = self.job(fit, world_size, subject=self.subject, work=work)
         return [value for values in fitted[0].state.values() for value in values]
-
-    def _readers(self, world_size: int) -> int:
-        """Return how many ranks read different data."""
-        found = self.collected("positions", world_size)
-        readers: int = found[0]["sampler"].get("num_replicas", 1)
-        return readers
 
 
 def _nearest(possible: dict[str, list[float]], found: list[float]) -> str | None:

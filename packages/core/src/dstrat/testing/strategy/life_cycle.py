@@ -19,7 +19,7 @@ _STEPS = 12
 
 
 class LifeCycle(StrategyTests):
-    """Connect, open, set up, step and end, in one process and without a Trainer."""
+    """Connect, open, set up, step and end, in as few processes as there can be and without a Trainer."""
 
     @standard("basic", "life cycle")
     def test_each_part_is_set_up_and_ended_once(self) -> None:
@@ -107,7 +107,7 @@ class LifeCycle(StrategyTests):
     def test_it_may_end_before_it_has_begun_and_twice(self) -> None:
         from dstrat.testing.own_loop import ends_without_beginning
 
-        problems = self.job(ends_without_beginning, 1, subject=self.subject, accelerator=self.accelerator)[0]
+        problems = self.job(ends_without_beginning, self.fewest, subject=self.subject, accelerator=self.accelerator)[0]
         if problems:
             fail(
                 f"{problems[0]}: what really broke would be hidden",
@@ -136,5 +136,5 @@ class LifeCycle(StrategyTests):
         from dstrat.testing.own_loop import life_cycle
 
         arguments = {"subject": self.subject, "accelerator": self.accelerator, "is_fitting": is_fitting}
-        found: dict[str, Any] = self.shared_job(life_cycle, 1, **arguments)[0]
+        found: dict[str, Any] = self.shared_job(life_cycle, self.fewest, **arguments)[0]
         return found

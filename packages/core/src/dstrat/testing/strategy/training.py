@@ -86,7 +86,7 @@ class Training(StrategyTests):
     def test_every_rank_begins_with_the_parameters_of_rank_0(self, pair: int) -> None:
         self.need_losses_of_one_device()
         fitted = self._fit(pair, net="own", samples=8)
-        expected = self._fit(1, net="own", samples=8)[0]
+        expected = on_one_device(net="own", samples=8)
         if self.subject.cls.replicates_state:
             self._check_same(fitted, "after ranks that had initialised the module differently trained one step")
         if not _close(_values(fitted[0].state), _values(expected.state), self.tolerance):
@@ -164,10 +164,9 @@ class Training(StrategyTests):
 
     def _of_readers(self, fitted: Sequence[Fitted], value: Any) -> list[Any]:
         """Return the values of the ranks that read different data, in one list."""
-        sampler = [found["sampler"].get("rank", 0) for found in self.collected("positions", len(fitted))]
-        readers = {part: rank for rank, part in reversed(list(enumerate(sampler)))}
-        several = {found["sampler"].get("num_replicas", 1) for found in self.collected("positions", len(fitted))}
-        ranks = readers.values() if several != {1} and len(readers) in several else range(len(fitted))
+        parts = [found["sampler"].get("rank") for found in self.collected("positions", len(fitted))]
+        readers = {part: rank for rank, part in reversed(list(enumerate(parts))) if part is not None}
+        ranks = readers.values() if len(readers) == self.readers(len(fitted)) else range(len(fitted))
         return [item for rank in ranks for item in value(fitted[rank])]
 
     def _check_same(self, fitted: Sequence[Fitted], when: str) -> None:
