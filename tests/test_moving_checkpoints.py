@@ -22,7 +22,7 @@ from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
 
 GLOBAL_BATCH = 12  # which 1, 2, 3 and 4 processes divide
-STOPPED_AT, STEPS = 5, 15
+STOPPED_AT, STEPS = 5, 10
 
 
 @dataclass(frozen=True)
