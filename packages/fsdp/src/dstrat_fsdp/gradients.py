@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from dstrat_fsdp.shards_at_rest import with_local
+from dstrat_fsdp.slices import with_local
 from dstrat_fsdp.unwrapping import parameter_groups
 
 if TYPE_CHECKING:

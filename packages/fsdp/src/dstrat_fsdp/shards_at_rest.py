@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
+from dstrat_fsdp.slices import whole_of, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +67,7 @@ def put_to_rest(module: Module, mesh: DeviceMesh, *, can_go_on: bool) -> None:
 def make_whole(module: Module) -> None:
     """Gather the parameters of a module on the CPU of each rank, one after the other; collective."""
     for layer, name, parameter in _sharded_parameters(module):
-        whole = parameter.detach().full_tensor().cpu()
+        whole = whole_of(parameter).cpu()
         setattr(layer, name, nn.Parameter(whole, parameter.requires_grad))
 
 
@@ -102,15 +103,3 @@ def _sharded_parameters(module: Module) -> Iterator[tuple[Module, str, Any]]:
         for name, parameter in own:
             if isinstance(parameter, DTensor):
                 yield layer, name, parameter
-
-
-def with_local(parameter: DTensor, local: Tensor) -> DTensor:
-    """Return a tensor that is sharded as a parameter is, of which this rank has a given part."""
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat_fsdp.slices import copy_whole, slice_for
+from dstrat_fsdp.slices import copy_whole, shard_like, whole_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ def gathered(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
     """
 
     def gather(tensor: Tensor) -> Tensor | None:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = whole_of(tensor) if isinstance(tensor, DTensor) else tensor
         return whole.detach().cpu() if keep else None
 
     whole: dict[str, Any] = apply_to_tensors(dict(state), gather)
@@ -126,14 +126,7 @@ def _shard_like(parameter: Tensor | None, value: Any) -> Any:
         return value
     if value.shape != parameter.shape:
         return value
-    return DTensor.from_local(
-        slice_for(parameter, value).clone().to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return shard_like(parameter, value)
 
 
 def _from_rank_0(source: Tensor | None, shape: torch.Size, dtype: torch.dtype, strategy: Strategy) -> Tensor:

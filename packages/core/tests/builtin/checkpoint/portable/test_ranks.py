@@ -142,7 +142,7 @@ def test_one_large_tensor_is_written_by_all_ranks(io, tmp_path):
 
 def model():
     torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(7, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5), torch.nn.Linear(5, 3))
+    return torch.nn.Sequential(torch.nn.Linear(7, 12), torch.nn.ReLU(), torch.nn.Linear(12, 5), torch.nn.Linear(5, 3))
 
 
 def sharded_model(kind):
