@@ -58,13 +58,13 @@ def test_ddp_runs_the_script_again_and_gives_the_losses_of_one_device(tmp_path, 
 
 def test_other_start_methods_bring_the_weights_back_also_after_failures(tmp_path, one_device):
     aliases = ["ddp_fork", "ddp_spawn", "ddp_notebook_find_unused_parameters_false"]
-    run_script(
-        tmp_path,
+    for run in (
         {"name": "fails", "strategy": "ddp_fork", "fails_on": 1},
         {"name": "unused", "strategy": "ddp_fork", "unused": True},
         {"name": "searched", "strategy": "ddp_fork_find_unused_parameters_true", "unused": True},
         *({"name": alias, "strategy": alias} for alias in aliases),
-    )
+    ):
+        ddp_program.run(tmp_path, devices=2, **run)
     assert failure(tmp_path, "fails").startswith("RankFailedError: rank 1 of 2 failed: ValueError: rank 1 had enough")
     assert "MisuseError: the loss does not depend on unused.weight, unused.bias" in failure(tmp_path, "unused")
     for name in ("searched", *aliases):
