@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 Misdeed = Literal["nothing", "raises", "dies", "hangs"]
 
-WAITS = 4.0  # seconds that a collective waits for a rank, where the strategy lets it be chosen
-LONG = 16.0  # the same where no rank hangs, so that nothing should wait for so long
 _AT_BATCH = 2
 _EXIT_CODE = 7
 WORDS = "this rank has had enough"
@@ -156,12 +153,6 @@ def _launch(place: Place, subject: Subject, accelerator: str, devices: int, misd
     after = [parameter.data.cpu() for parameter in module.parameters()]
     has_trained = any(type(new) is Tensor and not new.equal(old) for old, new in zip(before, after, strict=True))
     return Outcome(error=error, rank=rank, seconds=seconds, left=left_over(), steps=steps, has_trained=has_trained)
-
-
-def with_timeout(subject: Subject, misdeed: Misdeed) -> Subject:
-    """Return the strategy with a timeout that a rank that hangs makes run out soon, where it takes one."""
-    seconds = WAITS if misdeed == "hangs" else LONG
-    return subject.with_options(timeout=timedelta(seconds=seconds)) if subject.takes("timeout") else subject
 
 
 class _Nothing(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from dstrat.testing.subject import Subject
 
 _NEEDS_NO_SCRIPT = ("fork", "forkserver")
-_SOON = 13.0  # seconds; 1 to 4 on an idle machine, and less than what a collective waits
+_WAITS = 4.0  # seconds that a collective waits for a rank that hangs, where the strategy lets it be chosen
+_SOON = 6.0  # seconds until a job has ended whose rank raises or dies; 1 to 2 on an idle machine
+_MUCH_LATER = 10.0  # seconds that a collective waits there, so that it shows where something does
 
 
 class Failures(StrategyTests):
@@ -43,7 +46,7 @@ class Failures(StrategyTests):
     def test_a_rank_that_hangs_ends_the_job_after_the_timeout(self, pair: int) -> None:
         if not self.subject.takes("timeout"):
             pytest.skip(f"{self.alias} takes no timeout")
-        self._check_end(self._launched(pair, "hangs"), "hung", pair)
+        self._check_end(self._launched(pair, "hangs"), "hung", pair, waits=_WAITS)
 
     @standard("processes", "failures")
     def test_no_process_is_left_after_a_failure(self, pair: int) -> None:
@@ -77,22 +80,35 @@ class Failures(StrategyTests):
 
         self.need_processes(devices)
         job = {"accelerator": self.accelerator, "devices": devices, "misdeed": misdeed}
-        return self.shared_job(launch, 1, needs_new_ranks=True, subject=self.launched(misdeed), **job)[0][0]
+        subject = self.launched(self._waiting_for(devices, misdeed))
+        return self.shared_job(launch, 1, needs_new_ranks=True, subject=subject, **job)[0][0]
 
-    def launched(self, misdeed: Misdeed) -> Subject:
-        """Return the strategy with a start method that needs no script, and a timeout that fits the misdeed."""
+    def launched(self, seconds: float | None = None) -> Subject:
+        """Return the strategy with a start method that needs no script, and a timeout where it takes one."""
         __tracebackhide__ = True
-        from dstrat.testing.launching import with_timeout
-
         subject = self.subject
+        if seconds is not None and subject.takes("timeout"):
+            subject = subject.with_options(timeout=timedelta(seconds=seconds))
         if subject.takes("start_method"):
-            return with_timeout(subject.with_options(start_method="fork"), misdeed)
+            return subject.with_options(start_method="fork")
         method = subject.make().start_method
         if method not in _NEEDS_NO_SCRIPT:
             pytest.skip(f"{self.alias} takes no start_method, and {method!r} starts no ranks from here")
-        return with_timeout(subject, misdeed)
+        return subject
 
-    def _check_end(self, outcome: Outcome, what: str, world_size: int) -> None:
+    def _waiting_for(self, devices: int, misdeed: Misdeed) -> float | None:
+        """Return how long collectives wait for other ranks; None where it does not matter."""
+        __tracebackhide__ = True
+        if misdeed == "nothing":
+            return None
+        return _WAITS if misdeed == "hangs" else _MUCH_LATER + self._busyness(devices)
+
+    def _busyness(self, devices: int) -> float:
+        """Return how many seconds more a job may take on this machine at this moment."""
+        __tracebackhide__ = True
+        return 3 * round(self._launched(devices, "nothing").seconds, 1)
+
+    def _check_end(self, outcome: Outcome, what: str, world_size: int, *, waits: float = 0.0) -> None:
         __tracebackhide__ = True
         culprit = world_size - 1
         if not outcome.error:
@@ -109,7 +125,7 @@ class Failures(StrategyTests):
                 cure="on_exception must free what others wait for at once, and neither raise nor communicate.",
                 details=outcome.error,
             )
-        soon = _SOON + 2 * self._launched(world_size, "nothing").seconds  # where the machine is busy
+        soon = waits + _SOON + self._busyness(world_size)
         if outcome.seconds > soon:
             fail(
                 f"it took {outcome.seconds:.0f} s until the job had ended after rank {culprit} {what}",

@@ -51,7 +51,7 @@ class Sessions(Failures):
             launch,
             1,
             needs_new_ranks=True,
-            subject=self.launched("nothing"),
+            subject=self.launched(),
             accelerator=self.accelerator,
             devices=pair,
             misdeed="nothing",
