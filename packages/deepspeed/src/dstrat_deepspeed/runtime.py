@@ -67,16 +67,17 @@ def _follow_our_log(level: int) -> None:
 
 
 @contextmanager
-def running(deepspeed: Any, *, local_rank: int, timeout: timedelta) -> Iterator[None]:
+def running(deepspeed: Any, *, local_rank: int, local_size: int, timeout: timedelta) -> Iterator[None]:
     """Let DeepSpeed communicate, in a ``with`` block, through the process group that is open.
 
     Args:
         deepspeed: The library.
         local_rank: Rank of this process on its machine, which DeepSpeed asks the environment for.
+        local_size: Ranks on the machine; without it DeepSpeed runs ``numactl`` on CPUs in each step of stage 3.
         timeout: How long a collective waits for the other ranks, in groups that DeepSpeed makes too.
     """
     _count_parameters_anew()
-    with environment({"LOCAL_RANK": str(local_rank)}), quiet_warnings():
+    with environment({"LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(local_size)}), quiet_warnings():
         with _without_shared_memory(deepspeed):
             deepspeed.comm.init_distributed(
                 deepspeed.accelerator.get_accelerator().communication_backend_name(),

@@ -172,7 +172,14 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._deepspeed = load_deepspeed(self.root_device.type, self._logging_level)
         super().setup_environment()
         self._running = ExitStack()
-        self._running.enter_context(running(self._deepspeed, local_rank=self.local_rank, timeout=self.timeout))
+        self._running.enter_context(
+            running(
+                self._deepspeed,
+                local_rank=self.local_rank,
+                local_size=len(self.parallel_devices),
+                timeout=self.timeout,
+            )
+        )
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
         """Return the context in which stage 3 shards the parameters of each layer as soon as it is made."""
