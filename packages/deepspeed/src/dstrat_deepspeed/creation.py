@@ -1,4 +1,4 @@
-"""Creating a module whose parameters are sharded as soon as a layer has made them."""
+"""Sharding the parameters of a module: as soon as a layer has made them, or one after the other later."""
 
 from __future__ import annotations
 
@@ -41,6 +41,20 @@ def sharded_creation(deepspeed: Any, config: dict[str, Any], remote_device: str 
             yield
         finally:
             watch.end()
+
+
+def shard(deepspeed: Any, module: Module, config: dict[str, Any]) -> None:
+    """Shard the parameters of a module that are not yet, one after the other, with the values of rank 0; collective.
+
+    DeepSpeed's engine does the same, but moves the whole module to the device first.
+
+    Args:
+        deepspeed: The library.
+        module: The user's.
+        config: DeepSpeed's configuration.
+    """
+    group = deepspeed.utils.groups._get_zero_param_intra_parallel_group()  # noqa: SLF001 - of ZeRO++, from the creation of layers; DeepSpeed makes no second one
+    deepspeed.zero.Init(module=module, config_dict_or_path=config, zero_param_parallel_group=group)
 
 
 class _Watch:

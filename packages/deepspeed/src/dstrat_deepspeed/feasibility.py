@@ -140,6 +140,31 @@ def check_optimizer_section(config: dict[str, Any], optimizer: Optimizer | None,
         )
 
 
+def check_ranks(config: dict[str, Any], world_size: int, place: str) -> None:
+    """Check that the ranks can be divided as a whole configuration says, and that each of them reads its own data.
+
+    Raises:
+        RequestError: Groups do not come out even.
+        ConflictError: Several ranks would share the data of one.
+    """
+    size = config["zero_optimization"].get("zero_hpz_partition_size", 1)
+    if size < world_size and world_size % size:
+        raise RequestError(
+            f"{place} says zero_hpz_partition_size: {size}, which does not divide the {world_size} ranks: give one "
+            "that does"
+        )
+    shared = {
+        "tensor_parallel.autotp_size": config.get("tensor_parallel", {}).get("autotp_size", 0),
+        "sequence_parallel_size": config.get("sequence_parallel_size", 1),
+    }
+    for name, count in shared.items():
+        if count > 1:
+            raise ConflictError(
+                f"{place} says {name}: {count}, with which {count} ranks read the same data, and DeepSpeedStrategy "
+                "gives each rank its own: leave it out"
+            )
+
+
 def _devices(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what is offloaded, and where to."""
     zero = config.get("zero_optimization", {})

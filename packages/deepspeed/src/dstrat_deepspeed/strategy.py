@@ -18,7 +18,7 @@ from dstrat_deepspeed.checkpointed import CheckpointedStrategy
 from dstrat_deepspeed.config import from_options, merged, settings_of, settings_of_precision, zero_stage
 from dstrat_deepspeed.config_check import check_config
 from dstrat_deepspeed.config_source import read_config
-from dstrat_deepspeed.creation import sharded_creation
+from dstrat_deepspeed.creation import shard, sharded_creation
 from dstrat_deepspeed.engine import Engine
 from dstrat_deepspeed.feasibility import (
     check_can_offload,
@@ -26,6 +26,7 @@ from dstrat_deepspeed.feasibility import (
     check_optimizer_section,
     check_options,
     check_parts,
+    check_ranks,
     uses_cpu_optimizer,
 )
 from dstrat_deepspeed.optimizers import only_optimizer, optimizer_for_cpu
@@ -169,6 +170,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         }
 
     def setup_environment(self) -> None:
+        check_ranks(self._partial_config, self.world_size, self._given_config.place)
         self._deepspeed = load_deepspeed(self.root_device.type, self._logging_level)
         super().setup_environment()
         self._running = ExitStack()
@@ -217,8 +219,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         check_optimizer_section(config, optimizer, self._given_config.place)
         if "activation_checkpointing" in config:
             self._running.enter_context(activation_checkpointing(self._deepspeed, config["activation_checkpointing"]))
-        if self.stage == 3:  # else DeepSpeed would first move the whole module to the device
-            self._deepspeed.zero.Init(module=self.module, config_dict_or_path=config)
+        if self.stage == 3:
+            shard(self._deepspeed, self.module, config)
         with environment({"PATH": programs_path(os.environ)}):  # where it may compile
             if optimizer is not None and uses_cpu_optimizer(config):
                 optimizer = optimizer_for_cpu(optimizer)

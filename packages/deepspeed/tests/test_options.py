@@ -1,0 +1,104 @@
+"""Options that make no sense, or none together, and what is said of those without effect."""
+
+import logging
+import os
+
+import pytest
+import torch
+from deepspeed_fit import Model, fit, trainer_of
+from deepspeed_loop import parts
+
+from dstrat.errors import ConflictError, RequestError
+from dstrat_deepspeed import DeepSpeedStrategy
+from dstrat_deepspeed.prerequisites import build_folder, is_compiled
+
+NO_SUCH = {
+    r"loss_scale -1 is not possible: give a number from 0 on": {"loss_scale": -1},
+    r"initial_scale_power 'x' is not possible": {"initial_scale_power": "x"},
+    r"hysteresis 0 is not possible: give a number from 1 on": {"hysteresis": 0},
+}
+CONFLICTS = {
+    r"loss_scale=128 is the scale of the whole training, and hysteresis say": {"loss_scale": 128, "hysteresis": 3},
+    r"contiguous_memory_optimization needs partition_activations=True": {"contiguous_memory_optimization": True},
+    r"exclude_frozen_parameters is about DeepSpeed's own files": {"exclude_frozen_parameters": True},
+}
+
+
+@pytest.mark.parametrize("match", NO_SUCH)
+def test_a_value_that_is_not_possible_is_refused_at_once(match):
+    with pytest.raises(RequestError, match=match):
+        DeepSpeedStrategy(**NO_SUCH[match])
+
+
+@pytest.mark.parametrize("match", CONFLICTS)
+def test_options_that_contradict_each_other_are_refused_at_once(match):
+    with pytest.raises(ConflictError, match=match):
+        DeepSpeedStrategy(**CONFLICTS[match])
+
+
+def test_activations_are_not_moved_to_where_they_are():
+    with pytest.raises(ConflictError, match="where the accelerator 'cpu' has them already"):
+        trainer_of(DeepSpeedStrategy(cpu_checkpointing=True))
+
+
+def test_offloading_to_nvme_without_a_path():
+    strategy = DeepSpeedStrategy(config={"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
+    with pytest.raises(RequestError, match="pass nvme_path='/path/on/nvme'"):
+        strategy.receive(parts())
+
+
+def test_clipping_by_value_is_refused_before_the_first_step():
+    module = Model()
+    with pytest.raises(RequestError, match="clips by norm only"):
+        fit(module, DeepSpeedStrategy(), gradient_clip_val=1.0, gradient_clip_algorithm="value")
+    assert all(torch.equal(mine, new) for mine, new in zip(module.parameters(), Model().parameters(), strict=True))
+
+
+RANKS = {
+    "config says zero_hpz_partition_size: 2, which does not divide the 3 ranks: give one that does": {
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}
+    },
+    "config says sequence_parallel_size: 3, with which 3 ranks read the same data": {"sequence_parallel_size": 3},
+    "config says tensor_parallel.autotp_size: 3, with which 3 ranks read the same data": {
+        "tensor_parallel": {"autotp_size": 3}
+    },
+}
+
+
+def said_of_ranks(cluster):
+    """Return what is said of each configuration on three ranks, and the losses of one that is possible."""
+
+    def said_of(config):
+        with pytest.raises(RequestError) as caught:
+            fit(Model(), DeepSpeedStrategy(config=config), cluster)
+        return str(caught.value)
+
+    groups = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
+    return [said_of(config) for config in RANKS.values()], fit(Model(), DeepSpeedStrategy(config=groups), cluster)
+
+
+def test_ranks_that_cannot_be_divided_so_are_an_error_and_those_that_can_give_the_losses_of_one_device(ranks):
+    expected = fit(Model(), "single_device")
+    for said, losses in ranks(said_of_ranks, 3):
+        assert len(said) == len(RANKS)
+        for message, start in zip(said, RANKS, strict=True):
+            assert message.startswith(start)
+        assert losses == pytest.approx(expected, rel=1e-5, abs=0)
+
+
+def test_an_option_without_effect_is_logged(caplog):
+    with caplog.at_level(logging.INFO):
+        DeepSpeedStrategy(load_full_weights=True)
+    assert "load_full_weights=True changes nothing" in caplog.text
+
+
+def test_an_operation_counts_as_compiled_where_it_can_be_loaded(tmp_path):
+    environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    folder = build_folder("cpu_adam", environ)
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    assert not is_compiled("cpu_adam", environ)
+    (folder / "cpu_adam.so").touch()
+    assert not is_compiled("cpu_adam", environ)  # a process that ended has left the lock, for which loading waits
+    (folder / "lock").unlink()
+    assert is_compiled("cpu_adam", environ)
