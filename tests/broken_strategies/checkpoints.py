@@ -28,6 +28,12 @@ class ForgetsToLoadTheWeights(DDPStrategy):
         pass
 
 
+class LosesTheBuffers(DDPStrategy):
+    def module_state_dict(self):
+        names = dict(self.module.named_parameters())
+        return {name: value for name, value in super().module_state_dict().items() if name in names}
+
+
 class SavesTheNamesOfItsWrapper(Averaging):
     def module_state_dict(self):
         return {f"module.{name}": value for name, value in super().module_state_dict().items()}

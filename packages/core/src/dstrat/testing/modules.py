@@ -135,6 +135,15 @@ class Own(Net):
         return rank
 
 
+class Normed(Net):
+    """Has a layer whose statistics are those of the batch that a rank reads."""
+
+    def make_layers(self) -> None:
+        self.layers = nn.Sequential(
+            nn.Linear(_WIDTH, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, _OUTPUTS)
+        )
+
+
 class Linear(Net):
     """A single layer, so that gradients are easy to compare."""
 
@@ -150,6 +159,7 @@ NETS: dict[str, type[Net]] = {
     "random": Random,
     "linear": Linear,
     "own": Own,
+    "normed": Normed,
 }
 
 

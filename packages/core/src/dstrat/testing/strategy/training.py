@@ -39,6 +39,30 @@ class Training(StrategyTests):
         self._check_losses(pair, net="tied", samples=_FEW)
 
     @standard("processes", "training")
+    def test_batch_norm_takes_the_statistics_of_each_ranks_own_batch(self, pair: int) -> None:
+        from dstrat.testing.batch_norm import with_own_statistics
+        from dstrat.testing.fits import Fit
+
+        self.need_losses_of_one_device()
+        fitted = self._fit(pair, net="normed", samples=_FEW)
+        work = Fit(net="normed", samples=_FEW)
+        losses, statistics = self.shared_job(with_own_statistics, 1, work=work, readers=self.readers(pair))[0]
+        found = {name: values for name, values in fitted[0].state.items() if name in statistics}
+        if not _close(self._losses(fitted), losses, self.tolerance):
+            fail(
+                f"the losses of {pair} ranks with a layer of batch norm differ from those of torch",
+                expected="each rank normalises what it reads, unless sync_batchnorm=True, and gradients are averaged.",
+                details=_table(losses, self._losses(fitted)),
+            )
+        shown = [value + 1.0 for value in _values(found)]  # relative to what they normalise, which is about 1
+        if not _close(shown, [value + 1.0 for value in _values(statistics)], self.tolerance):
+            fail(
+                "the statistics of a layer of batch norm are not those that rank 0 has gathered",
+                expected="buffers are saved with the module, as they are in rank 0.",
+                details=f"expected {statistics}\nfound    {found}",
+            )
+
+    @standard("processes", "training")
     def test_a_module_with_frozen_parameters_trains_as_on_one_device(self, pair: int) -> None:
         self._check_losses(pair, net="frozen", samples=_FEW)
 
