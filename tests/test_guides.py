@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 
 import dstrat.errors
 from dstrat import StrategyRegistry
@@ -86,13 +87,13 @@ def test_the_first_program_of_a_guide_runs_as_a_script_on_two_processes(
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(programs(page)[0])
-    assert run(sys.executable, "-W", "error", str(program), cwd=tmp_path).count(printed) == 1  # once for the job
+    assert WarmProgram(program).run().count(printed) == 1  # once for the job
 
 
 def test_the_own_loop_of_the_readme_trains_and_saves(tmp_path: Path) -> None:
     (program,) = (text for text in programs("../README.md") if "OwnLoop" in text)
     (tmp_path / "program.py").write_text(program)
-    run(sys.executable, "-W", "error", "program.py", cwd=tmp_path)
+    WarmProgram(tmp_path / "program.py").run()
     assert sorted(path.name for path in tmp_path.glob("epoch-*")) == ["epoch-1", "epoch-2"]
 
 
@@ -152,7 +153,7 @@ def test_the_commands_of_a_guide_know_its_package(command: str, package: Path) -
     assert "acme-signsgd 0.1.0" in printed
 
 
-def test_the_package_of_a_guide_trains(package: Path) -> None:
+def test_the_package_of_a_guide_trains(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import dstrat, torch\n"
         "def train(loop):\n"
@@ -168,7 +169,8 @@ def test_the_package_of_a_guide_trains(package: Path) -> None:
         "    print(dstrat.OwnLoop(dstrat.build(strategy=strategy, accelerator='cpu', devices=2)).launch(train))\n"
     )
     (package / "program.py").write_text(program)
-    change = run(sys.executable, "program.py", cwd=package, PYTHONPATH=str(package))
+    monkeypatch.syspath_prepend(str(package))
+    change = WarmProgram(package / "program.py").run()
     assert float(change) == pytest.approx(-0.5)
 
 

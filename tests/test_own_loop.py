@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
@@ -226,10 +227,8 @@ def test_the_example_runs_its_script_in_each_rank_and_goes_on_on_one_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--strategy", "ddp", "--accelerator", "cpu", "--devices", "2", "--epochs", "1"]
-    command = [sys.executable, "-W", "error", str(PROGRAM), *arguments, "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("epoch 1, step 64: ")
+    printed = WarmProgram(PROGRAM, *arguments, "--folder", str(tmp_path)).run()
+    assert printed.startswith("epoch 1, step 64: ")
     loop_of("single_device", 1).launch(runpy.run_path(str(PROGRAM))["train"], 2, tmp_path)
     assert capsys.readouterr().out.startswith("epoch 2, step 128: ")
 

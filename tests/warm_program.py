@@ -8,17 +8,15 @@ import runpy
 import signal
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 
 class WarmProgram:
-    """A script that runs, as ``subprocess.Popen`` would show it.
+    """A script that runs, as ``subprocess.Popen`` would show it.  Processes that it starts anew are not warm.
 
     Args:
-        script: The file, which is run as ``__main__``.
+        script: The file, which is run as ``__main__`` in its folder.
         *arguments: What ``sys.argv`` has beside it.
     """
 
@@ -45,6 +43,12 @@ class WarmProgram:
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self._process.pid, number)
 
+    def run(self, timeout: float = 120.0) -> str:
+        """Return what it printed, after it has ended well."""
+        out, err = self.communicate(timeout)
+        assert self.returncode == 0, err
+        return out
+
     def communicate(self, timeout: float = 30.0) -> tuple[str, str]:
         """Wait for the end; return what was printed since, which is little."""
         self._process.join(timeout)
@@ -69,7 +73,13 @@ def _run(script: str, arguments: tuple[str, ...], out: Any, err: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
+    folder = str(Path(script).parent)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
     sys.argv = [script, *arguments]
+    # What a rank of start_method="popen" is made from.
+    sys.orig_argv = [sys.executable, *sys.argv]
+    multiprocessing.process.ORIGINAL_DIR = folder
     try:
         runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt:  # as Python itself ends then

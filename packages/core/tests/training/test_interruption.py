@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -93,12 +92,6 @@ elif __name__ == "__main__":
 """
 
 
-def fresh_program(*words):
-    """Start a script in an interpreter of its own, as a user does."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *words], start_new_session=True, **pipes)
-
-
 @pytest.fixture
 def training(tmp_path):
     """Starts an endless training as a program of its own, and ends it after the test whatever happens."""
@@ -107,8 +100,7 @@ def training(tmp_path):
     def start(devices, start_method="fork", what="train"):
         script = tmp_path / "train.py"
         script.write_text(SCRIPT.format(folder=os.path.dirname(__file__)))  # noqa: PTH120 - a string for a program
-        run = fresh_program if start_method == "popen" else WarmProgram
-        process = run(script, str(devices), start_method, what)
+        process = WarmProgram(script, str(devices), start_method, what)
         started.append(process)
         return process
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 from torch import nn
 
 from dstrat import Callback, ModelCheckpoint, TrainModule
@@ -289,10 +288,7 @@ sys.stdout.write(
 def test_with_popen_every_rank_runs_the_script_to_its_end_and_has_the_results(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = WarmProgram(script).run().splitlines()
     assert lines.count("started") == 3  # the process that was started, which becomes the supervisor, and two ranks
     ends = sorted(line for line in lines if line.startswith("rank"))
     assert len(ends) == 2
