@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _CPU = "cpu"
 _SAMPLES = 64
+_MOST = 2  # processes
 _TOLERANCE = 1e-3  # of losses in float32, whose products other hardware sums in another order
 
 
@@ -36,11 +37,12 @@ class Devices(StrategyTests):
             if offer.component.alias != _CPU and self._runs_on((*offer.names, *offer.component.groups))
         ]
         counts = self.shared_job(count_devices, 1, names=names)[0]
-        if not counts:
-            pytest.skip(f"none of {', '.join(names) or 'the accelerators but the processor'} is available here")
+        sizes = {name: size for name, count in counts.items() if (size := self._largest_size(count))}
+        if not sizes:
+            those = ", ".join(names) or "the accelerators but the processor"
+            pytest.skip(f"of {those} there are too few devices here")
         expected = on_one_device(samples=_SAMPLES).losses
-        for name, count in counts.items():
-            world_size = min(count, 2) if self.component.starts_processes else 1
+        for name, world_size in sizes.items():
             fitted = self.job(fit, world_size, subject=self.subject, work=Fit(samples=_SAMPLES, accelerator=name))
             losses = [sum(losses) / len(losses) for losses in zip(*(rank.losses for rank in fitted), strict=True)]
             worst = max(abs(one - other) / one for one, other in zip(expected, losses, strict=True))
@@ -49,6 +51,11 @@ class Devices(StrategyTests):
                     f"on {world_size} devices of {name} the losses differ from those of the processor by {worst:.1e}",
                     expected=f"a relative difference below {_TOLERANCE:g}.",
                 )
+
+    def _largest_size(self, devices: int) -> int:
+        """Return the number of processes to try on so many devices; 0 where there is none."""
+        most = min(devices, _MOST if self.component.starts_processes else 1)
+        return max((size for size in self.world_sizes if size <= most), default=0)
 
     def _runs_on(self, names: Sequence[str]) -> bool:
         return not self.component.accelerators or bool({*names} & {*self.component.accelerators})
