@@ -1,92 +1,41 @@
-"""A module, its data and a hand-written loop, which train with a strategy and without any Trainer."""
+"""The hand-written loop of all families, with a module that has more parts and a run that DeepSpeed asks for more."""
 
 import torch
+from tests import hand_loop
+from tests.hand_loop import BlockNet, batches, parts, share, train
 from torch import nn
 
-from dstrat.builtin.accelerators.cpu import CPUAccelerator
-from dstrat.builtin.precision.mixed import MixedPrecision
-from dstrat.builtin.precision.true import TruePrecision
 from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
-from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.interfaces.optimization import read_optimizers
-from dstrat.interfaces.parts import Parts
 
-STEPS = 6
-BATCH = 12  # which 2, 3 and 4 ranks divide
+__all__ = ["Net", "Run", "batches", "losses_of", "parts", "share", "single_device_losses", "start", "train"]
 
 
-class NoCheckpoints(CheckpointIO):
-    def save_checkpoint(self, checkpoint, path):
-        raise NotImplementedError
+class Net(BlockNet):
+    """A small network with blocks, and with a parameter and a buffer of its own."""
 
-    load_checkpoint = save_checkpoint
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """A small network with blocks, a parameter and a buffer of its own, whose training step returns the loss."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(6, 10)
-        self.blocks = nn.ModuleList(Block(10) for _ in range(2))
-        self.last = nn.Linear(10, 3)
+    def make_layers(self):
+        super().make_layers()
+        del self.blocks[2]
         self.scale = nn.Parameter(torch.ones(3))
-        self.register_buffer("seen", torch.zeros(()))
 
     def layers(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x) * self.scale
-
-    def training_step(self, batch, batch_idx):
-        inputs, targets = batch
-        return nn.functional.mse_loss(self.layers(inputs), targets)
-
-    def validation_step(self, batch, batch_idx):
-        return self.training_step(batch, batch_idx)
+        return super().layers(x) * self.scale
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class Run:
-    """What a strategy asks of whoever runs it."""
-
-    gradient_clip_algorithm = "norm"
+class Run(hand_loop.Run):
+    """What the strategy asks of whoever runs it."""
 
     def __init__(self, module, is_fitting=True, accumulate=1, clip=None):
-        self.module = module
-        self.is_fitting = is_fitting
+        super().__init__(module, is_fitting)
         self.accumulate_grad_batches = accumulate
         self.gradient_clip_val = clip
 
     def configure_optimizers(self):
         return read_optimizers(self.module.configure_optimizers())
-
-
-def parts(cluster=None, precision="32-true", devices=None):
-    """The parts that a test's strategy gets."""
-    size = devices or (1 if cluster is None else cluster.world_size)
-    return Parts(
-        accelerator=CPUAccelerator(),
-        parallel_devices=(torch.device("cpu"),) * size,
-        cluster_environment=cluster,
-        checkpoint_io=NoCheckpoints(),
-        precision_plugin=TruePrecision(precision) if precision.endswith("true") else MixedPrecision(precision),
-    )
 
 
 def start(strategy, module, given, **run):
@@ -97,50 +46,7 @@ def start(strategy, module, given, **run):
     strategy.setup(Run(strategy.module, **run))
 
 
-def batches(steps=STEPS, batch=BATCH):
-    """The same global batches for everybody."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        inputs = torch.randn(batch, 6, generator=generator)
-        yield inputs, inputs[:, :3] - inputs[:, 3:]
-
-
-def share(strategy, batch):
-    """This rank's part of a global batch."""
-    where = {"rank": 0, "num_replicas": 1} | strategy.distributed_sampler_kwargs
-    return tuple(tensor[where["rank"] :: where["num_replicas"]] for tensor in batch)
-
-
-def train(strategy, steps=STEPS, accumulate=1, clip=None):
-    """Train; return the global loss of each optimizer step."""
-    losses = []
-    groups = zip(*[iter(batches(steps * accumulate))] * accumulate, strict=True)
-    optimizer = strategy.optimizers[0]
-    for index, group in enumerate(groups):
-
-        def closure(group=group, index=index):
-            optimizer.zero_grad()
-            parts = []
-            for batch in group[:-1]:
-                with strategy.no_backward_sync():
-                    parts.append(one_pass(strategy, batch, index, accumulate))
-            parts.append(one_pass(strategy, group[-1], index, accumulate))
-            strategy.unscale_gradients(optimizer)
-            if clip is not None:
-                strategy.clip_gradients(optimizer, clip)
-            return sum(parts)
-
-        losses.append(float(strategy.reduce(strategy.optimizer_step(optimizer, closure, strategy.model))))
-    return losses
-
-
-def one_pass(strategy, batch, index, accumulate):
-    loss = strategy.training_step(strategy.batch_to_device(share(strategy, batch)), index) / accumulate
-    strategy.backward(loss)
-    return loss.detach()
-
-
-def losses_of(strategy, module, given, accumulate=1, clip=None, steps=STEPS):
+def losses_of(strategy, module, given, accumulate=1, clip=None, steps=6):
     """Start, train and end; return the losses."""
     start(strategy, module, given, accumulate=accumulate, clip=clip)
     losses = train(strategy, accumulate=accumulate, clip=clip, steps=steps)

@@ -261,7 +261,7 @@ def went_on(cluster, path):
 
 def test_other_stages_on_another_number_of_ranks_go_on(ranks, tmp_path, alone):
     ranks(saved, path=str(tmp_path / "c"), options=OPTIONS["stage-2"])
-    for by_options in ranks(went_on, 3, path=str(tmp_path / "c")):
+    for by_options in ranks(went_on, 4, path=str(tmp_path / "c")):
         for losses in by_options.values():
             assert losses == pytest.approx(alone[1], rel=1e-6)
 
