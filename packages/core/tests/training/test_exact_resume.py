@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -93,6 +95,50 @@ class Stream(IterableDataset):
         return ((x + noise * torch.rand(1) if noise else x, y) for x, y in numbers())
 
 
+class KnowsItsPlace:
+    """A loader without a length, which shuffles with numbers of its own and says where it is."""
+
+    reads = 0
+
+    def __init__(self):
+        self.generator, self.left = torch.Generator().manual_seed(6), []
+
+    def __iter__(self):
+        self.left = self.left or [part.tolist() for part in torch.randperm(22, generator=self.generator).split(4)]
+        while self.left:
+            KnowsItsPlace.reads += 1
+            yield numbers()[self.left.pop(0)]
+
+    def state_dict(self):
+        return {"left": self.left, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.left = state["left"]
+        self.generator.set_state(state["generator"])
+
+
+class Noisy(IterableDataset):
+    """Numbers with noise, which says where it is, also in a worker."""
+
+    def __init__(self):
+        self.position, self.generator = 0, torch.Generator().manual_seed(4)
+
+    def __iter__(self):
+        while self.position < len(numbers()):
+            x, y = numbers()[self.position]
+            self.position += 1
+            yield x + torch.rand(1, generator=self.generator), y
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+        self.generator.set_state(state["generator"])
+
+
+@cache
 def numbers():
     x = torch.randn(22, 4, generator=torch.Generator().manual_seed(5))
     return TensorDataset(x, x.sum(1, keepdim=True))
@@ -181,6 +227,31 @@ def test_with_a_stream(check, num_workers):
     check([2, 5, 8], loader=lambda: DataLoader(Stream(), batch_size=4, num_workers=num_workers))
 
 
+@pytest.mark.parametrize("io", [TorchCheckpointIO, PortableCheckpointIO])
+def test_with_a_loader_that_knows_its_place_and_is_not_read_up_to_there_again(check, io):
+    check([2, 5], loader=KnowsItsPlace, io=io)
+    check([BATCHES], loader=KnowsItsPlace, hook="on_train_epoch_end", io=io)
+    KnowsItsPlace.reads = 0
+    check([8], loader=KnowsItsPlace, io=io)
+    assert KnowsItsPlace.reads == 2 * BATCHES + 9 + (2 * BATCHES - 8)  # one ahead where it was stopped
+
+
+@pytest.mark.parametrize(
+    ("make", "points", "num_workers"),
+    [
+        (lambda stateful, **options: stateful(numbers(), shuffle=True, **options), [2, 6, 8], 0),
+        (lambda stateful, **options: stateful(numbers(), shuffle=True, **options), [8], 2),
+        (lambda stateful, **options: stateful(Noisy(), **options), [2, 6, 8], 0),
+        (lambda stateful, **options: stateful(Noisy(), **options), [6, 8], 1),
+    ],
+    ids=["shuffled", "shuffled, workers", "stream", "stream, worker"],
+)
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # which torchdata calls
+def test_with_a_stateful_loader_of_torchdata(check, make, points, num_workers):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    check(points, loader=lambda: make(torchdata.StatefulDataLoader, batch_size=4, num_workers=num_workers))
+
+
 def test_in_manual_optimization(check):
     check([1, 2, 5, 9], cls=Manual)
 
@@ -188,6 +259,10 @@ def test_in_manual_optimization(check):
 @pytest.mark.parametrize("io", [TorchCheckpointIO, PortableCheckpointIO])
 def test_on_two_processes(check, averaging, io):
     check([1, 3, 4, 5], strategy=averaging, devices=2, accumulate_grad_batches=2, io=io, limit_train_batches=3)
+
+
+def test_on_two_processes_with_a_loader_that_knows_its_place(check, averaging):
+    check([2, 3, BATCHES], strategy=averaging, devices=2, loader=KnowsItsPlace)
 
 
 def test_on_more_processes_it_goes_on_at_the_same_part_of_the_epoch(quiet_trainer, averaging, tmp_path):

@@ -11,6 +11,7 @@ from dstrat.data.agreed_end import AgreedEnd
 from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.continued import ContinuedLoader
 from dstrat.data.division import divide_evaluation, divide_training, is_divisible, with_parts
+from dstrat.data.placed import PlacedLoader
 from dstrat.data.recorded_batches import record_batches
 from dstrat.data.sharded_dataset import ShardedIterableDataset
 from dstrat.data.structure import describe, is_structure, leaves, map_leaves, named_leaves
@@ -147,7 +148,7 @@ def as_list(loaders: Any) -> list[Any]:
 
 def length_is_certain(loader: Any) -> bool:
     """Return whether a loader has a length that is counted, rather than announced by an iterable dataset."""
-    if isinstance(loader, ContinuedLoader):
+    if isinstance(loader, ContinuedLoader | PlacedLoader):
         return length_is_certain(loader.loader)
     if isinstance(loader, CombinedLoader):
         return all(length_is_certain(part) for part in loader.flattened)

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dstrat.data.continued import Beginning, generator_states, set_generator_states
+from dstrat.data.placed import knows_its_place, rest_at
 from dstrat.data.random_state import RandomState
 
 if TYPE_CHECKING:
@@ -30,9 +31,15 @@ def rank_state(trainer: Trainer, beginning: Beginning | None, *, has_gradients: 
         "device_random": strategy.accelerator.get_random_state(strategy.root_device),
         "generators": generator_states(trainer.fit_loop.data.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
+        "place": trainer.fit_loop.data.place(None if _is_over(trainer) else trainer.fit_loop.batches_done),
         "logged": trainer.fit_loop.logged.state_dict(),
         "gradients": _gradients(trainer) if has_gradients else None,
     }
+
+
+def _is_over(trainer: Trainer) -> bool:
+    """Return whether no batch of an epoch is left."""
+    return trainer.fit_loop.is_last_batch or not trainer.fit_loop.batches_done
 
 
 def _gradients(trainer: Trainer) -> dict[str, Any] | None:
@@ -61,7 +68,7 @@ def moved_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     gradients = [state["gradients"] for state in states if state["gradients"] is not None]
     names = dict.fromkeys(name for one in gradients for name in one)  # some may be unused in some processes
     mean = {name: sum(one[name] for one in gradients if name in one) / len(gradients) for name in names}
-    nothing = dict.fromkeys(("random", "device_random", "logged"))
+    nothing = dict.fromkeys(("random", "device_random", "logged", "place"))
     of_all = {name: states[0][name] for name in ("generators", "beginning")}
     return {**nothing, **of_all, "gradients": mean or None}
 
@@ -75,12 +82,14 @@ class Continuation:
 
     Attributes:
         beginning: How the epoch began; None where the state is of the time before the first.
+        place: Where the loader was, if it knows that.
     """
 
     def __init__(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         self._trainer, self._state = trainer, state
         saved = state["beginning"]
         self.beginning = None if saved is None else Beginning.from_state_dict(saved)
+        self.place = state.get("place")  # which older ones lack
 
     def restore(self) -> None:
         """Put random numbers, logged values and gradients back, when the hooks at the start have been called."""
@@ -90,9 +99,12 @@ class Continuation:
             self._put_back(state["gradients"])
         if state["logged"] is not None:
             trainer.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
-        set_generator_states(trainer.fit_loop.data.loader, state["generators"])
+        loader = trainer.fit_loop.data.loader
+        if self.place is not None and _is_over(trainer) and knows_its_place(loader):
+            rest_at(loader, self.place)
+        set_generator_states(loader, state["generators"])
         if self.beginning is not None:
-            self.beginning.share_order(trainer.fit_loop.data.loader)
+            self.beginning.share_order(loader)
         if state["device_random"] is not None:
             strategy.accelerator.set_random_state(strategy.root_device, state["device_random"])
         if state["random"] is not None:

@@ -197,7 +197,9 @@ class FitLoop(Position):
 
     def _batches(self) -> Iterable[tuple[Any, bool]]:
         """Return the batches of the epoch that are left, on the device, each with whether it is the last."""
-        beginning = None if self._continuation is None else self._continuation.beginning
+        beginning = place = None
+        if self._continuation is not None:
+            beginning, place = self._continuation.beginning, self._continuation.place
         if beginning is None or not self.batches_done:
             self.batches_done = self.in_group = 0
         self._continuation = None
@@ -206,7 +208,9 @@ class FitLoop(Position):
                 self._optimization.go_on_accumulating()
             else:
                 self._optimization.start_group()  # on_train_batch_start may have ended an epoch within a group
-        return self.data.batches(self._module, done=self.batches_done, beginning=beginning)
+        return self.data.batches(
+            self._module, done=self.batches_done, beginning=beginning, place=place, is_over=self.is_last_batch
+        )
 
     def _look_up(self) -> None:
         """Find what is called for each batch, before the first of an epoch."""

@@ -8,6 +8,7 @@ from dstrat.data.agreed_length import agreed_length
 from dstrat.data.continued import Beginning, ContinuedLoader
 from dstrat.data.limits import limit_of
 from dstrat.data.loaders import length_of, prepare_training_loader
+from dstrat.data.placed import PlacedLoader, knows_its_place
 from dstrat.data.unshuffled import unshuffled
 from dstrat.training.data.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
 
@@ -37,6 +38,7 @@ class TrainingData:
         self.num_batches: int | None = None
         self.beginning: Beginning | None = None
         self._loaded_in_epoch = 0
+        self._placed: PlacedLoader | None = None
 
     @property
     def length(self) -> int | None:
@@ -76,21 +78,43 @@ class TrainingData:
             return batches_done
         return batches_done * self.length // other_length
 
-    def batches(self, module: TrainModule, *, done: int, beginning: Beginning | None) -> Iterable[tuple[Any, bool]]:
+    def place(self, batches_done: int | None) -> Any:
+        """Return where a loader that knows its own place was after so many batches, None for other loaders.
+
+        Args:
+            batches_done: None at the end of an epoch.
+        """
+        if self._placed is None:
+            return None
+        return self._placed.latest_place if batches_done is None else self._placed.place_after(batches_done)
+
+    def batches(
+        self, module: TrainModule, *, done: int, beginning: Beginning | None, place: Any = None, is_over: bool = False
+    ) -> Iterable[tuple[Any, bool]]:
         """Return the batches of an epoch that are left, on the device, each with whether it is the last.
 
         Args:
             module: Whose hooks take part in the transfer.
             done: Number of batches that have been trained on.
             beginning: How the epoch began, where some have been.
+            place: Where the loader was then, if it knows that.
+            is_over: Whether the last one has been.
         """
-        trainer, loader, left = self._trainer, self.loader, self.num_batches
+        trainer, left = self._trainer, self.num_batches
         if done and beginning is not None:
             self.beginning = beginning
-            loader = ContinuedLoader(loader, beginning, done)
             left = None if left is None else max(0, left - done)
         else:
-            self.beginning = Beginning.of(loader)
+            self.beginning, done, place = Beginning.of(self.loader), 0, None
+        loader = self._read_from(self.beginning, done, place, is_over=is_over)
         move = trainer.profiled("transfer_batch", batch_mover(trainer, module))
         batches = trainer.profiled_batches(Batches(loader, left, None if done else "training"))
         return device_batches(batches, move, copies_ahead_to=device_to_copy_ahead_to(trainer, module))
+
+    def _read_from(self, beginning: Beginning, done: int, place: Any, *, is_over: bool) -> Any:
+        """Return what gives the batches that are left of an epoch."""
+        self._placed = None
+        if knows_its_place(self.loader) and (place is not None or not done):
+            self._placed = PlacedLoader(self.loader, beginning, done, place, is_over=is_over and done > 0)
+            return self._placed
+        return ContinuedLoader(self.loader, beginning, done) if done else self.loader

@@ -1,0 +1,103 @@
+"""Loaders that know their own place, by ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from dstrat.data.agreed_end import MOST_BATCHES_AHEAD, AgreedEnd
+from dstrat.data.random_state import RandomState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from dstrat.data.continued import Beginning
+
+_MOST_KEPT = 2 * MOST_BATCHES_AHEAD + 2
+"""Places that are kept: batches are read before they are trained on, by at most so many."""
+
+
+class PlacedLoader:
+    """A loader that knows its own place, which is kept for each of the last batches that were read.
+
+    Args:
+        loader: Of which :func:`knows_its_place` is True.
+        beginning: How the epoch began.
+        batches_done: Number of batches that have been read.
+        place: Where the loader was then; None at the beginning.
+        is_over: Whether that was the end of the epoch.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        beginning: Beginning,
+        batches_done: int = 0,
+        place: Any = None,
+        *,
+        is_over: bool = False,
+    ) -> None:
+        self.loader, self._beginning, self._batches_done, self._place = loader, beginning, batches_done, place
+        self._is_over = is_over
+        self._kept: deque[tuple[int, Any]] = deque(maxlen=_MOST_KEPT)
+        self._latest = place
+
+    def __len__(self) -> int:
+        """Return the number of batches that are left."""
+        return max(0, len(self.loader) - self._batches_done)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_over:
+            return iter(())
+        loader = _innermost(self.loader)
+        batches = self._noted(loader, loader if self._place is None else self._from_place(loader))
+        if not isinstance(self.loader, AgreedEnd):
+            return batches
+        agreeing = copy.copy(self.loader)
+        agreeing.loader = batches
+        return iter(agreeing)
+
+    def place_after(self, batches_done: int) -> Any:
+        """Return where the loader was when so many batches of the epoch had been read; None where that is forgotten."""
+        return next((place for number, place in self._kept if number == batches_done), None)
+
+    @property
+    def latest_place(self) -> Any:
+        """Where the loader is; None before the first batch."""
+        return self._latest
+
+    def _from_place(self, loader: Any) -> Iterator[Any]:
+        """Begin in the middle, with the random numbers of the epoch's beginning, which the loader may draw again."""
+        now = RandomState.capture()
+        self._beginning.restore(self.loader)
+        try:
+            loader.load_state_dict(copy.deepcopy(self._place))
+            return iter(loader)
+        finally:
+            now.restore()
+
+    def _noted(self, loader: Any, batches: Iterable[Any]) -> Iterator[Any]:
+        for number, batch in enumerate(batches, self._batches_done + 1):
+            self._latest = copy.deepcopy(loader.state_dict())
+            self._kept.append((number, self._latest))
+            yield batch
+        self._latest = copy.deepcopy(loader.state_dict())
+
+
+def knows_its_place(loader: Any) -> bool:
+    """Return whether a loader says where it is."""
+    return all(callable(getattr(_innermost(loader), name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def rest_at(loader: Any, place: Any) -> None:
+    """Let a loader be where it was at the end of an epoch, before another one is read; random numbers stay."""
+    now = RandomState.capture()
+    inner = _innermost(loader)
+    inner.load_state_dict(copy.deepcopy(place))
+    iter(inner)  # which takes the state
+    now.restore()
+
+
+def _innermost(loader: Any) -> Any:
+    return loader.loader if isinstance(loader, AgreedEnd) else loader
