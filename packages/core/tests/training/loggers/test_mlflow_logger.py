@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import socket
+from time import time
 
 import pytest
 
@@ -57,6 +58,8 @@ def test_values_are_written_by_step(logger, client):
     logger.finalize("success")
     assert values(client, logger, "loss") == [(10, 0.5), (20, 0.25)]
     assert values(client, logger, "val/loss") == [(10, 1.0)]
+    (metric,) = client.get_metric_history(logger.version, "val/loss")
+    assert abs(metric.timestamp / 1000 - time()) < 600
 
 
 @pytest.mark.parametrize(
@@ -74,11 +77,19 @@ def test_the_status_is_known_and_a_later_run_goes_on(logger, client, status, kno
     assert values(client, logger, "loss") == [(1, 0.5), (2, 0.25)]
 
 
-def test_settings_are_written_flat_also_very_many(logger, client):
+def test_settings_are_written_flat_also_very_many(logger, client, monkeypatch):
+    sizes, log_batch = [], MlflowClient.log_batch
+
+    def noting(*args, params, **options):
+        sizes.append(len(params))
+        log_batch(*args, params=params, **options)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", noting)
     logger.log_hyperparams({"lr": 0.1, "model": {"width": 8}, **{f"p{index}": index for index in range(150)}})
     logger.finalize("success")
     written = client.get_run(logger.version).data.params
     assert (written["lr"], written["model/width"], written["p149"]) == ("0.1", "8", "149")
+    assert sizes == [100, 52]  # a server takes no more at once
 
 
 def test_runs_of_one_experiment_have_names_and_tags(tmp_path, client):
@@ -158,3 +169,5 @@ def test_a_trainer_writes_to_it_and_sends_checkpoints(tmp_path, line, loader, cl
     sent = {item.path for item in client.list_artifacts(logger.version, "checkpoints")}
     every = {f"checkpoints/best-{epoch}.ckpt" for epoch in (0, 1)}
     assert sent == {False: set(), True: {"checkpoints/best-1.ckpt"}, "all": every}[log_model]
+    best = client.get_run(logger.version).data.tags.get("best_checkpoint")
+    assert best == ("best-1.ckpt" if log_model else None)

@@ -40,7 +40,7 @@ def test_what_is_in_a_store_is_uploaded_as_what_is_on_the_disk(sent, upload, tmp
         uploads.take(saved(where / "folder.ckpt", where / "one.ckpt"))
         uploads.finish()
     folder = {"a": b"folder.ckpt/a", "b": b"folder.ckpt/b"}
-    once = [("one.ckpt", b"one.ckpt", ["latest"]), ("folder.ckpt", folder, ["latest"])]
+    once = [("one.ckpt", b"one.ckpt", ["latest"]), ("folder.ckpt", folder, ["latest", "best"])]
     assert sent == once + once
 
 

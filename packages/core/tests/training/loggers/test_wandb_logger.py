@@ -5,6 +5,7 @@ import pickle
 import re
 import struct
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,11 +92,14 @@ def test_values_are_written_by_the_number_of_optimizer_steps(open_logger, tmp_pa
         {"loss": 0.5, "epoch": 0, "trainer/global_step": 10},
         {"loss": 0.25, "epoch": 0, "trainer/global_step": 20},
     ]
+    [axis] = [record.metric for record in records(tmp_path) if record.WhichOneof("record_type") == "metric"]
+    assert (axis.glob_name, axis.step_metric) == ("*", "trainer/global_step")
 
 
 def test_settings_are_written_nested_ones_too(open_logger, tmp_path):
     logger = open_logger(project="p", name="n")
-    logger.log_hyperparams({"lr": 0.1, "model": {"width": 8}})
+    logger.log_hyperparams({"lr": 0.2, "model": {"width": 8}})
+    logger.log_hyperparams({"lr": 0.1})  # as another fit may have
     logger.finalize("success")
     written = settings(tmp_path)
     assert (written["lr"], written["model"]) == (0.1, {"width": 8})
@@ -108,6 +112,7 @@ def test_a_later_run_goes_on_under_the_same_id(open_logger, tmp_path):
     assert logger.version is None
     logger.log_metrics({"loss": 0.5}, step=1)
     version = logger.version
+    assert logger.experiment.settings.resume == "allow"
     logger.finalize("success")
     logger.log_metrics({"test_loss": 0.25}, step=1)
     assert logger.version == version
@@ -116,10 +121,13 @@ def test_a_later_run_goes_on_under_the_same_id(open_logger, tmp_path):
     assert [row.get("test_loss") for row in history(tmp_path)] == [None, 0.25]
 
 
-def test_the_status_is_known_by_the_exit_code(open_logger, tmp_path):
-    logger = open_logger()
+def test_the_status_is_known_by_the_exit_code_and_a_run_that_failed_sends_no_best_checkpoint(open_logger, tmp_path):
+    logger = open_logger(log_model=True)
+    (tmp_path / "best.ckpt").write_text("")
     logger.log_metrics({"loss": 0.5}, step=1)
+    logger.after_save_checkpoint(SimpleNamespace(best_model_path=str(tmp_path / "best.ckpt")))
     logger.finalize("failed")
+    assert not any(record.request.HasField("log_artifact") for record in records(tmp_path))
     [code] = [record.exit.exit_code for record in records(tmp_path) if record.WhichOneof("record_type") == "exit"]
     assert code == 1
 
@@ -176,3 +184,4 @@ def test_a_trainer_writes_to_it_and_sends_checkpoints(tmp_path, line, loader, lo
     sent += [record.artifact for record in records(tmp_path) if record.WhichOneof("record_type") == "artifact"]
     assert len(sent) == {False: 0, True: 1, "all": 2}[log_model]
     assert all(re.fullmatch(r"model-\w+", artifact.name) for artifact in sent)
+    assert all("best" in artifact.aliases for artifact in sent)

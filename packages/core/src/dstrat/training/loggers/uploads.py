@@ -32,8 +32,9 @@ class Uploads:
         """Take note of a callback that has saved a checkpoint."""
         self._callback = checkpoint_callback
         if self._wanted == "all":
-            for path in dict.fromkeys((checkpoint_callback.last_model_path, checkpoint_callback.best_model_path)):
-                self._send(path, ["latest"])
+            best = checkpoint_callback.best_model_path
+            for path in dict.fromkeys((checkpoint_callback.last_model_path, best)):
+                self._send(path, ["latest", "best"] if path == best else ["latest"])
 
     def finish(self) -> None:
         """Upload the best one."""
