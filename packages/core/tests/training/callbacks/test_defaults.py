@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import pytest
 
-from dstrat import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Timer
+from dstrat import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Timer, TrainModule
 from dstrat.errors import ConflictError, RequestError
-from dstrat.training.callbacks.defaults import complete_callbacks
+from dstrat.training.callbacks.defaults import complete_callbacks, with_callbacks_of
 
 NOTHING = {"progress_bar": False, "model_summary": False, "checkpointing": False}
 
@@ -57,3 +57,15 @@ def test_two_with_one_state_key_are_refused():
     with pytest.raises(RequestError, match=r"two callbacks have the state_key \"EarlyStopping\(monitor='a', mode="):
         complete_callbacks([EarlyStopping("a"), EarlyStopping("a", patience=9)], **NOTHING)
     assert len(complete_callbacks([EarlyStopping("a"), EarlyStopping("b")], **NOTHING)) == 2
+
+
+def test_those_of_a_module_replace_others_of_their_class_and_do_not_save_where_nothing_is_to_be_saved():
+    own, others = [Timer(), ModelCheckpoint()], [Timer(), LambdaCallback()]
+
+    class Configured(TrainModule):
+        def configure_callbacks(self):
+            return own
+
+    assert with_callbacks_of(Configured(), others) == [others[1], own[0], own[1]]
+    assert with_callbacks_of(Configured(), others, saves=False) == [others[1], own[0]]
+    assert with_callbacks_of(TrainModule(), others) == others

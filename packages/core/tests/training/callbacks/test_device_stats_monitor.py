@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import builtins
 import logging
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +52,13 @@ def test_where_the_accelerator_reports_nothing_the_hosts_values_are_written_with
         assert 50e6 < values["host/process_memory"] < 50e9
         assert values["host/available_memory"] > 1e6
         assert values["host/process_cpu_percent"] > 0
+
+
+def test_a_process_that_keeps_one_core_busy_has_100_percent(monkeypatch):
+    clocks = {"monotonic": iter((10.0, 12.0)), "process_time": iter((1.0, 3.0))}
+    fake = SimpleNamespace(**{name: partial(next, values) for name, values in clocks.items()})
+    monkeypatch.setattr(host_stats, "time", fake)
+    assert HostStats().take()["process_cpu_percent"] == 100.0
 
 
 def test_what_the_accelerator_reports_is_written_and_the_hosts_values_where_asked(written):

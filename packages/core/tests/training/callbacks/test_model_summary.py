@@ -43,6 +43,7 @@ def test_layers_are_listed_as_deep_as_was_asked_for():
     assert names(1) == ["0", "1"]
     assert names(2) == ["0", "0.0", "0.1", "1"]
     assert names(-1) == ["0", "0.0", "0.1", "0.1.0", "1"]
+    module.own = nn.Parameter(torch.ones(1))
     assert len(lines_of(module, max_depth=0)) == 3
     with pytest.raises(RequestError, match=r"ModelSummary\(max_depth=-2\) must be 0 or more, or -1 for all levels"):
         ModelSummary(max_depth=-2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
@@ -194,3 +197,29 @@ def test_writing_both_ways_is_an_error(tmp_path):
         RequestError, match="write_interval='batch_and_epoch' of TorchPredictionWriter must be 'batch' or"
     ):
         TorchPredictionWriter(tmp_path, "batch_and_epoch")
+
+
+def test_what_was_written_batch_by_batch_is_not_kept(quiet_trainer):
+    class Forgetting(Noting):
+        def write_on_batch_end(self, trainer, module, prediction, *_):
+            self.calls.append(weakref.ref(prediction["doubled"]))
+
+        def on_predict_epoch_end(self, trainer, module):
+            self.alive = sum(reference() is not None for reference in self.calls)
+            super().on_predict_epoch_end(trainer, module)
+
+    writer = Forgetting("batch")
+    predicted(quiet_trainer, writer, numbers(8))
+    assert len(writer.calls) == 8
+    assert writer.alive <= 1
+
+
+def test_files_of_another_rank_that_began_earlier_and_of_another_stage_do_not_matter(tmp_path):
+    writer = TorchPredictionWriter(tmp_path / "new")
+    writer.setup(SimpleNamespace(global_rank=0, world_size=2), None, "fit")
+    assert not writer.folder.exists()
+    writer.folder.mkdir()
+    (writer.folder / "rank1_loader0_batch0.pt").touch()
+    writer.setup(SimpleNamespace(global_rank=0, world_size=2), None, "predict")
+    with pytest.raises(RequestError, match="holds predictions already"):
+        writer.setup(SimpleNamespace(global_rank=1, world_size=2), None, "predict")

@@ -108,8 +108,15 @@ def test_the_end_by_max_steps_is_the_end_of_the_bar(shown, line):
     assert matches(lines, r"Epoch 1: 4/4 batches, SPEED")
 
 
-@pytest.mark.parametrize("steps", [{"max_epochs": 1}, {"max_epochs": None, "max_steps": 5}])
-def test_an_epoch_that_is_continued_begins_where_it_was(quiet_trainer, line, loader, capfd, tmp_path, steps):
+@pytest.mark.parametrize(
+    ("steps", "total"),
+    [
+        ({"max_epochs": 1}, 6),
+        ({"max_epochs": None, "max_steps": 5}, 5),
+        ({"max_epochs": None, "max_steps": 1, "accumulate_grad_batches": 5}, 5),
+    ],
+)
+def test_an_epoch_that_is_continued_begins_where_it_was(quiet_trainer, line, loader, capfd, tmp_path, steps, total):
     class Saving(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if batch_idx == 3:
@@ -120,7 +127,6 @@ def test_an_epoch_that_is_continued_begins_where_it_was(quiet_trainer, line, loa
     trainer = quiet_trainer(enable_progress_bar=True, callbacks=ProgressBar(refresh_seconds=0), **steps)
     trainer.fit(line, loader(), ckpt_path=tmp_path / "saved")
     lines = capfd.readouterr().err.splitlines()
-    total = steps.get("max_steps", 6)
     done = [re.search(r"(\d)/(\d) batches", line).groups() for line in lines]
     assert done == [(str(n), str(total)) for n in (*range(4, total + 1), total)]
     assert "it/s" not in lines[0]

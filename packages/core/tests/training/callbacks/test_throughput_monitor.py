@@ -121,15 +121,19 @@ def test_a_batch_that_fails_leaves_no_counter_behind(quiet_trainer, line_class, 
 
 
 def test_the_whole_job_is_all_ranks_together(quiet_trainer, line_class, loader, averaging, tmp_path):
+    class Sized(ThroughputMonitor):
+        def setup(self, trainer, module, stage):
+            self._batch_size_fn = lambda batch: 1 if trainer.global_rank == 0 else 7
+
     class Slow(line_class):
         def training_step(self, batch, batch_idx):
             time.sleep(0.02 if self.trainer.global_rank == 0 else 0.01)
             return super().training_step(batch, batch_idx)
 
     logger = CSVLogger(tmp_path, name="", version="run")
-    quiet_trainer(
-        callbacks=ThroughputMonitor(), logger=logger, log_every_n_steps=6, devices=2, strategy=averaging()
-    ).fit(Slow(), loader(4))
+    quiet_trainer(callbacks=Sized(), logger=logger, log_every_n_steps=6, devices=2, strategy=averaging()).fit(
+        Slow(), loader(4)
+    )
     with (tmp_path / "run" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["throughput/samples_per_sec"]]
     assert [row["step"] for row in rows] == ["6", "12"]

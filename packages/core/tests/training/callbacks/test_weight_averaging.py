@@ -144,6 +144,14 @@ def test_evaluation_after_the_fit_uses_the_average(fit, make_line, loader):
     assert results["test_loss"] == pytest.approx(expected["test_loss"])
 
 
+def test_evaluation_of_a_checkpoint_uses_the_average(train, make_line, quiet_trainer, loader, tmp_path):
+    save = ModelCheckpoint(tmp_path, "a")
+    _, weight = train(WeightAveraging(), save, enable_checkpointing=True)
+    module = make_line()
+    quiet_trainer(callbacks=WeightAveraging()).test(module, loader(), ckpt_path=save.best_model_path)
+    assert torch.equal(module.layer.weight, weight)
+
+
 @pytest.mark.parametrize("batches", [1, 3])
 @pytest.mark.parametrize("make", [WeightAveraging, lambda: EMAWeightAveraging(decay=0.5), OfEpochs])
 def test_a_run_that_goes_on_ends_with_the_same_average(train, tmp_path, make, batches):

@@ -8,6 +8,7 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -15,6 +16,7 @@ from dstrat import DataModule, TrainModule
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat.training.loggers.logger import Logger
 from dstrat.training.module.loading import read_checkpoint
+from dstrat.training.module.plain_values import to_plain
 
 
 class Net(TrainModule):
@@ -114,9 +116,9 @@ def test_some_arguments_are_kept_by_name_and_others_left_out():
             self.save_hyperparameters(ignore=["a", "b"])
 
     class ButOne(TrainModule):
-        def __init__(self, a, b):
+        def __init__(self, a, bias):
             super().__init__()
-            self.save_hyperparameters(ignore="b")
+            self.save_hyperparameters(ignore="bias")
 
     assert Some(1, 2, 3).hparams == {"a": 1, "b": 2}
     assert But(1, 2, 3).hparams == {"c": 3}
@@ -195,11 +197,37 @@ def test_arguments_without_a_name_are_told_of(caplog):
     assert "arguments without a name in *args, which are not kept as hyperparameters: [3, 4]" in caplog.text
 
 
+def test_an_argument_in_args_that_a_base_class_has_kept_by_its_name_is_not_told_of(caplog):
+    class Passing(Net):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.save_hyperparameters()
+
+    assert Passing(3).hparams == {"width": 3, "depth": 2}
+    assert not caplog.messages
+
+
+def test_settings_that_are_added_leave_the_argument_that_holds_all(saved):
+    class Seeded(Configured):
+        def __init__(self, config):
+            super().__init__(config)
+            self.save_hyperparameters({"seed": 1})
+
+    checkpoint = saved(Seeded, Namespace(width=4))
+    assert (checkpoint["hyper_parameters"], checkpoint["hparams_name"]) == ({"width": 4, "seed": 1}, "config")
+
+
+def test_numbers_and_texts_become_pythons_own():
+    plain = to_plain({"i": np.int64(3), "f": np.float32(0.5), "b": True, "t": np.str_("a")}, "", None)
+    assert plain == {"i": 3, "f": 0.5, "b": True, "t": "a"}
+    assert [type(value) for value in plain.values()] == [int, float, bool, str]
+
+
 def test_what_was_saved_first_stays_when_settings_are_changed():
-    module = Net([1, 2])
-    module.hparams.width.append(3)
+    module = Net({"sizes": [1, 2]})
+    module.hparams.width["sizes"].append(3)
     module.hparams.depth = 5
-    assert module.hparams_initial == {"width": [1, 2], "depth": 2}
+    assert module.hparams_initial == {"width": {"sizes": [1, 2]}, "depth": 2}
     module.hparams_initial["depth"] = 7
     assert module.hparams_initial["depth"] == 2
 

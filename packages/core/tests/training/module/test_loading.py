@@ -16,6 +16,7 @@ from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointI
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat.training.module.hyperparameters import MODULE_KEYS, checkpoint_entries
+from dstrat.training.module.plain_values import from_plain
 
 
 class Net(TrainModule):
@@ -161,6 +162,39 @@ def test_arguments_are_made_again_as_their_annotations_say(write):
     loaded = Annotated.load_from_checkpoint(write(Annotated(*given)))
     assert loaded.given == given
     assert type(loaded.given[2]) is Act  # which equals its text
+
+
+@pytest.mark.parametrize(
+    ("annotation", "kind"), [(tuple[int, ...], tuple), (list[int], list), (list | tuple, list), (None, list)]
+)
+def test_a_list_becomes_a_tuple_where_that_alone_is_allowed(annotation, kind):
+    assert from_plain([1, 2], annotation) == kind((1, 2))
+
+
+def test_the_annotation_of_a_subclass_comes_before_that_of_its_base_class(write):
+    class Base(TrainModule):
+        def __init__(self, where: str):
+            super().__init__()
+
+    class Placed(Base):
+        def __init__(self, where: Path, **kwargs):
+            super().__init__(where=str(where), **kwargs)
+            self.save_hyperparameters()
+            self.where = where
+
+    assert Placed.load_from_checkpoint(write(Placed(Path("here")))).where == Path("here")
+
+
+def test_fields_beside_a_new_argument_that_holds_all_settings_are_an_error(write):
+    class Configured(TrainModule):
+        def __init__(self, config):
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    path = write(Configured({"width": 4}))
+    assert Configured.load_from_checkpoint(path, config={"width": 5}).hparams == {"width": 5}
+    with pytest.raises(MisuseError, match=r"given 'width', and Configured\.__init__ takes config"):
+        Configured.load_from_checkpoint(path, config={"width": 5}, width=6)
 
 
 def test_a_missing_argument_is_an_error_that_says_how_to_pass_it(write):

@@ -33,6 +33,7 @@ def cells(line):
 def test_actions_are_listed_with_calls_and_time_and_what_they_took_without_those_inside(tmp_path, capsys, clock):
     profiler = SimpleProfiler()
     profiler.start("fit", tmp_path, 0)
+    profiler.timed("never", clock.pass_)
     inner = profiler.timed("inner", clock.pass_)
 
     def outer_():
@@ -90,6 +91,7 @@ def test_each_stage_starts_from_nothing_and_ends_once(tmp_path, capsys, clock):
         lines = capsys.readouterr().err.splitlines()
         assert lines[0] == f"Profile of {stage} on rank 0: 1.000 s"
         assert cells(lines[3]) == ["step", "1", "1000.000", "1.000", "100.0"]
+        assert len(lines) == 5
     pickle.dumps(SimpleProfiler())
 
 

@@ -22,10 +22,12 @@ def run(profiler, folder, *, batches=6, rank=0, stage="fit"):
 
 
 def test_a_trace_holds_the_batches_that_were_asked_for_and_rank_0_prints_the_operators(tmp_path, capsys):
-    run(TorchProfiler(wait=1, warmup=1, active=3), tmp_path / "logs")
+    run(TorchProfiler(wait=1, warmup=1, active=3, record_shapes=True), tmp_path / "logs")
     (trace,) = (tmp_path / "logs").iterdir()
     assert trace.name == "fit-rank0-batch5.pt.trace.json"
-    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any("Input Dims" in event.get("args", {}) for event in events)
+    names = [event["name"] for event in events]
     assert names.count("Strategy.training_step") == 3
     printed = capsys.readouterr().err
     assert "aten::addmm" in printed
@@ -43,6 +45,14 @@ def test_cycles_have_a_trace_each_and_the_end_of_the_run_ends_the_last(tmp_path,
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["fit-rank0-batch4.pt.trace.json", "fit-rank0-batch7.pt.trace.json"]
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["trace", "trace"]
+
+
+def test_each_stage_counts_its_own_batches(tmp_path, capsys):
+    profiler = TorchProfiler(wait=0, active=1, row_limit=0)
+    for stage in ("fit", "test"):
+        run(profiler, tmp_path, stage=stage)
+        printed = capsys.readouterr().err.splitlines()
+        assert printed == [f"trace: {tmp_path / f'{stage}-rank0-batch2.pt.trace.json'}"]
 
 
 def test_a_run_that_was_too_short_to_record_is_told_of(tmp_path, caplog, capsys):

@@ -125,12 +125,8 @@ class ThroughputMonitor(Callback):
             self._throughput.skip(monotonic() - self._paused_at)
 
     @override
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        self._stop_counting()
-
-    @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._stop_counting()  # where on_train_batch_start left out the first batch
+        self._stop_counting()  # of a first batch that failed or was left out
         self._throughput = None
         self._due_at_step = math.inf
 

@@ -100,7 +100,6 @@ class TorchProfiler(Profiler):
             )
         for report in self._reports:
             print(report, file=sys.stderr, flush=True)
-        self._reports = []
 
     def _start_cycle(self) -> None:
         self._in_cycle = 0
