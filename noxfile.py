@@ -146,7 +146,8 @@ def wheels(session: nox.Session) -> None:
     fresh = ROOT / ".nox" / "wheels"
     # Nothing is borrowed from the other environment; torch comes out of pip's cache.
     make_environment(fresh, NEW_PIP, ("--constraint=constraints.txt", *map(str, sorted(dist.glob("*.whl")))))
-    run(session, workspace(), "pytest", "-m", "wheels", "tests", DSTRAT_TEST_WHEELS=str(fresh))
+    files_at_once = ("--numprocesses=2", "--dist=loadfile")
+    run(session, workspace(), "pytest", *files_at_once, "-m", "wheels", "tests", DSTRAT_TEST_WHEELS=str(fresh))
 
 
 @nox.session
