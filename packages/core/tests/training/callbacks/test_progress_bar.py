@@ -313,7 +313,12 @@ def test_the_line_about_a_break_names_the_newest_checkpoint(quiet_trainer, line_
 
     older = ModelCheckpoint(tmp_path / "one", every_n_epochs=1, save_top_k=1)
     newer = OnExceptionCheckpoint(tmp_path / "other")
-    for callbacks, newest in (([older], "one/epoch=1-step=12.ckpt"), ([older, newer], "other/on_exception.ckpt")):
+    both = ModelCheckpoint(tmp_path / "third", save_on_exception=True)
+    for callbacks, newest in (
+        ([older], "one/epoch=1-step=12.ckpt"),
+        ([older, newer], "other/on_exception.ckpt"),
+        ([both], "third/on_exception.ckpt"),
+    ):
         trainer = quiet_trainer(enable_progress_bar=True, callbacks=callbacks, max_epochs=3)
         error = KeyboardInterrupt if newest.startswith("one") else ValueError
         with pytest.raises(error):

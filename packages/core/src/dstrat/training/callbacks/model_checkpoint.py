@@ -146,6 +146,11 @@ class ModelCheckpoint(Callback):
         return self._kept.link or self._kept.last_path
 
     @property
+    def ckpt_path(self) -> str:
+        """What ``save_on_exception`` has left, empty where it has not."""
+        return "" if self._rescue is None else self._rescue.ckpt_path
+
+    @property
     @override
     def state_key(self) -> str:
         return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r}, {self._times.describe()})"
