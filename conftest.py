@@ -1,4 +1,4 @@
-"""What the tests of all packages share: one fork server that has loaded what their ranks need."""
+"""What the tests of all packages share: one fork server that has loaded what ranks need, and what hardware is there."""
 
 import multiprocessing
 import multiprocessing.forkserver
@@ -38,3 +38,13 @@ def warm_fork_server():
         if "DS_ACCELERATOR" not in os.environ:
             patch.setenv("DS_ACCELERATOR", "cpu")  # DeepSpeed asks when it is imported
         multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def hardware(request):
+    """Skip tests of hardware that is not there, and say so."""
+    if request.node.get_closest_marker("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip(f"torch {torch.__version__} sees no CUDA device")

@@ -1,4 +1,4 @@
-"""A folder of made-up distributions, and fresh interpreters that see them and nothing else that is installed."""
+"""Made-up distributions with fresh interpreters that see nothing else, and one process of a job."""
 
 from __future__ import annotations
 
@@ -114,3 +114,11 @@ def bare_packages(tmp_path_factory) -> Path:
 def site(tmp_path, bare_packages) -> Site:
     """An empty folder of distributions."""
     return Site(tmp_path, bare_packages)
+
+
+@pytest.fixture
+def process():
+    """Makes the strategy as one process of several sees it."""
+    from tests.one_of_many import OneOfMany
+
+    return OneOfMany

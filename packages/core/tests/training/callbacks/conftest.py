@@ -87,13 +87,6 @@ def _drain(descriptor, received):
             received.append(data)
 
 
-@pytest.fixture(autouse=True)
-def hardware(request):
-    """Skip tests of hardware that is not there, and say so."""
-    if request.node.get_closest_marker("cuda") and not torch.cuda.is_available():
-        pytest.skip(f"torch {torch.__version__} sees no CUDA device")
-
-
 class Scripted(TrainModule):
     """Logs the values that it is given: one for each validation, and one for each epoch of training."""
 

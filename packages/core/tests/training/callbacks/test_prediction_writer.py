@@ -14,13 +14,6 @@ from dstrat.data.recorded_batches import record_batches, take_indices
 from dstrat.errors import MisuseError, RankFailedError, RequestError
 
 
-@pytest.fixture(autouse=True)
-def hardware(request):
-    """Skip tests of hardware that is not there, and say so."""
-    if request.node.get_closest_marker("cuda") and not torch.cuda.is_available():
-        pytest.skip(f"torch {torch.__version__} sees no CUDA device")
-
-
 class Doubling(TrainModule):
     def __init__(self):
         super().__init__()

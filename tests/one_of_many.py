@@ -1,18 +1,6 @@
-"""What the tests of data share."""
-
-from __future__ import annotations
-
-import pytest
-import torch
+"""A process of a job, without the job."""
 
 from dstrat import SingleDeviceStrategy
-
-
-@pytest.fixture(autouse=True)
-def hardware(request):
-    """Skip tests of hardware that is not there, and say so."""
-    if request.node.get_closest_marker("cuda") and not torch.cuda.is_available():
-        pytest.skip(f"torch {torch.__version__} sees no CUDA device")
 
 
 class OneOfMany(SingleDeviceStrategy):
@@ -29,9 +17,3 @@ class OneOfMany(SingleDeviceStrategy):
     @property
     def distributed_sampler_kwargs(self):
         return {"num_replicas": self._world_size, "rank": self._rank}
-
-
-@pytest.fixture
-def process():
-    """Makes the strategy as one process of several sees it."""
-    return OneOfMany
