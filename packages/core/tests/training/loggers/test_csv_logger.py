@@ -71,7 +71,7 @@ def test_numbers_come_back_exactly(logger):
 def test_rows_go_on_after_the_logger_was_closed(logger):
     logger.log_metrics({"loss": 0.5}, step=1)
     logger.finalize("success")
-    logger.log_metrics({"test_loss": 0.1}, step=1)
+    logger.log_metrics({"loss": 0.25}, step=1)
     assert len(rows_of(logger)) == 2
 
 
