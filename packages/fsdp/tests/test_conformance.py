@@ -34,7 +34,7 @@ class TestModelParallel(StrategySuite):
 
     alias = "model_parallel"
     options: ClassVar = {"tensor_parallel_size": 2}
-    configure_model = split_first_layer
+    configure_model = staticmethod(split_first_layer)
     world_sizes = (2, 4)
 
 

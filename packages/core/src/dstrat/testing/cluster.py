@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,7 +17,7 @@ from dstrat.testing.standard import standard
 from dstrat.testing.suite import Suite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from dstrat.interfaces.cluster import ClusterEnvironment
 
@@ -26,16 +25,15 @@ _RANKS = 3
 
 
 class ClusterEnvironmentSuite(Suite):
-    """Standard tests of a cluster environment.
-
-    Attributes:
-        rank_environ: What the scheduler sets in a rank, as a static method of ``rank`` and ``world_size``, for ranks of
-            one machine.
-    """
+    """Standard tests of a cluster environment; most need :meth:`rank_environ`."""
 
     kind = "cluster_environment"
     settings = Suite.settings | {"rank_environ"}
-    rank_environ: ClassVar[Callable[[int, int], Mapping[str, str]] | None] = None
+
+    @staticmethod
+    def rank_environ(rank: int, world_size: int) -> Mapping[str, str] | None:  # noqa: ARG004 - those that replace it do
+        """Return what the scheduler sets in a rank of one machine, as a static method; None where that is unknown."""
+        return None
 
     @standard("basic", "record")
     def test_its_plugin_is_light_to_import(self) -> None:
@@ -102,11 +100,10 @@ class ClusterEnvironmentSuite(Suite):
         return get_catalog().load(self.offer)
 
     def _environ(self, rank: int) -> Mapping[str, str]:
-        given: Any = inspect.getattr_static(type(self), "rank_environ")  # as it is called without self
-        if given is None:
+        environ = type(self).rank_environ(rank, _RANKS)
+        if environ is None:
             pytest.skip(f"{type(self).__name__} declares no rank_environ(rank, world_size)")
-        function: Callable[[int, int], Mapping[str, str]] = getattr(given, "__func__", given)
-        return MappingProxyType(dict(function(rank, _RANKS)))  # which nobody can write to
+        return MappingProxyType(dict(environ))  # which nobody can write to
 
     def _cluster(self, rank: int) -> ClusterEnvironment:
         return self._class(self._environ(rank))

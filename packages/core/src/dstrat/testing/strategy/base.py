@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
@@ -35,8 +34,6 @@ class StrategyTests(Suite):
         gives_losses_of_one_device: Whether the training is that of one device with the same global batches; not so for
             an algorithm that lets its ranks drift apart.
         tolerance: Largest relative difference of losses.
-        configure_model: What the module has to do in its ``configure_model``, as a function of the module; for
-            strategies that split layers.
         seconds: How long a job of a few steps may take.
     """
 
@@ -54,8 +51,11 @@ class StrategyTests(Suite):
     accelerator: ClassVar[str] = "cpu"
     gives_losses_of_one_device: ClassVar[bool] = True
     tolerance: ClassVar[float] = 1e-5
-    configure_model: ClassVar[Callable[[TrainModule], None] | None] = None
     seconds: ClassVar[float] = DEFAULT_SECONDS
+
+    @staticmethod
+    def configure_model(module: TrainModule) -> None:
+        """Do what a module does in its ``configure_model``, as a static method; for strategies that split layers."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Try each number of processes that the author declares."""
@@ -74,11 +74,11 @@ class StrategyTests(Suite):
     @property
     def subject(self) -> Subject:
         """The strategy that is tested, as ranks get it."""
-        configure = inspect.getattr_static(type(self), "configure_model")
+        configure = type(self).configure_model
         return Subject(
             component=self.component,
             options=dict(self.options),
-            configure_model=configure.__func__ if isinstance(configure, staticmethod) else configure,
+            configure_model=None if configure is StrategyTests.configure_model else configure,
         )
 
     @pytest.fixture(scope="class", autouse=True)
