@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from dstrat_deepspeed.ending import release_groups
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -39,8 +41,13 @@ def sharded_creation(deepspeed: Any, config: dict[str, Any], remote_device: str 
     with init:
         try:
             yield
-        finally:
-            watch.end()
+        except BaseException:  # other ranks may still be making layers: nothing communicates, and nothing holds a group
+            watch.stop()
+            watch.release_groups()
+            release_groups(init)
+            raise
+        watch.stop()
+        watch.shard_again()
 
 
 def shard(deepspeed: Any, module: Module, config: dict[str, Any]) -> None:
@@ -76,10 +83,19 @@ class _Watch:
             parameter.all_gather(param_list=[parameter])
             self._gathered.append(parameter)
 
-    def end(self) -> None:
-        """Shard what was gathered, with the values of rank 0; collective."""
+    def stop(self) -> None:
+        """Leave the layers as they are."""
         for layer in self._layers:
             layer._parameters = layer._parameters.plain()  # type: ignore[attr-defined]  # noqa: SLF001 - set in begin
+
+    def release_groups(self) -> None:
+        """Take the process group out of the parameters, which cannot be used any more."""
+        for layer in self._layers:
+            for parameter in layer.parameters(recurse=False):
+                vars(parameter).pop("ds_process_group", None)
+
+    def shard_again(self) -> None:
+        """Shard what was gathered, with the values of rank 0; collective."""
         for parameter in self._gathered:
             if not _is_partitioned(parameter):  # as apply() leaves it
                 dist.broadcast(parameter.data, 0, group=parameter.ds_process_group)

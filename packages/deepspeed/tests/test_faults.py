@@ -1,0 +1,79 @@
+"""Stage 3 that fails anywhere: the other ranks notice, and the next run in the same interpreter is not harmed."""
+
+import time
+
+import pytest
+from deepspeed_fit import Model, fit
+from torch import nn
+
+from dstrat_deepspeed import DeepSpeedStrategy
+
+POINTS = ("configure_model", "configure_optimizers", "forward", "backward", "step")
+KEPT = []  # an exception that is being shown keeps all frames of its traceback
+
+
+class Faulty(Model):
+    """Raises in one place, on one rank or on all; half of its layers are made when they are sharded."""
+
+    point = rank = None
+
+    def __init__(self):
+        super().__init__()
+        self.extra = None
+
+    def fail_in(self, point):
+        if self.point == point and self.rank in (None, self.global_rank):
+            raise ValueError(f"{point}, on purpose")
+
+    def configure_model(self):
+        if self.extra is None:
+            made = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+            self.fail_in("configure_model")
+            self.extra = made.linear1
+
+    def configure_optimizers(self):
+        self.fail_in("configure_optimizers")
+        return super().configure_optimizers()
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        loss = super().training_step((inputs + 0 * self.extra(inputs).sum(), targets), batch_idx)
+        if batch_idx == 1:
+            self.fail_in("forward")
+            loss.register_hook(lambda _: self.fail_in("backward"))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.fail_in("step")
+
+
+def fail(cluster, point, rank=None):
+    """Fit until it breaks; return what broke, and how long it took."""
+    module, began = Faulty(), time.monotonic()
+    module.point, module.rank = point, rank
+    try:
+        fit(module, DeepSpeedStrategy(stage=3), cluster)
+    except (ValueError, RuntimeError) as error:
+        KEPT.append(error)
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return None
+
+
+@pytest.mark.parametrize("point", ["configure_model", "configure_optimizers"])
+def test_the_others_notice_that_one_raises_before_there_is_an_engine(ranks, point):
+    (other, seconds), (culprit, _) = ranks(fail, point=point, rank=1)
+    assert culprit == f"ValueError: {point}, on purpose"
+    assert other.startswith(("RuntimeError", "DistBackendError"))
+    assert seconds < 40
+
+
+def fail_and_fit(cluster):
+    return {point: (fail(cluster, point)[0], fit(Faulty(), DeepSpeedStrategy(stage=3), cluster)) for point in POINTS}
+
+
+def test_a_fit_after_one_that_failed_gives_the_losses_of_one_device(ranks):
+    expected = fit(Faulty(), "single_device")
+    for found in ranks(fail_and_fit):
+        for point, (said, losses) in found.items():
+            assert said == f"ValueError: {point}, on purpose"
+            assert losses == pytest.approx(expected, rel=1e-5, abs=0), point
