@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat.interfaces.parts import TrainerLike
+    from dstrat_deepspeed.configuration import Configuration
     from dstrat_deepspeed.engine import Engine
-    from dstrat_deepspeed.options import Options
 
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class CheckpointedStrategy(ParallelStrategy):
     """
 
     stage: int
-    _options: Options
+    _configuration: Configuration
     _engine: Engine | None = None
     _group_names: list[list[str]] | None = None
     _state: PartitionedState | None = None
@@ -156,7 +156,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write a checkpoint, and DeepSpeed's own files beside it where ``save_native`` asks for them; collective."""
         super().save_checkpoint(checkpoint, path)
-        options = self._options.checkpoints
+        options = self._configuration.options.checkpoints
         if options.save_native and self._engine is not None and self.optimizers:
             exclude_frozen = options.exclude_frozen_parameters
             save_native(self._engine.engine, checkpoint, path, self, exclude_frozen=exclude_frozen)
@@ -164,7 +164,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, with the files that DeepSpeed has written beside it."""
         super().remove_checkpoint(path)
-        if self._options.checkpoints.save_native and self.is_global_zero:
+        if self._configuration.options.checkpoints.save_native and self.is_global_zero:
             remove_native(path)
 
     @property

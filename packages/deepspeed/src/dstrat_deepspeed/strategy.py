@@ -13,24 +13,12 @@ from torch import Tensor
 from dstrat.errors import MisuseError
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT
 from dstrat_deepspeed.activations import activation_checkpointing
-from dstrat_deepspeed.batch_size import MicroBatch
 from dstrat_deepspeed.checkpointed import CheckpointedStrategy
-from dstrat_deepspeed.config import from_options, merged, settings_of, settings_of_precision, zero_stage
-from dstrat_deepspeed.config_check import check_config
-from dstrat_deepspeed.config_source import read_config
+from dstrat_deepspeed.configuration import Configuration
 from dstrat_deepspeed.creation import shard, sharded_creation
 from dstrat_deepspeed.engine import Engine
-from dstrat_deepspeed.feasibility import (
-    check_can_offload,
-    check_clipping,
-    check_optimizer_section,
-    check_options,
-    check_parts,
-    check_ranks,
-    uses_cpu_optimizer,
-)
+from dstrat_deepspeed.feasibility import check_clipping, uses_cpu_optimizer
 from dstrat_deepspeed.optimizers import only_optimizer, optimizer_for_cpu
-from dstrat_deepspeed.options import read_options
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.prerequisites import programs_path
 from dstrat_deepspeed.runtime import environment, load_deepspeed, running
@@ -51,9 +39,6 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.parts import Parts, TrainerLike
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
-
-
-_logger = logging.getLogger(__name__)
 
 
 class DeepSpeedStrategy(CheckpointedStrategy):
@@ -110,34 +95,21 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             timeout,
             start_method,
         )
-        self._options = read_options(options)
-        self._given_config = read_config(config, os.environ)
-        self.stage = zero_stage(self._options, self._given_config)
+        self._configuration = Configuration(options, config, logging_batch_size_per_gpu)
+        self.stage = self._configuration.stage
         self.replicates_state = self.stage == 0
         self.evaluates_together = self.stage == 3  # each step gathers parameters
         self.allows_inference_mode = self.stage != 3  # a forward pass in it breaks the next training step
         self._logging_level = logging_level
-        self._micro_batch = MicroBatch(logging_batch_size_per_gpu, self._given_config)
         self._is_first_batch = True
-        check_options(self._options, self._partial_config, self.stage)
         self._deepspeed: Any = None
-        if self._options.checkpoints.load_full_weights:
-            _logger.info("load_full_weights=True changes nothing: whole weights of a checkpoint are dealt out anyway")
         self._engine: Engine | None = None
         self._footprint: Footprint | None = None
         self._running = ExitStack()
 
-    @property
-    def _partial_config(self) -> dict[str, Any]:
-        """The configuration as far as it is known before a run: what is sharded, and where."""
-        return merged(from_options(self._options, self.stage), self._given_config)
-
     def receive(self, parts: Parts) -> None:
         super().receive(parts)
-        if self.parts.precision_plugin is not None and self.parts.parallel_devices:
-            flag, device_type = self.precision_plugin.flag, self.parallel_devices[0].type
-            check_parts(self._options, self._partial_config, flag, device_type)
-        check_can_offload(self._partial_config, os.environ)
+        self._configuration.check_parts(self.parts)
 
     def precision_for(self, flag: str) -> Precision | None:
         """Return DeepSpeed's own precision where it scales the loss; None where core's serves."""
@@ -170,7 +142,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         }
 
     def setup_environment(self) -> None:
-        check_ranks(self._partial_config, self.world_size, self._given_config.place)
+        self._configuration.check_ranks(self.world_size)
         self._deepspeed = load_deepspeed(self.root_device.type, self._logging_level)
         super().setup_environment()
         self._running = ExitStack()
@@ -187,10 +159,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         """Return the context in which stage 3 shards the parameters of each layer as soon as it is made."""
         if self.stage != 3:
             return nullcontext()
-        config = {**self._partial_config, "train_micro_batch_size_per_gpu": 1}
-        for setting in settings_of_precision(self.precision_plugin.flag, self._options):
-            config.setdefault(setting.path[0], {})[setting.path[1]] = setting.value
-        return sharded_creation(self._deepspeed, config, self._options.offload.remote_device)
+        config = self._configuration.of_creation(self.precision_plugin.flag)
+        return sharded_creation(self._deepspeed, config, self._configuration.options.offload.remote_device)
 
     def model_to_device(self) -> None:
         """Move the module to the device; with stage 3 its parameters follow one by one, when they are sharded."""
@@ -215,8 +185,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._open_engine(trainer, only_optimizer(self.optimizers))
 
     def _open_engine(self, trainer: TrainerLike, optimizer: Optimizer | None) -> None:
-        config = self._whole_config(trainer)
-        check_optimizer_section(config, optimizer, self._given_config.place)
+        flag = self.precision_plugin.flag
+        config = self._configuration.of_run(trainer, optimizer, flag=flag, world_size=self.world_size)
         if "activation_checkpointing" in config:
             self._running.enter_context(activation_checkpointing(self._deepspeed, config["activation_checkpointing"]))
         if self.stage == 3:
@@ -233,18 +203,6 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             )
         self.model = self._engine.engine
         self.optimizers = [] if self._engine.optimizer is None else [self._engine.optimizer]
-
-    def _whole_config(self, trainer: TrainerLike) -> dict[str, Any]:
-        if trainer.gradient_clip_val is not None:
-            check_clipping(trainer.gradient_clip_algorithm)
-        flag = self.precision_plugin.flag
-        settings = [*settings_of(trainer), *settings_of_precision(flag, self._options)]
-        config = merged(from_options(self._options, self.stage), self._given_config, settings)
-        self._micro_batch.complete(config, world_size=self.world_size)
-        check_config(config, self._given_config.place)
-        if not trainer.is_fitting:
-            config.pop("optimizer", None)
-        return config
 
     def on_exception(self, exception: BaseException) -> None:
         self._close_engine(can_gather=self.world_size == 1)
@@ -276,7 +234,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_first_batch:
             self._is_first_batch = False
-            self._micro_batch.check(args[0])
+            self._configuration.check_batch(args[0])
         return self._ready.train(self.module.training_step, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
