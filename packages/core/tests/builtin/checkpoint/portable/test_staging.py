@@ -1,0 +1,27 @@
+"""The copy that is taken while training stands still."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dstrat.builtin.checkpoint.portable.parts import Part
+from dstrat.builtin.checkpoint.portable.payload import Payload
+from dstrat.builtin.checkpoint.portable.shard_file import arrange
+from dstrat.builtin.checkpoint.portable.staging import StagingMemory
+
+
+def shard(*sizes):
+    tensors = [torch.arange(float(size)) for size in sizes]
+    return arrange([Payload(f"{i}", Part(tensor=tensor, starts=(0,))) for i, tensor in enumerate(tensors)]), tensors
+
+
+@pytest.mark.parametrize("sizes", [[(3,), (5, 700)], [(5, 700), (3,)]], ids=["growing", "shrinking"])
+def test_its_memory_serves_shards_of_any_size_and_stays_as_it_was_taken(sizes):
+    memory = StagingMemory()
+    for some in sizes:
+        file, tensors = shard(*some)
+        copied = memory.copy(file)
+        for tensor in tensors:
+            tensor.zero_()
+        assert [payload.tensor.tolist() for payload in copied.payloads] == [list(map(float, range(n))) for n in some]
