@@ -51,5 +51,5 @@ def read_plain(path: Path) -> Any:
             f"{str(path)!r} holds {what}, and only tensors, plain values and DeepSpeed's own are read without running "
             f"code; to trust that class, call torch.serialization.add_safe_globals([{what}]) first"
         ) from error
-    except Exception as error:
+    except Exception as error:  # bytes that are no checkpoint raise whatever they look like
         raise CheckpointError(f"{str(path)!r} is damaged, or was not written by torch.save") from error
