@@ -110,6 +110,16 @@ def test_a_run_is_gone_on_with_by_its_id(logger, client, tmp_path):
     assert values(client, logger, "loss") == [(1, 0.5), (2, 0.25)]
 
 
+def test_the_variable_of_mlflow_says_where_to_write(tmp_path, empty_database, monkeypatch):
+    uri = f"sqlite:///{shutil.copy(empty_database, tmp_path / 'other.db')}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    logger = MLFlowLogger(save_dir=tmp_path / "unused")
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.finalize("success")
+    assert values(MlflowClient(uri), logger, "loss") == [(1, 0.5)]
+    assert not (tmp_path / "unused").exists()
+
+
 def test_where_it_does_not_write_nothing_happens(logger, tmp_path):
     logger.writes = False
     logger.log_metrics({"loss": 0.5}, step=1)
@@ -169,5 +179,6 @@ def test_a_trainer_writes_to_it_and_sends_checkpoints(tmp_path, line, loader, cl
     sent = {item.path for item in client.list_artifacts(logger.version, "checkpoints")}
     every = {f"checkpoints/best-{epoch}.ckpt" for epoch in (0, 1)}
     assert sent == {False: set(), True: {"checkpoints/best-1.ckpt"}, "all": every}[log_model]
+    assert client.get_experiment_by_name("dstrat_logs").artifact_location == (tmp_path / "mlartifacts").as_uri()
     best = client.get_run(logger.version).data.tags.get("best_checkpoint")
     assert best == ("best-1.ckpt" if log_model else None)

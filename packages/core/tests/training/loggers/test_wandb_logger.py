@@ -83,6 +83,12 @@ def settings(folder):
     return found
 
 
+def sent_artifacts(folder):
+    found = records(folder)
+    sent = [record.request.log_artifact.artifact for record in found if record.request.HasField("log_artifact")]
+    return sent + [record.artifact for record in found if record.WhichOneof("record_type") == "artifact"]
+
+
 def test_values_are_written_by_the_number_of_optimizer_steps(open_logger, tmp_path):
     logger = open_logger()
     logger.log_metrics({"loss": 0.5, "epoch": 0}, step=10)
@@ -127,7 +133,7 @@ def test_the_status_is_known_by_the_exit_code_and_a_run_that_failed_sends_no_bes
     logger.log_metrics({"loss": 0.5}, step=1)
     logger.after_save_checkpoint(SimpleNamespace(best_model_path=str(tmp_path / "best.ckpt")))
     logger.finalize("failed")
-    assert not any(record.request.HasField("log_artifact") for record in records(tmp_path))
+    assert sent_artifacts(tmp_path) == []
     [code] = [record.exit.exit_code for record in records(tmp_path) if record.WhichOneof("record_type") == "exit"]
     assert code == 1
 
@@ -180,8 +186,7 @@ def test_a_trainer_writes_to_it_and_sends_checkpoints(tmp_path, line, loader, lo
     trainer.fit(line, loader(), loader())
     assert [row["trainer/global_step"] for row in history(tmp_path) if "loss_step" in row] == [3, 6, 9, 12]
     assert [row["epoch"] for row in history(tmp_path) if "val_loss" in row] == [0, 1]
-    sent = [r.request.log_artifact.artifact for r in records(tmp_path) if r.request.HasField("log_artifact")]
-    sent += [record.artifact for record in records(tmp_path) if record.WhichOneof("record_type") == "artifact"]
+    sent = sent_artifacts(tmp_path)
     assert len(sent) == {False: 0, True: 1, "all": 2}[log_model]
     assert all(re.fullmatch(r"model-\w+", artifact.name) for artifact in sent)
     assert all("best" in artifact.aliases for artifact in sent)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
+
+from dstrat.training.module.plain_values import fields_of
 
 
 def as_mapping(params: Any) -> Mapping[str, Any]:
     """Return the settings, which may be a mapping, a namespace or a dataclass, by name."""
-    if isinstance(params, Mapping):
-        return params
-    if dataclasses.is_dataclass(params) and not isinstance(params, type):
-        return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    named: Mapping[str, Any] = vars(params)
-    return named
+    fields = fields_of(params)
+    return vars(params) if fields is None else fields
 
 
 def flatten(params: Any) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class WandbLogger(Logger):
         offline: Whether everything stays in the folder, until ``wandb sync`` sends it.
         log_model: Whether checkpoints become artifacts: True sends the best one at the end, ``"all"`` each when it is
             saved.
-        experiment: A run of the user's own, which is not finished; the other arguments do not apply then.
+        experiment: A run of the user's own, which is not finished and keeps the axis of its charts; the other arguments
+            do not apply then.
         **init_options: For ``wandb.init``.
 
     Raises:
