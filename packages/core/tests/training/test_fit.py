@@ -696,6 +696,7 @@ class TestWrongUse:
             ("gradient_clip_algorithm", "norms", "gradient_clip_algorithm='norms' must be 'norm' or 'value'"),
             ("val_check_interval", 0, "val_check_interval=0 must be"),
             ("callbacks", [Callback], "is not a Callback"),
+            ("callbacks", Callback, "is not a Callback"),
             ("logger", ["csv"], "logger='csv' is not a Logger"),
         ],
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.training.callbacks.callback import Callback
@@ -71,7 +72,7 @@ def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback], *, sav
 
 
 def _as_list(given: Callback | Sequence[Callback] | None, name: str) -> list[Callback]:
-    callbacks = [given] if isinstance(given, Callback) else list(given or ())
+    callbacks: list[Any] = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise RequestError(f"{name}={callback!r} is not a Callback (pass an instance, not a class)")

@@ -105,8 +105,9 @@ class ExportMethods(nn.Module):
         """
         missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
         if missing:
+            are = "is" if len(missing) == 1 else "are"
             raise MissingRequirementError(
-                f"to_onnx needs {' and '.join(missing)}, which is not installed: {pip_command('dstrat[onnx]')}"
+                f"to_onnx needs {' and '.join(missing)}, which {are} not installed: {pip_command('dstrat[onnx]')}"
             )
         args, by_name = self._inputs(input_sample, "to_onnx", "input_sample")
         if file_path is not None:
