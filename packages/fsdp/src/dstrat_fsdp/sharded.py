@@ -149,8 +149,8 @@ class ShardedStrategy(ParallelStrategy):
         zero_grad, ready = optimizer.zero_grad, self._ready
 
         @functools.wraps(zero_grad)
-        def clear(set_to_none: bool = True) -> None:
-            zero_grad(set_to_none)
+        def clear(*args: Any, **kwargs: Any) -> None:
+            zero_grad(*args, **kwargs)
             ready.drop_accumulated(optimizer)
 
         return clear
