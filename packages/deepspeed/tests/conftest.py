@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.ranks import _strictly, in_ranks
+from tests.ranks import in_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds nothing, and ranks import these too
 
@@ -13,8 +13,3 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds n
 def ranks():
     """Run a function on ranks 0, 1, ...; return what each returned."""
     return in_ranks
-
-
-def in_rank(place, called, arguments):
-    """Run a function in a rank, for tests that start ranks themselves."""
-    return _strictly(place, called, arguments)
