@@ -207,6 +207,16 @@ def test_what_was_written_batch_by_batch_is_not_kept(quiet_trainer):
     assert writer.alive <= 1
 
 
+def test_what_was_written_at_the_end_is_not_kept(quiet_trainer):
+    class Forgetting(Noting):
+        def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
+            self.calls = [weakref.ref(prediction["doubled"]) for prediction in predictions]
+
+    writer = Forgetting("epoch")
+    predicted(quiet_trainer, writer, numbers(8))
+    assert [reference() for reference in writer.calls] == [None] * 8
+
+
 def test_files_of_another_rank_that_began_earlier_and_of_another_stage_do_not_matter(tmp_path):
     writer = TorchPredictionWriter(tmp_path / "new")
     writer.setup(SimpleNamespace(global_rank=0, world_size=2), None, "fit")
