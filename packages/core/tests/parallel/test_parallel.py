@@ -163,13 +163,17 @@ def test_the_processes_listen_on_the_loopback_only():
 
 
 IMPORTED_WHILE_OPEN = """
-import weakref
-import dstrat.parallel.process_group
+import socket, weakref
+from datetime import timedelta
 import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from dstrat.testing.loopback import LoopbackCluster
+from dstrat.parallel.process_group import close_process_group, open_process_group
+listener = socket.create_server(("127.0.0.1", 0))
+cluster = LoopbackCluster(0, 1, listener.getsockname()[1], listener)
+open_process_group(cluster, backend="gloo", timeout=timedelta(seconds=20))
 group = weakref.ref(dist.group.WORLD)
 import torch.distributed.nn
-dist.destroy_process_group()
+close_process_group()
 assert group() is None
 """
 

@@ -24,7 +24,9 @@ def run_in_ranks(function, *args, ranks):
     def run():
         open_process_group(LocalEnvironment(os.environ), backend="gloo", timeout=timedelta(seconds=30))
         try:
-            return function(*args)
+            found = function(*args)
+            dist.barrier()  # a rank that ends early would be lost by one that connects late
+            return found
         finally:
             close_process_group()
 
