@@ -240,7 +240,8 @@ def test_nothing_of_an_own_loop_imports_the_trainer(tmp_path: Path) -> None:
         "print([name for name in sys.modules if name.startswith('dstrat.training')])"
     )
     run = [sys.executable, "-c", program]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # several would wait for each other by spinning
+    done = subprocess.run(run, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 

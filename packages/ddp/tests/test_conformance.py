@@ -39,7 +39,9 @@ class TestDDPFindUnusedParameters(StrategySuite):
 
 class TestDataParallel(StrategySuite):
     alias = "dp"
+    world_sizes = (1,)
 
 
 class TestDDP2(StrategySuite):
     alias = "ddp2"
+    world_sizes = (1,)
