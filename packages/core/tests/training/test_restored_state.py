@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dstrat import Callback, DataModule, TorchCheckpointIO
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.builtin.precision.mixed import MixedPrecision
 
 
 class Numbers(DataModule):
@@ -51,3 +53,21 @@ def test_logged_values_and_the_state_of_the_data_module_are_those_of_the_checkpo
     assert data.made == 7
     assert notes.known == {name: value.item() for name, value in first.callback_metrics.items()}
     assert notes.known.keys() >= {"loss", "val_loss"}
+
+
+def test_the_scale_of_the_loss_is_that_of_the_checkpoint(quiet_trainer, make_line, loader, tmp_path):
+    scales = []
+
+    def precision():
+        return MixedPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2))
+
+    class NotesScale(Notes):
+        def on_train_start(self, trainer, module):
+            scales.append(trainer.strategy.precision_plugin.state_dict()["scale"])
+
+    quiet_trainer(max_epochs=1, callbacks=NotesScale(tmp_path / "saved"), plugins=[precision()]).fit(
+        make_line(), loader()
+    )
+    trainer = quiet_trainer(max_epochs=2, callbacks=NotesScale(), plugins=[precision()])
+    trainer.fit(make_line(), loader(), ckpt_path=tmp_path / "saved")
+    assert scales == [2.0, 16.0]  # 6 steps
