@@ -127,7 +127,8 @@ def tests(session: nox.Session) -> None:
 
     ``-- -m builds`` runs those that compile for minutes, ``-- -m variant`` those of further aliases.
     """
-    run(session, workspace(), "pytest", "-m", DEFAULT, *(session.posargs or workers()))
+    one_thread = {"OMP_NUM_THREADS": "1"}  # in each process, of which there are several for each core
+    run(session, workspace(), "pytest", "-m", DEFAULT, *(session.posargs or workers()), **one_thread)
 
 
 def workers() -> list[str]:
