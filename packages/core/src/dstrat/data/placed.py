@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.data.agreed_end import MOST_BATCHES_AHEAD, AgreedEnd
 from dstrat.data.random_state import RandomState
+from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -79,10 +80,10 @@ class PlacedLoader:
 
     def _noted(self, loader: Any, batches: Iterable[Any]) -> Iterator[Any]:
         for number, batch in enumerate(batches, self._batches_done + 1):
-            self._latest = copy.deepcopy(loader.state_dict())
+            self._latest = _place_of(loader)
             self._kept.append((number, self._latest))
             yield batch
-        self._latest = copy.deepcopy(loader.state_dict())
+        self._latest = _place_of(loader)
 
 
 def knows_its_place(loader: Any) -> bool:
@@ -97,6 +98,17 @@ def rest_at(loader: Any, place: Any) -> None:
     inner.load_state_dict(copy.deepcopy(place))
     iter(inner)  # which takes the state
     now.restore()
+
+
+def _place_of(loader: Any) -> Any:
+    """Return where a loader is, as a copy, which later batches leave as it is."""
+    try:
+        return copy.deepcopy(loader.state_dict())
+    except TypeError as error:
+        raise MisuseError(
+            f"the state_dict of the loader, a {type(loader).__name__}, cannot be copied ({error}), as it is after each "
+            "batch for a checkpoint: return plain values there, or rename the method"
+        ) from error
 
 
 def _innermost(loader: Any) -> Any:
