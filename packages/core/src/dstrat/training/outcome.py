@@ -11,6 +11,7 @@ from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.callbacks.defaults import with_callbacks_of
+from dstrat.training.module.loading import configure_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,13 +105,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.shape if isinstance(value, Tensor) else None for name, value in state.items()}
-
-
 def _restore_weights(module: TrainModule, weights: Mapping[str, Any]) -> None:
-    if _shapes(module.state_dict()) != _shapes(weights):
-        module.configure_model()  # which the run has called in its own copy; where it only shards, there is no need
+    configure_for(module, weights)  # as the run has done with its own copy
     here = module.state_dict(keep_vars=True)
     for name, tensor in here.items():
         other = weights.get(name)

@@ -305,3 +305,12 @@ def test_a_data_module_is_made_again_with_its_settings_and_state(quiet_trainer, 
     quiet_trainer(max_steps=1).fit(line, datamodule=Numbers(16))
     loaded = Numbers.load_from_checkpoint(tmp_path / "it.ckpt", scale=2.0)
     assert (loaded.hparams, loaded.seen) == ({"count": 16, "scale": 2.0}, 1)
+
+
+def test_a_module_that_configure_model_only_shards_is_loaded_without_a_mesh(write):
+    class Sharded(Net):
+        def configure_model(self):
+            raise AssertionError(self.device_mesh)
+
+    module = Sharded(4)
+    assert torch.equal(Sharded.load_from_checkpoint(write(module)).layers[0].weight, module.layers[0].weight)

@@ -53,7 +53,7 @@ class ModuleLoading:
         """
         checkpoint = read_checkpoint(checkpoint_path)
         module: Any = construct(cls, checkpoint, MODULE_KEYS, overrides, checkpoint_path)
-        module.configure_model()
+        configure_for(module, checkpoint["state_dict"])
         module.on_load_checkpoint(checkpoint)
         load_weights(module, checkpoint["state_dict"], checkpoint_path, strict=strict)
         loaded: Self = module if map_location is None else module.to(map_location)
@@ -80,6 +80,19 @@ class DataModuleLoading:
         datamodule.load_state_dict(checkpoint.get("datamodule", {}))
         loaded: Self = datamodule
         return loaded
+
+
+def configure_for(module: Any, state: Mapping[str, Any]) -> None:
+    """Call ``configure_model`` outside of a run where a module lacks layers that a state is of, and makes them there.
+
+    Where it only shards, it is not called: it may need what there is in a run alone, such as the mesh of devices.
+    """
+    if _shapes(module.state_dict()) != _shapes(state):
+        module.configure_model()
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
