@@ -118,6 +118,17 @@ def test_a_full_disk_is_an_error_that_leaves_whole_rows_alone(logger, full_disk,
     assert [path.read_bytes() for path in logger.log_dir.iterdir()] == [before]
 
 
+def test_rows_go_on_whole_when_a_disk_that_was_full_has_room_again(logger, full_disk):
+    logger.log_metrics({"a": 0.5}, 0)
+    full_disk((logger.log_dir / "metrics.csv").stat().st_size + 4)
+    for _ in range(2):
+        with pytest.raises(OSError, match="File too large"):
+            logger.log_metrics({"a": 1 / 3}, 1)
+    full_disk(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    logger.log_metrics({"a": 0.25}, 2)
+    assert (logger.log_dir / "metrics.csv").read_text() == "step,a\n0,0.5\n2,0.25\n"
+
+
 def test_settings_are_written_as_json_also_those_that_json_does_not_know(logger, tmp_path):
     logger.log_hyperparams({"lr": 0.1, "where": tmp_path})
     assert json.loads((logger.log_dir / "hparams.json").read_text()) == {"lr": 0.1, "where": str(tmp_path)}

@@ -98,7 +98,7 @@ class CSVTable:
         self._append(line.getvalue().encode())
 
     def _append(self, line: bytes) -> None:
-        end = self._file.tell()
+        end = self._file.seek(0, os.SEEK_END)  # where a write failed the position is beyond it
         try:
             while line:
                 line = line[self._file.write(line) :]
