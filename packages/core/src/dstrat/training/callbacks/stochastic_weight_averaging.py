@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 from typing_extensions import override
 
 from dstrat.errors import RequestError
+from dstrat.training.callbacks.saving_times import check_count
 from dstrat.training.callbacks.weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -57,16 +59,9 @@ class StochasticWeightAveraging(WeightAveraging):
         device: torch.device | str | int | None = None,
         use_buffers: bool = True,
     ) -> None:
-        rates = [swa_lrs] if isinstance(swa_lrs, int | float) else list(swa_lrs)
-        if not rates or min(rates) <= 0:
-            raise RequestError(f"swa_lrs={swa_lrs!r} must be a number above 0, or one for each parameter group")
-        if swa_epoch_start < 0 or (isinstance(swa_epoch_start, float) and swa_epoch_start > 1):
-            raise RequestError(
-                f"swa_epoch_start={swa_epoch_start!r} must be the index of an epoch as an int of at least 0, or a "
-                "fraction of max_epochs as a float from 0.0 to 1.0"
-            )
-        if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
-            raise RequestError(f"annealing_epochs={annealing_epochs!r} must be an int of at least 0")
+        rates = _read_rates(swa_lrs)
+        _check_start(swa_epoch_start)
+        check_count("annealing_epochs", annealing_epochs, 0)
         if annealing_strategy not in get_args(Annealing):
             raise RequestError(f"annealing_strategy={annealing_strategy!r} must be 'cos' or 'linear'")
         super().__init__(device, use_buffers, avg_fn=avg_fn)
@@ -148,6 +143,29 @@ class StochasticWeightAveraging(WeightAveraging):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+
+def _read_rates(swa_lrs: float | Sequence[float]) -> list[float]:
+    rates = list(swa_lrs) if isinstance(swa_lrs, Sequence) else [swa_lrs]
+    if not rates or not all(map(_is_rate, rates)):
+        raise RequestError(
+            f"swa_lrs={swa_lrs!r} must be a number above 0, or a list of such numbers, one for each parameter group"
+        )
+    return rates
+
+
+def _check_start(start: object) -> None:
+    is_index = isinstance(start, int) and not isinstance(start, bool) and start >= 0
+    is_fraction = isinstance(start, float) and 0 <= start <= 1
+    if not (is_index or is_fraction):
+        raise RequestError(
+            f"swa_epoch_start={start!r} must be the index of an epoch as an int of at least 0, or a fraction of "
+            "max_epochs as a float from 0.0 to 1.0"
+        )
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _groups(trainer: Trainer) -> list[dict[str, Any]]:
