@@ -151,7 +151,7 @@ def test_a_name_that_mlflow_refuses_is_an_error_that_shows_it(tmp_path, make_lin
 
 
 def test_a_server_that_is_away_is_waited_for_with_a_line_and_asked_no_more_at_the_end(monkeypatch, caplog):
-    monkeypatch.setattr("dstrat.training.loggers.mlflow_logger.SECONDS_OF_SILENCE", 0.2)
+    monkeypatch.setattr("dstrat.training.loggers.mlflow_logger._SECONDS_OF_SILENCE", 0.2)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with socket.create_server(("127.0.0.1", 0)) as silent:

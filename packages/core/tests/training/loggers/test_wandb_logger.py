@@ -129,9 +129,10 @@ def test_a_later_run_goes_on_under_the_same_id(open_logger, tmp_path):
 
 def test_the_status_is_known_by_the_exit_code_and_a_run_that_failed_sends_no_best_checkpoint(open_logger, tmp_path):
     logger = open_logger(log_model=True)
-    (tmp_path / "best.ckpt").write_text("")
+    best = tmp_path / "best.ckpt"
+    best.write_text("")
     logger.log_metrics({"loss": 0.5}, step=1)
-    logger.after_save_checkpoint(SimpleNamespace(best_model_path=str(tmp_path / "best.ckpt")))
+    logger.after_save_checkpoint(SimpleNamespace(best_model_path=str(best), saved_paths=[str(best)]))
     logger.finalize("failed")
     assert sent_artifacts(tmp_path) == []
     [code] = [record.exit.exit_code for record in records(tmp_path) if record.WhichOneof("record_type") == "exit"]

@@ -127,6 +127,7 @@ class ModelCheckpoint(Callback):
         self._comes_from_validation = False
         self._validated_at_step = -1
         self._is_untold = False
+        self._saved_paths: list[str] = []
         self._driven_out: list[str] = []
         self._safe_state: dict[str, Any] | None = None
 
@@ -144,6 +145,11 @@ class ModelCheckpoint(Callback):
     def last_model_path(self) -> str:
         """The one that ``save_last`` keeps."""
         return self._kept.link or self._kept.last_path
+
+    @property
+    def saved_paths(self) -> list[str]:
+        """What the latest save of this run has written; empty where it kept none."""
+        return list(self._saved_paths)
 
     @property
     def ckpt_path(self) -> str:
@@ -311,7 +317,7 @@ class ModelCheckpoint(Callback):
             trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         if not self._kept.link:
             self._remove_driven_out(trainer)
-        self._is_untold = True
+        self._saved_paths, self._is_untold = decision.paths, True
         if self._background is None:
             self._safe_state = None
 

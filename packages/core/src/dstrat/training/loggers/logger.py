@@ -68,7 +68,7 @@ class Logger(ABC):
         """Write the settings of a run."""
 
     def after_save_checkpoint(self, checkpoint_callback: Callback) -> None:
-        """Take note of a checkpoint that a ModelCheckpoint has saved."""
+        """Take note of what a ModelCheckpoint has just saved: its ``saved_paths``."""
 
     def save(self) -> None:
         """Bring what was written to the disk."""

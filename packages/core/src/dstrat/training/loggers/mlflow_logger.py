@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _MOST_PARAMETERS = 100  # that MLflow takes in one request
-SECONDS_OF_SILENCE = 10.0
+_SECONDS_OF_SILENCE = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class MLFlowLogger(Logger):
         save_dir: Holds the database and, without a server, what is uploaded; by default the trainer's
             ``default_root_dir``.
         tags: For the run.
-        log_model: Whether checkpoints are uploaded: True sends the best one at the end, ``"all"`` each when it is
-            saved.
+        log_model: Whether checkpoints are uploaded: True sends the best one at the end, ``"all"`` each when a
+            ``ModelCheckpoint`` has saved it.
         run_id: A run to go on in.
 
     Raises:
@@ -147,7 +147,7 @@ class MLFlowLogger(Logger):
             "MLFlowLogger waits for an answer of %r: MLflow gives up after MLFLOW_HTTP_REQUEST_MAX_RETRIES tries, "
             "which may take minutes"
         )
-        timer = threading.Timer(SECONDS_OF_SILENCE, _log.warning, (line, self._uri or self._database()))
+        timer = threading.Timer(_SECONDS_OF_SILENCE, _log.warning, (line, self._uri or self._database()))
         timer.daemon = True
         timer.start()
         try:

@@ -29,12 +29,13 @@ class Uploads:
         self._sent: set[str] = set()
 
     def take(self, checkpoint_callback: Any) -> None:
-        """Take note of a callback that has saved a checkpoint."""
+        """Take note of a callback that has saved checkpoints, of which some may replace what was sent."""
         self._callback = checkpoint_callback
+        self._sent.difference_update(checkpoint_callback.saved_paths)
         if self._wanted == "all":
-            best = checkpoint_callback.best_model_path
-            for path in dict.fromkeys((checkpoint_callback.last_model_path, best)):
-                self._send(path, ["latest", "best"] if path == best else ["latest"])
+            for path in checkpoint_callback.saved_paths:
+                is_best = path == checkpoint_callback.best_model_path
+                self._send(path, ["latest", "best"] if is_best else ["latest"])
 
     def finish(self) -> None:
         """Upload the best one."""

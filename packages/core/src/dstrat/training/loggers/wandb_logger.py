@@ -33,8 +33,8 @@ class WandbLogger(Logger):
         version: The run's id, also of one to go on in; by default a new one.
         project: The project that the run belongs to.
         offline: Whether everything stays in the folder, until ``wandb sync`` sends it.
-        log_model: Whether checkpoints become artifacts: True sends the best one at the end, ``"all"`` each when it is
-            saved.
+        log_model: Whether checkpoints become artifacts: True sends the best one at the end, ``"all"`` each when a
+            ``ModelCheckpoint`` has saved it.
         experiment: A run of the user's own, which is not finished and keeps the axis of its charts; the other arguments
             do not apply then.
         **init_options: For ``wandb.init``.
