@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -87,3 +88,20 @@ def test_ranks_that_a_function_leaves_in_another_state_run_no_other():
 def test_a_rank_that_dies_is_told_with_what_it_printed(run):
     with pytest.raises(pytest.fail.Exception, match=r"rank 0 of 2 died with exit code 3(?s:.*)the last words"):
         run(die, 2)
+
+
+ARGUMENT_THAT_DOES_NOT_PICKLE = """
+from multiprocessing import forkserver
+
+forkserver.ensure_running()  # before it is told to load torch
+from dstrat.testing.jobs import run_in_team
+
+run_in_team(repr, 1, argument=lambda: 0)
+"""
+
+
+def test_ranks_that_an_argument_cannot_be_sent_to_do_not_keep_the_process_from_ending():
+    command = [sys.executable, "-c", ARGUMENT_THAT_DOES_NOT_PICKLE]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
+    assert "Can't pickle" in ended.stderr
+    assert ended.returncode == 1

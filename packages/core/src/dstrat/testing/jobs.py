@@ -114,7 +114,11 @@ def _ended_in_team(
 ) -> list[Ended]:
     has_waited = world_size in _teams
     team = _teams.pop(world_size) if has_waited else Team(world_size)
-    ended = team.run(function, seconds=seconds, arguments=arguments)
+    try:
+        ended = team.run(function, seconds=seconds, arguments=arguments)
+    except BaseException:  # its ranks would wait for ever, and this process at its exit for them
+        team.close()
+        raise
     if team.is_as_before:
         _teams[world_size] = team
         return ended
