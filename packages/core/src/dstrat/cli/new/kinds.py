@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
     from dstrat.plugins.component import Kind
 
 
-class KindFacts(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindFacts:
     """What the package for a component of one kind is made of.
 
     Attributes:
@@ -43,15 +45,30 @@ class KindFacts(NamedTuple):
 
 KIND_FACTS: Mapping[Kind, KindFacts] = {
     "strategy": KindFacts(
-        "Strategy",
-        "one process per device, gradients averaged after the backward pass",
-        'strategy="{}", accelerator="cpu", devices=2',
-        "GradientSyncStrategy",
+        interface="Strategy",
+        summary="one process per device, gradients averaged after the backward pass",
+        usage='strategy="{}", accelerator="cpu", devices=2',
+        more_specific_base="GradientSyncStrategy",
     ),
-    "accelerator": KindFacts("Accelerator", "hardware that the processor stands in for", 'accelerator="{}", devices=1'),
-    "precision": KindFacts("Precision", "everything in float32", 'precision="{}"'),
-    "checkpoint_io": KindFacts("CheckpointIO", "one file for each checkpoint", 'plugins="{}"'),
+    "accelerator": KindFacts(
+        interface="Accelerator",
+        summary="hardware that the processor stands in for",
+        usage='accelerator="{}", devices=1',
+    ),
+    "precision": KindFacts(
+        interface="Precision",
+        summary="everything in float32",
+        usage='precision="{}"',
+    ),
+    "checkpoint_io": KindFacts(
+        interface="CheckpointIO",
+        summary="one file for each checkpoint",
+        usage='plugins="{}"',
+    ),
     "cluster_environment": KindFacts(
-        "ClusterEnvironment", "processes that something else has started", 'plugins="{}"', "ExternalEnvironment"
+        interface="ClusterEnvironment",
+        summary="processes that something else has started",
+        usage='plugins="{}"',
+        more_specific_base="ExternalEnvironment",
     ),
 }
