@@ -84,6 +84,21 @@ class KeepsItsOwnFirstValues(Averaging):
         pass
 
 
+class GivesNothingBack(Averaging):
+    """Whether its ranks hold replicas depends on its options, as it does for DeepSpeed."""
+
+    replicates_state = False
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.replicates_state = True
+
+    def teardown(self):
+        module = self.module
+        super().teardown()
+        module.to_empty(device="meta")
+
+
 class OptimizesACopy(DDPStrategy):
     def setup_optimizers(self, trainer):
         import copy

@@ -39,7 +39,7 @@ class Outcome:
         seconds: From the launch to the end.
         left: Processes that still run.
         steps: Optimizer steps, as the process that launched it knows them afterwards.
-        has_trained: Whether the user's module has other parameters than before; not known where they are sharded.
+        has_trained: Whether the user's module has other parameters than before; None where they are sharded.
     """
 
     error: str
@@ -47,7 +47,7 @@ class Outcome:
     seconds: float
     left: list[str]
     steps: int
-    has_trained: bool
+    has_trained: bool | None
 
 
 class Misbehaving(Net):
@@ -150,9 +150,15 @@ def _launch(place: Place, subject: Subject, accelerator: str, devices: int, misd
         error = f"{type(raised).__name__}: {raised}"
         rank = raised.rank if isinstance(raised, RankFailedError) else None
     seconds = time.monotonic() - begun
-    after = [parameter.data.cpu() for parameter in module.parameters()]
-    has_trained = any(type(new) is Tensor and not new.equal(old) for old, new in zip(before, after, strict=True))
+    has_trained = _differ(before, [parameter.data for parameter in module.parameters()])
     return Outcome(error=error, rank=rank, seconds=seconds, left=left_over(), steps=steps, has_trained=has_trained)
+
+
+def _differ(before: list[Tensor], after: list[Tensor]) -> bool | None:
+    """Return whether parameters differ; None where some are sharded."""
+    if any(type(new) is not Tensor or new.is_meta for new in after):
+        return None
+    return any(not new.cpu().equal(old) for old, new in zip(before, after, strict=True))
 
 
 class _Nothing(Callback):

@@ -53,6 +53,11 @@ class Subject:
         except CatalogError:
             return catalog.load(catalog.register(self.component, override=True))
 
+    @property
+    def replicates_state(self) -> bool:
+        """Whether each rank holds the whole state; with some strategies it depends on their options."""
+        return self.make().replicates_state
+
     def make(self) -> Strategy:
         """Construct the strategy."""
         strategy: Strategy = self.cls(**{**self.component.options, **self.options})
