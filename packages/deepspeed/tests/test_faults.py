@@ -4,9 +4,11 @@ import time
 
 import pytest
 from deepspeed_fit import Model, fit
-from torch import nn
+from deepspeed_loop import Net, parts, start
+from torch import distributed, nn
 
 from dstrat_deepspeed import DeepSpeedStrategy
+from dstrat_deepspeed.unwrapping import Footprint
 
 POINTS = ("configure_model", "configure_optimizers", "forward", "backward", "step")
 KEPT = []  # an exception that is being shown keeps all frames of its traceback
@@ -77,3 +79,29 @@ def test_a_fit_after_one_that_failed_gives_the_losses_of_one_device(ranks):
         for point, (said, losses) in found.items():
             assert said == f"ValueError: {point}, on purpose"
             assert losses == pytest.approx(expected, rel=1e-5, abs=0), point
+
+
+def fail_to_clean_up(cluster, step):
+    """Let a run fail, and then one step of what cleans up after it; return what is left."""
+
+    def fails(*_, **__):
+        raise RuntimeError(f"{step}, on purpose")
+
+    strategy, linear = DeepSpeedStrategy(stage=3), nn.functional.linear
+    start(strategy, module := Net(), parts(cluster))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Footprint if step == "gather" else strategy.engine, step, fails)
+        with pytest.raises(RuntimeError, match=f"{step}, on purpose"):
+            strategy.on_exception(ValueError("of the run"))
+        left = {
+            "group": distributed.is_initialized(),
+            "marks": any(hasattr(parameter, "ds_id") for parameter in module.parameters()),
+            "linear": nn.functional.linear is not linear,
+        }
+        strategy.teardown()
+    return left
+
+
+@pytest.mark.parametrize("step", ["gather", "destroy"])
+def test_cleaning_up_that_fails_does_the_rest_and_teardown_begins_no_collective(ranks, step):
+    assert ranks(fail_to_clean_up, 1, step=step) == [dict.fromkeys(("group", "marks", "linear"), False)]

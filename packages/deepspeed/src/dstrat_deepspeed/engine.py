@@ -90,7 +90,8 @@ class Engine:
         if self._is_manual:
             self._prepare_manual_backward(loss)
         with nullcontext() if compute is None else ReplacedBackward(compute):
-            self.engine.backward(loss, scale_wrt_gas=False)
+            # not the tensor that a step returned, whose gradient stage 0 divides by the batches of a whole group
+            self.engine.backward(loss.view_as(loss), scale_wrt_gas=False)
 
     def _prepare_manual_backward(self, loss: Tensor) -> None:
         """Do what DeepSpeed's forward does for a backward pass that comes after it: this one comes within."""
@@ -178,10 +179,12 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine, its process groups, and what it has hooked to the module."""
-        self.engine.destroy()
-        release_groups(self.engine)
-        if self.optimizer is not None:
-            self.optimizer.__dict__.pop("zero_grad", None)
+        try:
+            self.engine.destroy()
+        finally:
+            release_groups(self.engine)
+            if self.optimizer is not None:
+                self.optimizer.__dict__.pop("zero_grad", None)
 
 
 def _undo_first_step(optimizer: Any) -> None:

@@ -105,6 +105,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._deepspeed: Any = None
         self._engine: Engine | None = None
         self._footprint: Footprint | None = None
+        self._has_failed = False
         self._running = ExitStack()
 
     def receive(self, parts: Parts) -> None:
@@ -142,6 +143,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         }
 
     def setup_environment(self) -> None:
+        self._has_failed = False
         self._configuration.check_ranks(self.world_size)
         self._deepspeed = load_deepspeed(self.root_device.type, self._logging_level)
         super().setup_environment()
@@ -205,12 +207,15 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self.optimizers = [] if self._engine.optimizer is None else [self._engine.optimizer]
 
     def on_exception(self, exception: BaseException) -> None:
-        self._close_engine(can_gather=self.world_size == 1)
-        gc.collect()  # stage 3 has given parameters methods that hold process groups, in cycles
-        super().on_exception(exception)
+        self._has_failed = True
+        try:
+            self._close_engine(can_gather=self.world_size == 1)
+        finally:
+            gc.collect()  # stage 3 has given parameters methods that hold process groups, in cycles
+            super().on_exception(exception)
 
     def teardown(self) -> None:
-        self._close_engine(can_gather=True)
+        self._close_engine(can_gather=not self._has_failed)
         super().teardown()
         if self._footprint is not None:
             self._footprint.leave_shapes()
@@ -218,16 +223,18 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     def _close_engine(self, *, can_gather: bool) -> None:
         """Give the module back, of stage 3 to rank 0, unless other ranks may be gone; collective where it gathers."""
-        if self._footprint is not None:
-            if can_gather:
-                self._footprint.gather(keeps=self.is_global_zero)
-            if self._engine is not None:
-                self._engine.close()
-                self._engine, self.model = None, self.module
-            self._footprint.remove()
-        restore_linear()
+        engine, self._engine = self._engine, None
         self._is_first_batch = True
-        self._running.close()
+        with ExitStack() as ending:  # does the last one first, and the others also where one fails
+            ending.callback(self._running.close)
+            ending.callback(restore_linear)
+            if self._footprint is not None:
+                ending.callback(self._footprint.remove)
+            if engine is not None:
+                self.model = self.module
+                ending.callback(engine.close)
+            if self._footprint is not None and can_gather:
+                self._footprint.gather(keeps=self.is_global_zero)
 
     # Steps
 
