@@ -10,6 +10,7 @@ from deepspeed_loop import parts
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed import DeepSpeedStrategy
+from dstrat_deepspeed.configuration import Configuration
 from dstrat_deepspeed.prerequisites import build_folder, is_compiled
 
 NO_SUCH = {
@@ -55,7 +56,7 @@ def test_clipping_by_value_is_refused_before_the_first_step():
 
 
 RANKS = {
-    "config says zero_hpz_partition_size: 2, which does not divide the 3 ranks: give one that does": {
+    "config says zero_optimization.zero_hpz_partition_size: 2, which does not divide the 3 ranks: give one that does": {
         "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}
     },
     "config says sequence_parallel_size: 3, with which 3 ranks read the same data": {"sequence_parallel_size": 3},
@@ -63,6 +64,28 @@ RANKS = {
         "tensor_parallel": {"autotp_size": 3}
     },
 }
+
+
+NO_SIZES = {
+    "config says zero_optimization.zero_hpz_partition_size: 0, which is not possible: give a whole number from 1 on": {
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}
+    },
+    "config says zero_optimization: None, and it must be a section: {...}": {"zero_optimization": None},
+    "config says sequence_parallel_size: '2', which is not possible: give a whole number from 1 on": {
+        "sequence_parallel_size": "2"
+    },
+    "config says tensor_parallel: None, and it must be a section: {...}": {"tensor_parallel": None},
+    "config says tensor_parallel.autotp_size: True, which is not possible: give a whole number from 0 on": {
+        "tensor_parallel": {"autotp_size": True}
+    },
+}
+
+
+@pytest.mark.parametrize("expected", NO_SIZES)
+def test_a_number_of_ranks_that_is_none_is_refused(expected):
+    with pytest.raises(RequestError) as caught:
+        Configuration({}, NO_SIZES[expected], "auto").check_ranks(2)
+    assert str(caught.value) == expected
 
 
 def said_of_ranks(cluster):

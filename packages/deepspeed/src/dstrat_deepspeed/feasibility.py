@@ -144,18 +144,18 @@ def check_ranks(config: dict[str, Any], world_size: int, place: str) -> None:
     """Check that the ranks can be divided as a whole configuration says, and that each of them reads its own data.
 
     Raises:
-        RequestError: Groups do not come out even.
+        RequestError: Groups do not come out even, or a size is none.
         ConflictError: Several ranks would share the data of one.
     """
-    size = config["zero_optimization"].get("zero_hpz_partition_size", 1)
+    size = _size(config, ("zero_optimization", "zero_hpz_partition_size"), place, least=1)
     if size < world_size and world_size % size:
         raise RequestError(
-            f"{place} says zero_hpz_partition_size: {size}, which does not divide the {world_size} ranks: give one "
-            "that does"
+            f"{place} says zero_optimization.zero_hpz_partition_size: {size}, which does not divide the {world_size} "
+            "ranks: give one that does"
         )
     shared = {
-        "tensor_parallel.autotp_size": config.get("tensor_parallel", {}).get("autotp_size", 0),
-        "sequence_parallel_size": config.get("sequence_parallel_size", 1),
+        "tensor_parallel.autotp_size": _size(config, ("tensor_parallel", "autotp_size"), place, least=0),
+        "sequence_parallel_size": _size(config, ("sequence_parallel_size",), place, least=1),
     }
     for name, count in shared.items():
         if count > 1:
@@ -163,6 +163,21 @@ def check_ranks(config: dict[str, Any], world_size: int, place: str) -> None:
                 f"{place} says {name}: {count}, with which {count} ranks read the same data, and DeepSpeedStrategy "
                 "gives each rank its own: leave it out"
             )
+
+
+def _size(config: dict[str, Any], path: tuple[str, ...], place: str, *, least: int) -> int:
+    """Return the number of ranks at a path of keys, by default the least one, which divides nothing."""
+    section: Any = config
+    for name in path[:-1]:
+        section = section.get(name, {})
+        if not isinstance(section, dict):
+            raise RequestError(f"{place} says {name}: {section!r}, and it must be a section: {{...}}")
+    size = section.get(path[-1], least)
+    if isinstance(size, bool) or not isinstance(size, int) or size < least:
+        raise RequestError(
+            f"{place} says {'.'.join(path)}: {size!r}, which is not possible: give a whole number from {least} on"
+        )
+    return size
 
 
 def _devices(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
