@@ -1,9 +1,12 @@
 """What is in the files that DeepSpeed writes beside a checkpoint."""
 
+import pytest
 import torch
 from deepspeed_fit import Model, fit
 
 from dstrat import Callback
+from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.errors import CheckpointError
 from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.native import DeepSpeedCheckpointIO
 
@@ -48,3 +51,12 @@ def test_frozen_parameters_are_left_out_of_them_where_that_is_asked_for(ranks, t
         if not excludes:
             assert torch.equal(found["net.first.weight"], expected["net.first.weight"])
         assert not torch.equal(found["net.last.weight"], expected["net.last.weight"])
+
+
+def test_a_store_is_refused_before_anything_is_written_into_it(monkeypatch):
+    written = []
+    strategy = DeepSpeedStrategy(save_native=True)
+    monkeypatch.setattr(PortableCheckpointIO, "save_checkpoint", lambda _, __, path: written.append(path))
+    with pytest.raises(CheckpointError, match="beside 'memory://saved', which is in a store"):
+        fit(Model(), strategy, callbacks=[Saves("memory://saved")])
+    assert written == []

@@ -10,7 +10,7 @@ from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_deepspeed.gradients import put_back, waiting_gradients
 from dstrat_deepspeed.module_state import gather_persistent, sharded_state
-from dstrat_deepspeed.native_save import remove_native, save_native
+from dstrat_deepspeed.native_save import check_can_save_native, remove_native, save_native
 from dstrat_deepspeed.partitions import partitions_of
 from dstrat_deepspeed.state import PartitionedState
 from dstrat_deepspeed.whole_state import (
@@ -155,11 +155,14 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write a checkpoint, and DeepSpeed's own files beside it where ``save_native`` asks for them; collective."""
-        super().save_checkpoint(checkpoint, path)
         options = self._configuration.options.checkpoints
-        if options.save_native and self._engine is not None and self.optimizers:
-            exclude_frozen = options.exclude_frozen_parameters
-            save_native(self._engine.engine, checkpoint, path, self, exclude_frozen=exclude_frozen)
+        if not (options.save_native and self._engine is not None and self.optimizers):
+            super().save_checkpoint(checkpoint, path)
+            return
+        check_can_save_native(path)
+        super().save_checkpoint(checkpoint, path)
+        exclude_frozen = options.exclude_frozen_parameters
+        save_native(self._engine.engine, checkpoint, path, self, exclude_frozen=exclude_frozen)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, with the files that DeepSpeed has written beside it."""

@@ -23,6 +23,19 @@ def native_path(path: str | Path) -> Path:
     return Path(f"{path}.deepspeed")
 
 
+def check_can_save_native(path: str | Path) -> None:
+    """Check that DeepSpeed's files can be written beside a checkpoint.
+
+    Raises:
+        CheckpointError: It is in a store.
+    """
+    if isinstance(place(path), RemotePath):
+        raise CheckpointError(
+            f"DeepSpeed's files cannot be written beside {str(path)!r}, which is in a store: leave save_native out, or "
+            "save into a folder"
+        )
+
+
 def save_native(
     engine: Any, checkpoint: Mapping[str, Any], path: str | Path, strategy: ParallelStrategy, *, exclude_frozen: bool
 ) -> None:
@@ -31,18 +44,13 @@ def save_native(
     Args:
         engine: DeepSpeed's.
         checkpoint: Says how many steps have been done.
-        path: Of the checkpoint that they belong to.
+        path: Of the checkpoint that they belong to, on this machine.
         strategy: Communicates.
         exclude_frozen: Whether parameters that are not trained are left out.
 
     Raises:
         CheckpointError: Some rank cannot write them, or they are there already.
     """
-    if isinstance(place(path), RemotePath):
-        raise CheckpointError(
-            f"DeepSpeed's files cannot be written beside {str(path)!r}, which is in a store: leave save_native out, or "
-            "save into a folder"
-        )
     target = native_path(path)
     unfinished = target.with_name(f".{target.name}.tmp")
     with contextlib.closing(GroupRanks(strategy.timeout) if strategy.world_size > 1 else Ranks()) as ranks:
