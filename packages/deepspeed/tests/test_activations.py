@@ -4,6 +4,7 @@ import pytest
 from deepspeed_fit import Model, fit
 
 from dstrat_deepspeed import DeepSpeedStrategy
+from dstrat_deepspeed.activations import activation_checkpointing
 
 NUMBER = {"activation_checkpointing": {"number_checkpoints": 2}}
 OPTIONS = {
@@ -58,3 +59,19 @@ def test_it_follows_the_options_while_training_and_gives_the_losses_of_one_devic
         for name, (losses, _, left) in found.items():
             assert losses == pytest.approx(expected, rel=1e-6, abs=0), name
             assert left == (False, False)
+
+
+def refuse(cluster):
+    import deepspeed
+
+    with (
+        pytest.raises(AssertionError),
+        activation_checkpointing(deepspeed, {"partition_activations": True, "contiguous_memory_optimization": True}),
+    ):
+        pass
+    checkpointing = deepspeed.checkpointing
+    return checkpointing.PARTITION_ACTIVATIONS, checkpointing.CONTIGUOUS_CHECKPOINTING, checkpointing.is_configured()
+
+
+def test_settings_that_deepspeed_refuses_leave_nothing(ranks):
+    assert ranks(refuse, 1) == [(False, False, False)]

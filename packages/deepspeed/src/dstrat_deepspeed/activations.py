@@ -29,16 +29,16 @@ def activation_checkpointing(deepspeed: Any, section: Mapping[str, Any]) -> Iter
     """
     checkpointing = deepspeed.checkpointing
     before = {name: getattr(checkpointing, name) for name in _GLOBALS}
-    checkpointing.configure(
-        None,
-        partition_activations=section.get("partition_activations"),
-        contiguous_checkpointing=section.get("contiguous_memory_optimization"),
-        num_checkpoints=section.get("number_checkpoints"),
-        checkpoint_in_cpu=section.get("cpu_checkpointing"),
-        synchronize=section.get("synchronize_checkpoint_boundary"),
-        profile=section.get("profile"),
-    )
     try:
+        checkpointing.configure(
+            None,
+            partition_activations=section.get("partition_activations"),
+            contiguous_checkpointing=section.get("contiguous_memory_optimization"),
+            num_checkpoints=section.get("number_checkpoints"),
+            checkpoint_in_cpu=section.get("cpu_checkpointing"),
+            synchronize=section.get("synchronize_checkpoint_boundary"),
+            profile=section.get("profile"),
+        )
         yield
     finally:
         checkpointing.reset()
