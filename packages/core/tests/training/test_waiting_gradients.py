@@ -58,6 +58,17 @@ class Line(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Manual(Line):
+    """Steps in each batch, and leaves its gradients to be cleared by the next one."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
 class Notes(Callback):
     """Saves after the first batch, and notes the warnings of this process."""
 
@@ -78,15 +89,15 @@ class Notes(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def fit(cluster, strategy, *, to=None, ckpt_path=None, io=PortableCheckpointIO):
+def fit(cluster, strategy, *, cls=Line, to=None, ckpt_path=None, io=PortableCheckpointIO):
     """Train an epoch; return the warnings and the weights."""
-    told, module, size = [], Line(), 1 if cluster is None else cluster.world_size
+    told, module, size = [], cls(), 1 if cluster is None else cluster.world_size
     trainer = Trainer(
         accelerator="cpu",
         strategy=strategy(),
         devices=size,
         max_epochs=1,
-        accumulate_grad_batches=2,
+        accumulate_grad_batches=2 if module.automatic_optimization else 1,
         plugins=[part for part in (cluster, io()) if part is not None],
         callbacks=[Notes(to, told)],
         logger=False,
@@ -116,6 +127,7 @@ def saved(folder):
         "averaging": {"strategy": Averaging},
         "keeping": {"strategy": Keeping},
         "sharding": {"strategy": Sharding, "io": TorchCheckpointIO},
+        "manual": {"strategy": Keeping, "cls": Manual},
     }
     return in_ranks(fits, cases={name: {**case, "to": folder / name} for name, case in cases.items()})
 
@@ -129,6 +141,7 @@ def check_lines(found, name, line=None):
 
 
 LEFT_OUT = "was saved between the batches of one optimizer step, which are left out, as their gradients cannot be taken"
+NOT_CLEARED = "has gradients that the module had not cleared, which are left out, as they cannot be taken"
 MOVED = "random numbers and running means start anew, and the data goes on at the same part of the epoch"
 
 
@@ -143,6 +156,7 @@ def test_on_as_many_ranks_the_same_strategy_goes_on_and_others_say_what_they_lea
         "averaging": {"strategy": Averaging, "ckpt_path": folder / "averaging"},
         "keeping": {"strategy": Keeping, "ckpt_path": folder / "keeping"},
         "from keeping": {"strategy": Averaging, "ckpt_path": folder / "keeping"},
+        "manual": {"strategy": Averaging, "cls": Manual, "ckpt_path": folder / "manual"},
         "sharding": {"strategy": Sharding, "ckpt_path": folder / "sharding", "io": TorchCheckpointIO},
         "to sharding": {"strategy": Sharding, "ckpt_path": folder / "averaging"},
     }
@@ -155,6 +169,7 @@ def test_on_as_many_ranks_the_same_strategy_goes_on_and_others_say_what_they_lea
         check_lines(found, name)
         assert [rank[name][1] for rank in found] == [rank[name][1] for rank in saved]
     check_lines(found, "from keeping", f"{folder / 'keeping'} {LEFT_OUT}")
+    check_lines(found, "manual", f"{folder / 'manual'} {NOT_CLEARED}")
     check_lines(found, "sharding", f"{folder / 'sharding'} {LEFT_OUT}")
     anew = MOVED.replace("same part of the epoch", "beginning of epoch 0")
     check_lines(found, "alone", f"{anew}; it {LEFT_OUT}")

@@ -271,8 +271,8 @@ class ShardedStrategy(ParallelStrategy):
             self._ready.put_back_gradients(state["gradients"])
         elif self.is_global_zero:
             _logger.warning(
-                "the checkpoint has gradients between the batches of one optimizer step, sharded over a mesh of %s: "
-                "over %s these batches are left out",
+                "the checkpoint has gradients that were not cleared when it was saved, sharded over a mesh of %s: "
+                "over %s they are left out",
                 tuple(state["mesh"]),
                 tuple(self.device_mesh.shape),
             )

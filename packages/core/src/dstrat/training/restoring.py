@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
     from dstrat.training.trainer import Trainer
 
-_LEFT_OUT = (
+_BATCHES_LEFT_OUT = (
     "was saved between the batches of one optimizer step, which are left out, as their gradients cannot be taken"
 )
+_GRADIENTS_LEFT_OUT = "has gradients that the module had not cleared, which are left out, as they cannot be taken"
 
 _log = logging.getLogger(__name__)
 
@@ -86,15 +87,15 @@ class Restoration:
         trainer, ranks = self._trainer, checkpoint.get("ranks", [])
         own = ranks[trainer.global_rank] if ranks else checkpoint.get("per_rank")
         takes_state = is_of_same_strategy(trainer.strategy, checkpoint)
-        loses_gradients = _loses_gradients(checkpoint, own, takes_state=takes_state)
+        left_out = _left_out(checkpoint, own, takes_state=takes_state)
         if own is None:
-            self._tell(f"one of {trainer.world_size} processes alone", own, loses_gradients=loses_gradients)
+            self._tell(f"one of {trainer.world_size} processes alone", own, left_out)
             return
         trainer.fit_loop.load_rank_state(own)
         if takes_state:
             trainer.strategy.load_rank_state(own["strategy"])
-        if loses_gradients and trainer.is_global_zero:
-            _log.warning("%s %s", self._path, _LEFT_OUT)
+        if left_out and trainer.is_global_zero:
+            _log.warning("%s %s", self._path, left_out)
 
     def _move(self, checkpoint: Mapping[str, Any]) -> None:
         """Take what another number of processes had for themselves, as far as it belongs to all of them."""
@@ -105,9 +106,9 @@ class Restoration:
         if ranks:
             trainer.fit_loop.load_rank_state(moved_state(ranks))
         how = f"{saved_by} processes and is continued by {trainer.world_size}"
-        self._tell(how, first, loses_gradients=_loses_gradients(checkpoint, first))
+        self._tell(how, first, _left_out(checkpoint, first))
 
-    def _tell(self, how: str, own: Mapping[str, Any] | None, *, loses_gradients: bool) -> None:
+    def _tell(self, how: str, own: Mapping[str, Any] | None, left_out: str) -> None:
         """Log what is the same and what is not."""
         trainer = self._trainer
         if trainer.is_global_zero:
@@ -117,7 +118,7 @@ class Restoration:
                 self._path,
                 how,
                 f"beginning of epoch {trainer.current_epoch}" if own is None else "same part of the epoch",
-                f"; it {_LEFT_OUT}" if loses_gradients else "",
+                f"; it {left_out}" if left_out else "",
             )
 
     def _saved_ranks(self, saved_by: int) -> list[dict[str, Any]]:
@@ -140,22 +141,20 @@ class Restoration:
             )
 
 
-def _loses_gradients(
-    checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None, *, takes_state: bool = False
-) -> bool:
-    """Return whether gradients waited for an optimizer step that this run does not begin with.
+def _left_out(checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None, *, takes_state: bool = False) -> str:
+    """Return what is to be said of gradients that this run does not begin with; nothing where there are none.
 
     Args:
         checkpoint: What it goes on from.
         own: What a process had for itself, None where that is not known.
         takes_state: Whether the strategy goes on with the one's that saved.
     """
-    if own is not None and own["gradients"] is not None:
-        return False
-    if own is not None and own["strategy"].get("gradients"):  # of a strategy that ``saves_gradients``
-        return not takes_state
-    in_group: int = checkpoint["loops"]["in_group"]
-    return in_group > 0
+    are_kept = own is not None and bool(own["strategy"].get("gradients"))  # of a strategy that ``saves_gradients``
+    if (own is not None and own["gradients"] is not None) or (are_kept and takes_state):
+        return ""
+    if checkpoint["loops"]["in_group"] > 0:
+        return _BATCHES_LEFT_OUT
+    return _GRADIENTS_LEFT_OUT if are_kept else ""  # in manual optimization, where a step that is done leaves some too
 
 
 def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:

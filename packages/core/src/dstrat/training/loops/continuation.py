@@ -119,6 +119,6 @@ class Continuation:
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
         elif self._trainer.is_global_zero:
             _log.warning(
-                "the checkpoint was saved between the batches of one optimizer step, and has whole gradients of them, "
-                "which are left out, as the strategy shards gradients"
+                "the checkpoint has whole gradients that were not cleared when it was saved, which are left out, as "
+                "the strategy shards gradients"
             )
