@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import pytest
+
 from dstrat.testing import PluginSuite, StrategySuite
 
 HALF = "test_it_trains_in_each_precision_that_it_declares[16-mixed]"
@@ -27,3 +29,24 @@ class TestDeepSpeedStage3(StrategySuite):
     alias = "deepspeed_stage_3"
     world_sizes = (2,)
     expected_failures: ClassVar = EXPECTED
+
+
+class TestDeepSpeedStage0(StrategySuite):
+    """Ranks hold replicas, unlike those of the other stages."""
+
+    alias = "deepspeed_stage_0"
+    world_sizes = (2,)
+    expected_failures: ClassVar = EXPECTED
+    pytestmark = pytest.mark.variant
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_every_rank_has_the_same_parameters_at_the_end",
+        "test_the_user_gets_the_trained_module_back",
+        "test_the_last_group_of_an_epoch_may_have_fewer_batches",
+    ],
+)
+def test_stage_0_passes_where_it_is_unlike_other_stages(test):
+    getattr(TestDeepSpeedStage0(), test)(2)
