@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -103,6 +104,24 @@ def test_a_process_group_can_be_opened_again_in_the_same_job():
         return reduce_tensor(torch.tensor(1.0), reduce_op="sum").item()
 
     assert in_ranks(twice) == 2.0
+
+
+def test_no_rank_goes_on_before_the_process_group_is_open_in_all(monkeypatch):
+    init_process_group = dist.init_process_group
+    opened_at = []
+
+    def slow_in_rank_1(*args, **kwargs):
+        init_process_group(*args, **kwargs)
+        time.sleep(0.3 * dist.get_rank())
+        opened_at.append(time.monotonic())
+
+    def times(store):
+        opened_at.append(time.monotonic())
+        return gather_tensors(torch.tensor(opened_at, dtype=torch.float64)).tolist()
+
+    monkeypatch.setattr(dist, "init_process_group", slow_in_rank_1)
+    (_, rank_0_goes_on), (rank_1_opens, _) = in_ranks(times)
+    assert rank_0_goes_on >= rank_1_opens
 
 
 def test_a_process_group_of_the_users_is_joined():

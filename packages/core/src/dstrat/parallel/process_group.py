@@ -24,6 +24,8 @@ def open_process_group(
 ) -> dist.Store:
     """Open the default process group, or join the one that the user has opened already.
 
+    A group that is opened here is open in all ranks when this returns, so that any of them may close it.
+
     Args:
         cluster: Says where rank 0 listens, and which rank this is.
         backend: Name of the ``torch.distributed`` backend.
@@ -51,6 +53,7 @@ def open_process_group(
             timeout=timeout,
             pg_options=pg_options,
         )
+        _wait_for_all(store, cluster.world_size)
     return store
 
 
@@ -83,6 +86,13 @@ def _rendezvous(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
             master_listen_fd=cluster.listening_socket,
         )
     return _stores[address]
+
+
+def _wait_for_all(store: dist.Store, world_size: int) -> None:
+    """Wait until the group is open in all ranks: Gloo fails in a rank that still connects when another one closes."""
+    if store.add("opened", 1) == world_size:
+        store.set("opened by all", "")
+    store.wait(["opened by all"])
 
 
 def _check_existing(cluster: ClusterEnvironment) -> None:
