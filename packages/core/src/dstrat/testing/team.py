@@ -14,13 +14,13 @@ import time
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from dstrat.builtin.launchers.processes import hidden_main
 from dstrat.testing.rank import Report, run_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 _PATIENCE = 8.0  # seconds for the others after one rank has failed
 _STACKS = 0.5  # seconds for a rank to write its stack
@@ -128,7 +128,7 @@ def _start(world_size: int, folder: Path) -> tuple[list[Any], list[Any]]:
     context = multiprocessing.get_context("forkserver")
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     ranks, pipes = [], []
-    with listener, _hidden_main():
+    with listener, hidden_main():
         for rank in range(world_size):
             own, theirs = context.Pipe()
             place = (rank, world_size, listener.getsockname()[1], listener if rank == 0 else None)
@@ -180,14 +180,3 @@ def _kill(ranks: Sequence[Any]) -> None:
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
-
-
-@contextlib.contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Keep multiprocessing from importing pytest's main module in the new process."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

@@ -63,7 +63,7 @@ def start_served(job: Job, local_rank: int) -> RankProcess:
     # The environment is passed as the server may have been started with another one.
     arguments = (job.folder, job.rank_environment(local_rank), job.listener_of(local_rank))
     process = context.Process(target=_run_served, args=arguments)
-    with _hidden_main():
+    with hidden_main():
         process.start()
     return _rank_process(job, local_rank, process)
 
@@ -162,10 +162,10 @@ def _replace_environment(environ: dict[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Keep multiprocessing from importing the user's script in the new process.
+def hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the user's script in a new process.
 
-    The rank does it itself, after it has been set up, so that a script that fails there leaves its traceback.
+    A rank does it itself, after it has been set up, so that a script that fails there leaves its traceback.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
