@@ -207,11 +207,10 @@ def saved_natively(cluster, folder, stage):
     checkpoint = {"epoch": 1, "global_step": STEPS, "state_dict": strategy.sharded_module_state()}
     target = Path(folder, "f", "c")
     strategy.save_checkpoint(checkpoint, target)
-    try:
-        strategy.save_checkpoint(checkpoint, target)
-        message = None
-    except CheckpointError as error:
-        message = str(error)
+    refused = refusal(strategy, checkpoint, target)
+    if strategy.is_global_zero:
+        Path(folder, "f", "d.deepspeed").mkdir()
+    found_first = refusal(strategy, checkpoint, target.with_name("d"))
     names = sorted(path.name for path in target.parent.iterdir())
     losses = train(strategy, steps=STEPS)
     if strategy.is_global_zero:
@@ -221,14 +220,25 @@ def saved_natively(cluster, folder, stage):
     strategy.barrier()
     left = sorted(path.name for path in target.parent.iterdir())
     strategy.teardown()
-    return losses, in_group(cluster, out=None, stage=stage, source=f"{folder}/copy"), names, message, left
+    of_script = in_group(cluster, out=None, stage=stage, source=f"{folder}/copy")
+    return losses, of_script, names, refused, found_first, left
+
+
+def refusal(strategy, checkpoint, path):
+    try:
+        strategy.save_checkpoint(checkpoint, path)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_script_without_dstrat_goes_on_from_what_was_saved_for_it(ranks, tmp_path, stage):
     (tmp_path / "f").mkdir()
-    for losses, of_script, names, message, left in ranks(saved_natively, folder=str(tmp_path), stage=stage):
+    found = ranks(saved_natively, folder=str(tmp_path), stage=stage)
+    for losses, of_script, names, refused, found_first, left in found:
         assert of_script == losses
-        assert names == ["c", "c.deepspeed", "last"]
-        assert "exists already" in message
-        assert left == []
+        assert names == ["c", "c.deepspeed", "d.deepspeed", "last"]
+        assert "c.deepspeed' are there already, and are not written over" in refused
+        assert "d.deepspeed' are there already, and are not written over" in found_first
+        assert left == ["d.deepspeed"]

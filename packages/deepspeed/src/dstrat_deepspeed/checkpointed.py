@@ -159,7 +159,7 @@ class CheckpointedStrategy(ParallelStrategy):
         if not (options.save_native and self._engine is not None and self.optimizers):
             super().save_checkpoint(checkpoint, path)
             return
-        check_can_save_native(path)
+        check_can_save_native(path, self)
         super().save_checkpoint(checkpoint, path)
         exclude_frozen = options.exclude_frozen_parameters
         save_native(self._engine.engine, checkpoint, path, self, exclude_frozen=exclude_frozen)

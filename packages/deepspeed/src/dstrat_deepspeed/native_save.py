@@ -23,16 +23,22 @@ def native_path(path: str | Path) -> Path:
     return Path(f"{path}.deepspeed")
 
 
-def check_can_save_native(path: str | Path) -> None:
-    """Check that DeepSpeed's files can be written beside a checkpoint.
+def check_can_save_native(path: str | Path, strategy: ParallelStrategy) -> None:
+    """Check that DeepSpeed's files can be written beside a checkpoint, before that is written; collective.
 
     Raises:
-        CheckpointError: It is in a store.
+        CheckpointError: It is in a store, or rank 0, which makes their folder, finds them there already.
     """
     if isinstance(place(path), RemotePath):
         raise CheckpointError(
             f"DeepSpeed's files cannot be written beside {str(path)!r}, which is in a store: leave save_native out, or "
             "save into a folder"
+        )
+    target = native_path(path)
+    if strategy.broadcast(strategy.is_global_zero and target.exists()):
+        raise CheckpointError(
+            f"DeepSpeed's files {str(target)!r} are there already, and are not written over: choose another path, or "
+            "remove them"
         )
 
 
