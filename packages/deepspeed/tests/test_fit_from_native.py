@@ -87,7 +87,8 @@ def go_on(cluster, folder):
             return str(error)
 
     found = {name: from_checkpoint(name) for name in KINDS}
-    return found | {"other": from_checkpoint("of native", Unscheduled), "as it is": from_checkpoint("native")}
+    found["other"] = from_checkpoint("of native", Unscheduled)
+    return found | {f"{name} as it is": from_checkpoint(name) for name in ("native", "universal")}
 
 
 KINDS = ("of native", "of universal")
@@ -103,4 +104,7 @@ def test_a_fit_goes_on_where_the_script_was(ranks, tmp_path):
         for name in KINDS:
             assert found[name] == pytest.approx(expected, rel=1e-6, abs=0), name
         assert "has 1 schedulers, and this training has 0" in found["other"]
-        assert "native' is a folder without manifest.json" in found["as it is"]
+        for name in ("native", "universal"):
+            said = found[f"{name} as it is"]
+            assert "written by another program, as checkpoint io 'deepspeed' from dstrat-deepspeed" in said
+            assert said.endswith(f"'dstrat checkpoint convert {tmp_path / name} NEW', and go on from NEW")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from dstrat import Trainer, TrainModule
 from dstrat.cli.checkpoint.convert import convert
 from dstrat.errors import CheckpointError
+from dstrat.interfaces.checkpoint_io import CheckpointIO
+from dstrat.plugins.catalog import get_catalog
+from dstrat.plugins.component import Component
 
 BATCHES, EPOCHS = 4, 6
 
@@ -113,10 +118,10 @@ def converted(tmp_path):
 
 @pytest.fixture
 def go_on(tmp_path):
-    def fit(module, path):
+    def fit(module, path, max_epochs=EPOCHS):
         trainer = Trainer(
-            accelerator="cpu", max_epochs=EPOCHS, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=tmp_path,
+            accelerator="cpu", max_epochs=max_epochs, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
         )  # fmt: skip
         trainer.fit(module, loader(), ckpt_path=path)
         return trainer, torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
@@ -137,6 +142,38 @@ def test_from_the_end_of_an_epoch_it_goes_on_exactly(converted, go_on, caplog, c
     )
 
 
+class Watching(Net):
+    """Has two schedulers more: one for each second epoch, one that watches a value."""
+
+    def configure_optimizers(self):
+        [optimizer], [first] = super().configure_optimizers()
+        second = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "frequency": 2}
+        third = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [first, second, {"scheduler": third, "monitor": "loss"}]
+
+    def on_train_start(self):
+        self.steps = [config.scheduler.last_epoch for config in self.trainer.lr_scheduler_configs]
+
+
+@pytest.mark.parametrize("cls", [Net, Watching])
+def test_schedulers_that_were_not_saved_are_stepped_to_where_they_would_be(tmp_path, go_on, caplog, cls):
+    by_hand(Net(), [8], tmp_path)
+    file = torch.load(tmp_path / "8.ckpt") | {"lr_schedulers": []}
+    file["optimizer_states"][0]["param_groups"][0]["lr"] = 5.0  # of a scheduler that is not torch's
+    torch.save(file, tmp_path / "8.ckpt")
+    assert CliRunner().invoke(convert, [str(tmp_path / "8.ckpt"), str(tmp_path / "8")]).exit_code == 0
+    module, said = cls(), "no state of schedulers was converted: "
+    with caplog.at_level(logging.WARNING):
+        _, weights = go_on(module, tmp_path / "8", max_epochs=EPOCHS if cls is Net else 2)
+    lines = [text.removeprefix(said) for text in caplog.messages if text.startswith(said)]
+    assert lines[0] == "CosineAnnealingLR is where it would be after 8 steps and 2 epochs"
+    if cls is Net:
+        assert torch.equal(weights, by_hand(Net()))
+    else:
+        assert module.steps == [8, 1, 0]
+        assert lines[2] == "ReduceLROnPlateau begins anew"
+
+
 def test_an_epoch_that_was_left_in_the_middle_begins_anew(converted, go_on):
     trainer, _ = go_on(Net(), converted(6))
     assert (trainer.global_step, trainer.current_epoch) == (6 + 5 * BATCHES, 6)
@@ -152,3 +189,38 @@ def test_weights_alone_do_not_make_a_fit_go_on(tmp_path, go_on):
 
 def test_a_module_is_made_again_from_it(converted):
     assert Net.load_from_checkpoint(converted(4)).hparams.width == 16
+
+
+def test_a_fit_says_how_to_convert_what_it_cannot_go_on_from(tmp_path, go_on):
+    by_hand(Net(), [8], tmp_path)
+    path = tmp_path / "8.ckpt"
+    with pytest.raises(CheckpointError, match=f"another program: convert it by 'dstrat checkpoint convert {path} NEW'"):
+        go_on(Net(), path)
+
+
+class Diary(CheckpointIO):
+    """Reads folders with a file of its own."""
+
+    @classmethod
+    def recognizes(cls, path):
+        return Path(path, "diary").exists()
+
+    def save_checkpoint(self, checkpoint, path):
+        raise AssertionError
+
+    def load_checkpoint(self, path):
+        raise AssertionError
+
+
+def test_what_a_plugin_recognizes_is_named_with_how_to_convert_it(tmp_path, go_on):
+    catalog = get_catalog()
+    catalog.register(Component(kind="checkpoint_io", alias="diary", target=Diary, summary="for a test"))
+    try:
+        (tmp_path / "d").mkdir()
+        (tmp_path / "d" / "diary").touch()
+        line = f"'diary' from this process finds: convert it by 'dstrat checkpoint convert {tmp_path / 'd'} NEW'"
+        for load in (partial(go_on, Net()), Net.load_from_checkpoint):
+            with pytest.raises(CheckpointError, match=line):
+                load(tmp_path / "d")
+    finally:
+        catalog.unregister("checkpoint_io", "diary")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from dstrat.builtin.checkpoint.foreign import how_to_convert
 from dstrat.builtin.checkpoint.formats import io_for
 from dstrat.builtin.checkpoint.strategy_state import (
     is_of_same_strategy,
@@ -13,6 +14,7 @@ from dstrat.builtin.checkpoint.strategy_state import (
     restore_optimization,
 )
 from dstrat.errors import CheckpointError
+from dstrat.training.converted import SteppedSchedulers
 from dstrat.training.loops.continuation import moved_state
 
 if TYPE_CHECKING:
@@ -72,8 +74,15 @@ class Restoration:
                 f"{self._path} has weights only, and cannot continue a training: "
                 "load the weights into the module, and call fit without ckpt_path"
             )
+        if "dstrat_checkpoint_version" not in checkpoint:
+            raise CheckpointError(f"{self._path} was written by another program: {how_to_convert(self._path)}")
         trainer = self._trainer
-        restore_optimization(trainer.strategy, checkpoint, self._path)
+        if "converted_from" in checkpoint and not checkpoint["lr_schedulers"]:
+            schedulers = SteppedSchedulers(trainer, checkpoint["loops"])
+            restore_optimization(trainer.strategy, {**checkpoint, "lr_schedulers": schedulers.states}, self._path)
+            schedulers.set_rates()
+        else:
+            restore_optimization(trainer.strategy, checkpoint, self._path)
         trainer.fit_loop.load_state_dict(checkpoint["loops"])
         trainer.metrics.load_state_dict(checkpoint["metrics"])
         if "converted_from" in checkpoint:

@@ -130,4 +130,6 @@ def is_of_same_strategy(strategy: Strategy, checkpoint: Mapping[str, Any]) -> bo
 def check_same_number(what: str, here: list[Any], saved: list[Any], path: str | Path) -> None:
     """Raise CheckpointError unless there are as many as were saved."""
     if len(here) != len(saved):
-        raise CheckpointError(f"{path} has {len(saved)} {what}, and this training has {len(here)}")
+        raise CheckpointError(
+            f"{path} has {len(saved)} {what}, and this training has {len(here)}: it needs as many to go on"
+        )

@@ -25,17 +25,19 @@ def convert(path: Place, output: Place, as_json: bool) -> None:
     """
     from rich.console import Console
 
+    from dstrat.builtin.checkpoint.foreign import reader_of
     from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
     from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+    from dstrat.cli.catalog import loaded_catalog
+    from dstrat.cli.checkpoint.conversion import as_conversion
     from dstrat.cli.checkpoint.lightning import converted
-    from dstrat.cli.checkpoint.readers import as_conversion, reader_of
 
     with Console(stderr=True).status("reading ..."):  # shown in terminals only
-        reader = reader_of(str(path))
-        if reader is None:
+        found = reader_of(str(path), loaded_catalog())
+        if found is None:
             conversion = converted(TorchCheckpointIO().load_checkpoint(str(path)), path)
         else:
-            conversion = as_conversion(reader.load_checkpoint(str(path)))
+            conversion = as_conversion(found[1].load_checkpoint(str(path)))
     with Console(stderr=True).status("writing ..."):
         PortableCheckpointIO().save_checkpoint(conversion.checkpoint, str(output))
     if as_json:

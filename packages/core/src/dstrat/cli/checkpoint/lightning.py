@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dstrat.cli.checkpoint.conversion import Conversion
 from dstrat.errors import CheckpointError
 from dstrat.training.converted import training_entries
 
@@ -20,21 +20,6 @@ _CHECKPOINT_VERSION = 2
 _KEPT = ("hyper_parameters", "hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_name")
 _SCALER_KEY = "MixedPrecision"
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conversion:
-    """A converted checkpoint.
-
-    Attributes:
-        checkpoint: Under our keys; a fit can go on from it where the source has optimizers.
-        taken: What was taken over, for people.
-        left_out: What was not, and why.
-    """
-
-    checkpoint: dict[str, Any]
-    taken: list[str]
-    left_out: list[str]
 
 
 def converted(source: Mapping[str, Any], path: Place) -> Conversion:

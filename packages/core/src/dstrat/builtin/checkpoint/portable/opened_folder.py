@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dstrat.builtin.checkpoint.foreign import check_not_foreign
 from dstrat.builtin.checkpoint.portable.damage import damaged
 from dstrat.builtin.checkpoint.portable.index import TensorEntry, index_from_json
 from dstrat.builtin.checkpoint.portable.layout import INDEX, LARGEST_JSON, MANIFEST
@@ -29,12 +30,16 @@ class OpenedFolder:
         verifies: Whether checksums are compared.
 
     Raises:
-        CheckpointError: It is not there, or its manifest is none.
+        CheckpointError: It is not there, its manifest is none, or it is of another program.
     """
 
     def __init__(self, path: Place, *, verifies: bool = True) -> None:
         self.path, self._verifies = path, verifies
-        self.manifest = read_manifest(path)
+        try:
+            self.manifest = read_manifest(path)
+        except CheckpointError:
+            check_not_foreign(str(path))
+            raise
         self._files: dict[str, OpenedFile] = {}
         self._index: dict[str, TensorEntry] | None = None
 
