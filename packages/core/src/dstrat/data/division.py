@@ -36,14 +36,14 @@ _log = logging.getLogger(__name__)
 
 
 def is_divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
-    """Return whether dstrat divides the loader; where it cannot, say so once for the job."""
+    """Return whether dstrat divides the loader; where it cannot and should, say so once for the job."""
     if not isinstance(loader, DataLoader):
         reason = f"is of type {type(loader).__name__}, and dstrat divides only a DataLoader"
     elif isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, ShardedIterableDataset):
         reason = "has an iterable dataset, which dstrat divides only inside a dstrat.ShardedIterableDataset"
     else:
         return not isinstance(sampler_of(loader), DistributedSampler | RankSampler)
-    if strategy.is_global_zero:
+    if strategy.is_global_zero and strategy.distributed_sampler_kwargs["num_replicas"] > 1:
         _log.warning(
             "the %s loader %s: unless it divides itself by rank, each of the %d processes reads all of it",
             purpose,
@@ -59,6 +59,8 @@ def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[A
     if isinstance(loader.dataset, ShardedIterableDataset):
         return with_parts(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=True))
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        if share["num_replicas"] == 1:
+            return loader
         raise RequestError(
             f"the training loader has a batch sampler of its own ({type(loader.batch_sampler).__name__}), which dstrat "
             "cannot divide evenly between processes: divide it by global_rank and world_size, and say so with "

@@ -27,8 +27,9 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
     """Return the loader that this process trains from.
 
     Each process reads its part: of a plain sequential or shuffled loader, and of one with a sampler of the user's
-    own in that sampler's order.  What cannot be divided is told in the log.  Several loaders are read together until
-    the longest ends, unless they are in a CombinedLoader of another mode.
+    own in that sampler's order.  Processes that read the same part read it in the same order.  What cannot be divided
+    is told in the log.  Several loaders are read together until the longest ends, unless they are in a CombinedLoader
+    of another mode.
 
     Args:
         loader: A DataLoader or any other iterable; a list, tuple or dict of them; a CombinedLoader.
@@ -42,10 +43,10 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
         loader = CombinedLoader(loader, "max_size_cycle")
     _check_same(loader, "training", strategy)
     _check_not_empty(loader, "the training loader")
-    divides = distribute and strategy.distributed_sampler_kwargs.get("num_replicas", 1) > 1
+    agrees = distribute and _reads_with_others(strategy)
 
     def divided(part: Any) -> Any:
-        if divides and is_divisible(part, "training", strategy):
+        if agrees and is_divisible(part, "training", strategy):
             return divide_training(part, strategy)
         return _for_all_workers(part)
 
@@ -74,17 +75,22 @@ def prepare_evaluation_loader(
         MisuseError: The loader has no batch.
     """
     _check_not_empty(loader, "a loader for evaluation")
-    divides = distribute and strategy.distributed_sampler_kwargs.get("num_replicas", 1) > 1
+    agrees = distribute and _reads_with_others(strategy)
     parts = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-    divides = divides and all([is_divisible(part, "evaluation", strategy) for part in parts])  # noqa: C419 - tells of each
-    if divides:
+    agrees = agrees and all([is_divisible(part, "evaluation", strategy) for part in parts])  # noqa: C419 - tells of each
+    if agrees:
         repeat_to = _longest(loader)
         loader = _map_loaders(loader, lambda part: divide_evaluation(part, strategy, repeat_to=repeat_to))
     else:
         loader = _map_loaders(loader, _for_all_workers)
     if records_indices:
         loader = record_batches(loader)
-    return strategy.process_dataloader(loader), divides
+    return strategy.process_dataloader(loader), agrees and strategy.distributed_sampler_kwargs["num_replicas"] > 1
+
+
+def _reads_with_others(strategy: Strategy) -> bool:
+    """Return whether other processes read another part of the data, or the same one, in an order to agree on."""
+    return strategy.world_size > 1 and bool(strategy.distributed_sampler_kwargs)
 
 
 def _longest(loader: Any) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -209,6 +210,54 @@ def test_a_batch_sampler_of_the_users_own_is_an_error_that_says_what_to_do(proce
         RequestError, match=r"batch sampler of its own \(Buckets\).*use_distributed_sampler=False\).*distribute=False"
     ):
         training(loader, process)
+
+
+# Processes that read the same part
+
+
+@pytest.fixture
+def sharing(process):
+    """Makes the strategy of one of several processes that all read all of the data, as they share each batch."""
+
+    class Sharing(process):
+        distributed_sampler_kwargs = MappingProxyType({"num_replicas": 1, "rank": 0})
+
+    return Sharing
+
+
+def read_by_each(make, prepare):
+    """What processes read, each of which has drawn other random numbers before."""
+    found = []
+    for rank in range(2):
+        torch.manual_seed(0)
+        torch.rand(rank)
+        found.append(torch.cat(list(prepare(make(), rank))).tolist())
+    return found
+
+
+def test_processes_that_share_batches_read_them_in_the_same_order(sharing, caplog):
+    def trains(loader, rank):
+        return prepare_training_loader(loader, sharing(rank, 2), distribute=True)
+
+    def evaluates(loader, rank):
+        prepared, divided = prepare_evaluation_loader(loader, sharing(rank, 2), distribute=True)
+        assert not divided
+        return prepared
+
+    for prepare in (trains, evaluates):
+        first, second = read_by_each(lambda: numbers(64, batch_size=2, shuffle=True), prepare)
+        assert first == second != sorted(first)
+        assert sorted(first) == list(range(64))
+        assert read_by_each(lambda: DataLoader(Stream()), prepare) == [[0, 1, 2, 3]] * 2
+    assert caplog.records == []
+
+
+def test_processes_that_share_batches_keep_a_batch_sampler_of_the_users_own(sharing):
+    class Buckets(BatchSampler):
+        pass
+
+    loader = numbers(4, batch_sampler=Buckets(SequentialSampler(range(4)), 2, drop_last=False))
+    assert training(loader, sharing) == [loader, loader]
 
 
 # Evaluation
