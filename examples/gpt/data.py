@@ -16,6 +16,8 @@ from dstrat import DataModule
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 VALIDATION_SHARE = 20
 """One file of so many is kept for validation."""
+LARGER_IN_VALIDATION = 4
+"""So many batches of the training are one of the validation, which keeps no activations and so takes less time."""
 
 
 class Windows(Dataset[Tensor]):
@@ -44,7 +46,7 @@ class StandardLibrary(DataModule):
 
     Args:
         context: Bytes that the network looks back on.
-        batch_size: Windows in a batch of one process.
+        batch_size: Windows in a batch of the training, over all processes.
     """
 
     def __init__(self, *, context: int, batch_size: int) -> None:
@@ -62,12 +64,16 @@ class StandardLibrary(DataModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Return the training windows in random order."""
-        return DataLoader(self.training, batch_size=self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(self.training, batch_size=self._share(), shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Return the validation windows, spread over all files."""
         spread = torch.randperm(len(self.validation), generator=torch.Generator().manual_seed(0))
-        return DataLoader(self.validation, batch_size=self.batch_size, sampler=spread.tolist())
+        return DataLoader(self.validation, batch_size=LARGER_IN_VALIDATION * self._share(), sampler=spread.tolist())
+
+    def _share(self) -> int:
+        """Return how many windows of a batch this process reads; those that share a layer read the same ones."""
+        return self.batch_size // self.trainer.strategy.distributed_sampler_kwargs.get("num_replicas", 1)
 
 
 def source_files() -> list[tuple[str, Path]]:

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import time
 from pathlib import Path
 
 import torch
-from data import StandardLibrary
+from data import LARGER_IN_VALIDATION, StandardLibrary
 from model import GPT, Shape
 from report import LossCurve, TokensPerSecond
 
 from dstrat import CSVLogger, Logger, TensorBoardLogger, Trainer
 
 VALIDATIONS = 8
-"""How often the model is validated in a training."""
+"""The most times that the model is validated in a training."""
 VALIDATION_BYTES = 32 * 1024
 
 
@@ -38,8 +39,9 @@ def main() -> None:
     shape = Shape(layers=options.layers, width=options.width, heads=options.heads, context=options.context)
     trainer = make_trainer(options)
     model = GPT(shape, learning_rate=options.learning_rate, steps=options.steps)
-    data = StandardLibrary(context=shape.context, batch_size=share_of_batch(options.batch_size, trainer))
+    data = StandardLibrary(context=shape.context, batch_size=options.batch_size)
 
+    check_batch_size(options.batch_size, trainer.plan.world_size)
     trainer.print(trainer.plan)
     if not writes_tensorboard():
         trainer.print("no TensorBoard logs will be written, as tensorboard is not installed: pip install tensorboard")
@@ -83,8 +85,8 @@ def make_trainer(options: argparse.Namespace) -> Trainer:
         num_nodes=options.num_nodes,
         precision=options.precision,
         max_steps=steps,
-        val_check_interval=max(1, steps // VALIDATIONS),
-        limit_val_batches=max(1, VALIDATION_BYTES // batch_bytes),
+        val_check_interval=math.ceil(steps / VALIDATIONS),
+        limit_val_batches=math.ceil(VALIDATION_BYTES / (LARGER_IN_VALIDATION * batch_bytes)),
         log_every_n_steps=10,
         gradient_clip_val=1.0,
         callbacks=[TokensPerSecond(batch_bytes), LossCurve(options.out / "loss.png")],
@@ -104,12 +106,10 @@ def writes_tensorboard() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
-def share_of_batch(batch_size: int, trainer: Trainer) -> int:
-    """Return how many windows each process takes."""
-    share, rest = divmod(batch_size, trainer.plan.world_size)
-    if rest or not share:
-        raise SystemExit(f"--batch-size {batch_size} cannot be divided between {trainer.plan.world_size} processes")
-    return share
+def check_batch_size(batch_size: int, processes: int) -> None:
+    """Leave the program unless each process has a part of a batch, as large as those of the others."""
+    if batch_size < 1 or batch_size % processes:
+        raise SystemExit(f"--batch-size {batch_size} cannot be divided between {processes} processes")
 
 
 def show(model: GPT, trainer: Trainer, options: argparse.Namespace, *, seconds: float) -> None:
