@@ -55,6 +55,17 @@ def test_only_the_best_is_uploaded_at_the_end(sent, upload, tmp_path):
     assert sent == [("best", b"1", ["latest", "best"])]
 
 
+def test_of_several_callbacks_each_ones_best_is_uploaded_and_the_latest_last(sent, upload, tmp_path):
+    first, second = (saved(tmp_path / name, best=tmp_path / name) for name in "ab")
+    for name in "ab":
+        (tmp_path / name).write_bytes(name.encode())
+    uploads = Uploads(True, upload)
+    for callback in (first, second, first):
+        uploads.take(callback)
+    uploads.finish()
+    assert [name for name, *_ in sent] == ["b", "a"]
+
+
 def test_a_best_one_that_was_written_anew_is_uploaded_again(sent, upload, tmp_path):
     uploads = Uploads(True, upload)
     for content in (b"1", b"2"):

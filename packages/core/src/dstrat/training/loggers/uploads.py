@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 class Uploads:
     """Uploads the best checkpoint at the end, or each as soon as it is saved; from a store by way of this machine.
 
+    Of several callbacks each has its best one; what the one that saved last sends bears the names in the end.
+
     Args:
-        wanted: False for none, True for the best one, ``"all"`` for each.
+        wanted: False for none, True for the best ones, ``"all"`` for each.
         upload: Sends a file or folder, with names for it.
     """
 
     def __init__(self, wanted: bool | Literal["all"], upload: Callable[[Path, list[str]], None]) -> None:
         self._wanted, self._upload = wanted, upload
-        self._callback: Any = None
+        self._callbacks: list[Any] = []
         self._sent: set[str] = set()
 
     def take(self, checkpoint_callback: Any) -> None:
         """Take note of a callback that has saved checkpoints, of which some may replace what was sent."""
-        self._callback = checkpoint_callback
+        self._callbacks = [other for other in self._callbacks if other is not checkpoint_callback]
+        self._callbacks.append(checkpoint_callback)
         self._sent.difference_update(checkpoint_callback.saved_paths)
         if self._wanted == "all":
             for path in checkpoint_callback.saved_paths:
@@ -38,9 +41,10 @@ class Uploads:
                 self._send(path, ["latest", "best"] if is_best else ["latest"])
 
     def finish(self) -> None:
-        """Upload the best one."""
-        if self._wanted and self._callback is not None:
-            self._send(self._callback.best_model_path, ["latest", "best"])
+        """Upload the best one of each callback."""
+        if self._wanted:
+            for callback in self._callbacks:
+                self._send(callback.best_model_path, ["latest", "best"])
 
     def _send(self, path: str, names: list[str]) -> None:
         if path and path not in self._sent:
