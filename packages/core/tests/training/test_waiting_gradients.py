@@ -69,6 +69,18 @@ class Manual(Line):
         self.optimizers().step()
 
 
+class ManualInPairs(Line):
+    """Steps in each second batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
 class Notes(Callback):
     """Saves after the first batch, and notes the warnings of this process."""
 
@@ -128,6 +140,8 @@ def saved(folder):
         "keeping": {"strategy": Keeping},
         "sharding": {"strategy": Sharding, "io": TorchCheckpointIO},
         "manual": {"strategy": Keeping, "cls": Manual},
+        "sharding manually": {"strategy": Sharding, "cls": Manual, "io": TorchCheckpointIO},
+        "sharding in pairs": {"strategy": Sharding, "cls": ManualInPairs, "io": TorchCheckpointIO},
     }
     return in_ranks(fits, cases={name: {**case, "to": folder / name} for name, case in cases.items()})
 
@@ -148,7 +162,9 @@ MOVED = "random numbers and running means start anew, and the data goes on at th
 def test_a_strategy_that_shards_and_saves_none_says_so_while_it_saves(saved):
     check_lines(saved, "averaging")
     check_lines(saved, "keeping")
-    check_lines(saved, "sharding", "a run that continues it leaves these batches out")
+    for name in ("sharding", "sharding in pairs"):
+        check_lines(saved, name, "a run that continues it leaves these batches out")
+    check_lines(saved, "sharding manually")
 
 
 def test_on_as_many_ranks_the_same_strategy_goes_on_and_others_say_what_they_leave_out(saved, folder):

@@ -23,7 +23,7 @@ def rank_state(trainer: Trainer, beginning: Beginning | None, *, has_gradients: 
     Args:
         trainer: In a fit.
         beginning: How the epoch began; None before the first.
-        has_gradients: Whether gradients wait for an optimizer step.
+        has_gradients: Whether gradients may wait for an optimizer step, or stay behind one.
     """
     strategy = trainer.strategy
     return {
@@ -48,7 +48,8 @@ def _gradients(trainer: Trainer) -> dict[str, Any] | None:
         return None
     if strategy.replicates_state:
         return {name: p.grad for name, p in strategy.module.named_parameters() if p.grad is not None}
-    if trainer.is_global_zero:
+    manual = trainer.fit_loop.manual_optimization
+    if trainer.is_global_zero and (manual is None or manual.waits):
         _log.warning(
             "the checkpoint is saved between the batches of one optimizer step, and lacks their gradients, which the "
             "strategy keeps sharded: a run that continues it leaves these batches out"

@@ -27,7 +27,9 @@ class ManualOptimization:
         module: Of which ``automatic_optimization`` is False.
 
     Attributes:
+        module: As it was given.
         optimizers: What the module's ``optimizers`` method returns.
+        waits: Whether gradients have been computed since the last step of an optimizer.
 
     Raises:
         ConflictError: The Trainer was asked to clip or to accumulate.
@@ -35,11 +37,12 @@ class ManualOptimization:
 
     def __init__(self, trainer: Trainer, module: TrainModule) -> None:
         _check_arguments(trainer, module)
-        self._strategy = trainer.strategy
+        self.module, self._strategy = module, trainer.strategy
         self._training_step = trainer.profiled("training_step", bind_step(trainer.strategy, module, "training_step"))
         self._before_backward = trainer.dispatch.of("on_before_backward")
         self._after_backward = trainer.dispatch.of("on_after_backward")
-        self.optimizers = [ManualOptimizer(optimizer, trainer, module) for optimizer in trainer.strategy.optimizers]
+        self.optimizers = [ManualOptimizer(optimizer, trainer, self) for optimizer in trainer.strategy.optimizers]
+        self.waits = False
 
     def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - the module accumulates by itself
         """Train on a batch; return what ``training_step`` returned.
@@ -56,6 +59,7 @@ class ManualOptimization:
         for hook in self._before_backward:
             hook(loss)
         self._strategy.backward(loss, *args, **kwargs)
+        self.waits = True
         for hook in self._after_backward:
             hook()
 
@@ -66,14 +70,14 @@ class ManualOptimizer(OptimizerProxy):
     Args:
         optimizer: One that ``configure_optimizers`` returned.
         trainer: Its strategy steps the optimizer.
-        module: The module whose parameters it has.
+        manual: Has the module whose parameters it has, and is told of steps.
     """
 
     _module: TrainModule
 
-    def __init__(self, optimizer: Optimizer, trainer: Trainer, module: TrainModule) -> None:
-        super().__init__(optimizer, trainer.strategy, module)
-        self._loop = trainer.fit_loop
+    def __init__(self, optimizer: Optimizer, trainer: Trainer, manual: ManualOptimization) -> None:
+        super().__init__(optimizer, trainer.strategy, manual.module)
+        self._loop, self._manual = trainer.fit_loop, manual
         self._before_step = trainer.dispatch.of("on_before_optimizer_step")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -86,6 +90,7 @@ class ManualOptimizer(OptimizerProxy):
 
         output = super().step(prepared, **kwargs)
         self._loop.global_step += 1
+        self._manual.waits = False
         return output
 
     @contextmanager
