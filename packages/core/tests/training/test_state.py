@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dstrat import Callback, ModelCheckpoint, SingleDeviceStrategy
+from dstrat import Callback, EarlyStopping, ModelCheckpoint, SingleDeviceStrategy
 from dstrat.errors import MisuseError
 
 STAGES = ("training", "validating", "testing", "predicting", "sanity_checking", "is_fitting")
@@ -19,7 +19,15 @@ class Asking(Callback):
 
     def note(self, stage, trainer):
         loaders = {name: len(getattr(trainer, f"{name}_dataloaders")) for name in ("val", "test", "predict")}
-        self.said[stage] = {name for name in STAGES if getattr(trainer, name)}, trainer.num_val_batches, loaders
+        counts = {
+            name: count
+            for name in ("val", "sanity_val", "test", "predict")
+            if (count := getattr(trainer, f"num_{name}_batches"))
+        }
+        self.said[stage] = {name for name in STAGES if getattr(trainer, name)}, counts, loaders
+
+    def setup(self, trainer, module, stage):
+        self.note(f"setup of {stage}", trainer)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.note("train", trainer)
@@ -50,12 +58,16 @@ def test_each_stage_is_known_with_its_loaders(quiet_trainer, line_class, loader)
     trainer.predict(module, loader())
     none = {"val": 0, "test": 0, "predict": 0}
     assert asking.said == {
-        "sanity check": ({"sanity_checking", "is_fitting"}, [2, 2], none | {"val": 2}),
-        "train": ({"training", "is_fitting"}, [6, 3], none | {"val": 2}),
-        "fit": ({"validating", "is_fitting"}, [6, 3], none | {"val": 2}),
-        "validate": ({"validating"}, [6], none | {"val": 1}),
-        "test": ({"testing"}, [], none | {"test": 1}),
-        "predict": ({"predicting"}, [], none | {"predict": 1}),
+        "setup of fit": ({"training", "is_fitting"}, {}, none),
+        "sanity check": ({"sanity_checking", "is_fitting"}, {"val": [2, 2], "sanity_val": [2, 2]}, none | {"val": 2}),
+        "train": ({"training", "is_fitting"}, {"val": [6, 3]}, none | {"val": 2}),
+        "fit": ({"validating", "is_fitting"}, {"val": [6, 3]}, none | {"val": 2}),
+        "setup of validate": (set(), {}, none),
+        "validate": ({"validating"}, {"val": [6]}, none | {"val": 1}),
+        "setup of test": ({"testing"}, {}, none),
+        "test": ({"testing"}, {"test": [6]}, none | {"test": 1}),
+        "setup of predict": ({"predicting"}, {}, none),
+        "predict": ({"predicting"}, {"predict": [6]}, none | {"predict": 1}),
         "last batches": [False] * 5 + [True],
     }
 
@@ -71,7 +83,8 @@ def test_the_parts_of_the_run_are_known(quiet_trainer, line_class, loader):
             self.known = trainer.optimizers, trainer.lr_scheduler_configs, trainer.model, trainer.num_devices
 
     module, checkpoint = Knowing(), ModelCheckpoint(monitor="val_loss")
-    trainer = quiet_trainer(callbacks=checkpoint, max_epochs=1)
+    stopping = [EarlyStopping("val_loss"), EarlyStopping("val_loss", mode="max")]
+    trainer = quiet_trainer(callbacks=[checkpoint, *stopping], max_epochs=1)
     trainer.fit(module, loader(), loader())
     [optimizer], [config], model, num_devices = module.known
     assert (type(optimizer), type(config.scheduler)) == (torch.optim.SGD, torch.optim.lr_scheduler.StepLR)
@@ -79,6 +92,10 @@ def test_the_parts_of_the_run_are_known(quiet_trainer, line_class, loader):
     assert num_devices == 1
     assert trainer.checkpoint_callback is checkpoint
     assert trainer.checkpoint_callbacks == [checkpoint]
+    assert trainer.early_stopping_callback is stopping[0]
+    assert trainer.early_stopping_callbacks == stopping
+    assert quiet_trainer().early_stopping_callback is None
+    assert (trainer.num_nodes, trainer.precision, trainer.accelerator) == (1, "32-true", trainer.strategy.accelerator)
     assert trainer.logger is None
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
     assert trainer.is_global_zero

@@ -85,6 +85,7 @@ def _begin(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     trainer.callbacks = with_callbacks_of(module, trainer.callbacks, saves=not trainer.fast_dev_run)
     trainer.dispatch = Dispatch(trainer, module, trainer.callbacks)
     trainer.should_stop = trainer.sanity_checking = trainer.is_evaluating = False
+    trainer.evaluation_loop, trainer.evaluation_batches = None, []  # which another stage had
     trainer.publisher.start()
     trainer.is_running = True
 

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.errors import MisuseError
+from dstrat.training.callbacks.early_stopping import EarlyStopping
 from dstrat.training.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 
 if TYPE_CHECKING:
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.optimization import SchedulerConfig
     from dstrat.interfaces.strategy import Strategy
+    from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.data.sources import Sources
     from dstrat.training.loggers.logger import Logger
@@ -34,6 +37,7 @@ class RunState:
     """The readable side of a Trainer.
 
     Attributes:
+        plan: What was chosen, and why.
         strategy: How the run is distributed.
         stage: What was called last: fit, validate, test or predict.
         should_stop: Set it to True in any process, and training ends after the same step in all of them; honoured when
@@ -54,6 +58,7 @@ class RunState:
         evaluation_loop: Validates, tests or predicts, also within a fit; None before.
     """
 
+    plan: Plan
     strategy: Strategy
     stage: Stage
     should_stop: bool
@@ -115,6 +120,21 @@ class RunState:
         """Number of devices of this machine that the job uses."""
         return len(self.strategy.parts.parallel_devices or (self.strategy.root_device,))
 
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines of the job."""
+        return self.plan.num_nodes
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The hardware."""
+        return self.strategy.accelerator
+
+    @property
+    def precision(self) -> str:
+        """The flag of the dtypes, such as ``"bf16-mixed"``."""
+        return self.plan.precision
+
     # Where the run is
 
     @property
@@ -166,6 +186,21 @@ class RunState:
     def num_val_batches(self) -> list[int | None]:
         """Number of batches of each validation loader; None where it is unknown."""
         return self.evaluation_batches if self.stage in ("fit", "validate") else []
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | None]:
+        """The same in the sanity check; empty at other times."""
+        return self.evaluation_batches if self.sanity_checking else []
+
+    @property
+    def num_test_batches(self) -> list[int | None]:
+        """Number of batches of each test loader; None where it is unknown."""
+        return self.evaluation_batches if self.stage == "test" else []
+
+    @property
+    def num_predict_batches(self) -> list[int | None]:
+        """Number of batches of each prediction loader; None where it is unknown."""
+        return self.evaluation_batches if self.stage == "predict" else []
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -264,3 +299,13 @@ class RunState:
     def checkpoint_callbacks(self) -> list[Callback]:
         """The callbacks that save checkpoints."""
         return [callback for callback in self.callbacks if callback.saves_checkpoints]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first ``EarlyStopping``, None without one."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """Every ``EarlyStopping``."""
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
