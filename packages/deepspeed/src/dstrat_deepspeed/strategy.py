@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.collectives import take_from_first_rank
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT
 from dstrat_deepspeed.activations import activation_checkpointing
 from dstrat_deepspeed.checkpointed import CheckpointedStrategy
@@ -191,6 +192,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         config = self._configuration.of_run(trainer, optimizer, flag=flag, world_size=self.world_size)
         if "activation_checkpointing" in config:
             self._running.enter_context(activation_checkpointing(self._deepspeed, config["activation_checkpointing"]))
+        take_from_first_rank(self.module.buffers())  # DeepSpeed sees to the parameters only
         if self.stage == 3:
             shard(self._deepspeed, self.module, config)
         with environment({"PATH": programs_path(os.environ)}):  # where it may compile
