@@ -60,6 +60,9 @@ RAISES = "test_a_rank_that_raises_ends_the_job_with_its_own_words"
 KEEPS_OPTIMIZER = "test_a_checkpoint_keeps_the_optimizer_state"
 RESUMES = "test_resuming_equals_never_having_stopped_bit_for_bit"
 GATHERS = "test_all_gather_stacks_in_the_order_of_ranks"
+WAITS = "test_barrier_waits_for_every_rank"
+RATES = "test_groups_of_parameters_have_the_learning_rates_of_their_scheduler"
+WRITTEN_ONCE = "test_a_checkpoint_is_written_once_and_every_rank_waits_for_it"
 
 FAULTS = [
     Fault(target="gradients:ForgetsToAverage", test=AVERAGED, case=TWO, words="was not averaged over the ranks"),
@@ -247,6 +250,91 @@ FAULTS = [
         test="test_its_record_is_complete_and_true",
         facts={"options": {"start_methode": "popen"}, "precisions": ("8-true",)},
         words="names the precision '8-true'.*presets 'start_methode'",
+    ),
+    Fault(
+        target="gradients:SumsAgainWhatWasSummed",
+        test=ACCUMULATED,
+        case=TWO,
+        words="summed again over the ranks with every further batch",
+    ),
+    Fault(
+        target="gradients:HasOneLearningRate",
+        test=RATES,
+        case=PAIR,
+        words="the two groups of parameters have the learning rates",
+    ),
+    Fault(target="gradients:StepsTheSchedulerInEachRank", test=RATES, case=PAIR, words="stepped once for each optim"),
+    Fault(
+        target="gradients:KeepsItsOwnBuffers",
+        test="test_every_rank_begins_with_the_parameters_of_rank_0",
+        case=PAIR,
+        words="parameters and buffers of rank 0",
+    ),
+    Fault(
+        target="gradients:AveragesOnlyAfterTheStep",
+        test="test_manual_optimization_trains_as_on_one_device",
+        case=PAIR,
+        words="2 ranks with automatic_optimization=False differ",
+    ),
+    Fault(
+        target="communication:GathersByConcatenation", test=GATHERS, case=TWO, words="for a tensor without dimensions"
+    ),
+    Fault(
+        target="communication:OnlyRank0SkipsTheBarrier",
+        test=WAITS,
+        case=TWO,
+        words="rank 1 of 2 did not get out of a barrier",
+    ),
+    Fault(target="communication:HoldsOnlyTheOthers", test=WAITS, case=TWO, words="rank 0 of 2 passed the barrier"),
+    Fault(
+        target="communication:DropsTheLastUnevenBatch",
+        test="test_validation_counts_each_sample_once",
+        case=TWO,
+        words="ran over .* each sample once",
+    ),
+    Fault(
+        target="checkpoints:RestoresTheOptimizerOntoOtherParameters",
+        test=KEEPS_OPTIMIZER,
+        case=PORTABLE,
+        words="does not bring back the optimizer's state",
+    ),
+    Fault(
+        target="checkpoints:GoesOnBeforeTheCheckpointIsThere",
+        test=WRITTEN_ONCE,
+        case=PAIR,
+        words="returned in rank 1 of 2 before the checkpoint was there",
+    ),
+    Fault(
+        target="checkpoints:WritesItInEveryRank", test=WRITTEN_ONCE, case=PAIR, words=r"written by ranks \[0, 1\] of 2"
+    ),
+    Fault(
+        target="processes:SeedsAllRanksAlike",
+        test="test_each_rank_keeps_its_own_random_numbers",
+        case=PAIR,
+        words="draw the same random number",
+    ),
+    Fault(
+        target="processes:KeepsItsHooks",
+        test="test_a_trained_module_works_by_itself_and_can_be_trained_again",
+        case=PAIR,
+        words="without the strategy, raises .* remove them in teardown",
+    ),
+    Fault(
+        target="processes:LeavesItsDtype",
+        test="test_teardown_leaves_nothing_open",
+        words="default dtype is torch.float64",
+    ),
+    Fault(
+        target="processes:KeepsTheWeightsOfTheEvaluation",
+        test="test_a_validation_in_between_leaves_the_training_as_it_was",
+        case=PAIR,
+        words="other losses, first in batch 2",
+    ),
+    Fault(
+        target="processes:TidiesUpOnlyAfterSuccess",
+        test="test_a_fit_after_one_that_broke_is_as_good",
+        case=PAIR,
+        words="after a fit in which every rank raised, the next one fails .*the engine is busy",
     ),
 ]
 

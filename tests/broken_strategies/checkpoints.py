@@ -66,3 +66,25 @@ class KeepsMomentumToItself(Averaging):
         for gradient, last in zip(gradients, self.last or now, strict=True):
             gradient.add_(last, alpha=0.5)
         self.last = now
+
+
+class RestoresTheOptimizerOntoOtherParameters(DDPStrategy):
+    """Matches states with parameters by their shapes, of which several are the same."""
+
+    def load_sharded_optimizer_state(self, optimizer, state):
+        states = dict(state["state"])
+        one, other = "layers.0.bias", "layers.2.bias"
+        states[one], states[other] = states[other], states[one]
+        super().load_sharded_optimizer_state(optimizer, {**state, "state": states})
+
+
+class GoesOnBeforeTheCheckpointIsThere(DDPStrategy):
+    def save_checkpoint(self, checkpoint, path):
+        if self.checkpoint_io.is_collective or self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path)
+
+
+class WritesItInEveryRank(DDPStrategy):
+    def save_checkpoint(self, checkpoint, path):
+        self.checkpoint_io.save_checkpoint(checkpoint, path)
+        self.barrier("save_checkpoint")

@@ -70,3 +70,34 @@ class ListensToEverybody(DDPStrategy):
     def setup_environment(self):
         super().setup_environment()
         self.store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+
+
+class GathersByConcatenation(DDPStrategy):
+    def all_gather(self, tensor, group=None, sync_grads=False):
+        gathered = super().all_gather(tensor, group, sync_grads)
+        return gathered if tensor.dim() else gathered.sum()
+
+
+class OnlyRank0SkipsTheBarrier(DDPStrategy):
+    def barrier(self, name=None):
+        if not self.is_global_zero:
+            super().barrier(name)
+
+
+class HoldsOnlyTheOthers(DDPStrategy):
+    """Rank 0 says that it has come, and waits for nobody."""
+
+    def barrier(self, name=None):
+        self.count = getattr(self, "count", 0) + 1
+        store = dist.distributed_c10d._get_default_store()
+        if self.is_global_zero:
+            store.set(f"barrier {self.count}", "open")
+        else:
+            store.wait([f"barrier {self.count}"])
+
+
+class DropsTheLastUnevenBatch(DDPStrategy):
+    def validation_step(self, batch, *args, **kwargs):
+        if len(batch[0]) * self.world_size == 8:
+            return super().validation_step(batch, *args, **kwargs)
+        return None

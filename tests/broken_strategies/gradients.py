@@ -6,6 +6,7 @@ import contextlib
 
 from tests.broken_strategies.good import Averaging
 
+from dstrat import take_from_first_rank
 from dstrat_ddp import DDPStrategy
 
 
@@ -107,3 +108,54 @@ class OptimizesACopy(DDPStrategy):
         trainer._module = lambda copied=self._module: copied
         super().setup_optimizers(trainer)
         self._module = module
+
+
+class SumsAgainWhatWasSummed(Averaging):
+    """Under accumulation, sums what was summed before with every further batch."""
+
+    def backward(self, loss, *args, **kwargs):
+        is_accumulating, self._is_accumulating = self._is_accumulating, True
+        super().backward(loss, *args, **kwargs)
+        self._is_accumulating = is_accumulating
+        for parameter in self.module.parameters():
+            summed = self.reduce(parameter.grad, reduce_op="sum")
+            parameter.grad.copy_(summed if is_accumulating else summed / self.world_size)
+
+
+class HasOneLearningRate(DDPStrategy):
+    def optimizer_step(self, optimizer, closure, model=None, **kwargs):
+        for group in optimizer.param_groups:
+            group["lr"] = optimizer.param_groups[0]["lr"]
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+
+class StepsTheSchedulerInEachRank(DDPStrategy):
+    def optimizer_step(self, optimizer, closure, model=None, **kwargs):
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        for _ in range(self.world_size - 1):
+            for config in self.lr_schedulers:
+                config.scheduler.step()
+        return output
+
+
+class KeepsItsOwnBuffers(Averaging):
+    def wrap_model(self, trainer):
+        take_from_first_rank(self.module.parameters())
+
+
+class AveragesOnlyAfterTheStep(Averaging):
+    """As a wrapper does that prepares for the backward pass when the step returns."""
+
+    is_in_step = False
+
+    def training_step(self, *args, **kwargs):
+        self.is_in_step = True
+        output = super().training_step(*args, **kwargs)
+        self.is_in_step = False
+        return output
+
+    def backward(self, loss, *args, **kwargs):
+        if self.is_in_step:
+            self.precision_plugin.backward(loss, *args, **kwargs)
+        else:
+            super().backward(loss, *args, **kwargs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
 
+import torch
 from tests.broken_strategies.good import Averaging
 
 from dstrat_ddp import DDPStrategy
@@ -79,3 +81,52 @@ class SharesItsHistory(DDPStrategy):
     def __init__(self, *args, history=[], **kwargs):  # noqa: B006 - the fault
         super().__init__(*args, **kwargs)
         self.history = history
+
+
+class SeedsAllRanksAlike(DDPStrategy):
+    def setup(self, trainer):
+        torch.manual_seed(0)
+        super().setup(trainer)
+
+
+class KeepsItsHooks(Averaging):
+    def setup(self, trainer):
+        super().setup(trainer)
+        for parameter in self.module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.average)
+
+    def average(self, parameter):
+        parameter.grad.copy_(self.reduce(parameter.grad))
+
+    def synchronize_gradients(self, gradients):
+        pass
+
+
+class LeavesItsDtype(DDPStrategy):
+    def setup(self, trainer):
+        torch.set_default_dtype(torch.float64)
+        super().setup(trainer)
+
+
+class KeepsTheWeightsOfTheEvaluation(DDPStrategy):
+    """Evaluates the mean of the last weights, and trains on from it."""
+
+    @contextlib.contextmanager
+    def evaluation_context(self):
+        for parameter in self.module.parameters():
+            parameter.data.mul_(0.99)
+        yield
+
+
+class TidiesUpOnlyAfterSuccess(DDPStrategy):
+    is_busy = False
+
+    def setup(self, trainer):
+        if TidiesUpOnlyAfterSuccess.is_busy:
+            raise RuntimeError("the engine is busy")
+        TidiesUpOnlyAfterSuccess.is_busy = trainer.is_fitting
+        super().setup(trainer)
+
+    def finish_training(self):
+        TidiesUpOnlyAfterSuccess.is_busy = False
+        super().finish_training()

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.testing.fits import Fit, make_trainer, numbers
 from dstrat.testing.modules import NETS
+from dstrat.testing.opened import opened
 from dstrat.training.callbacks.callback import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from dstrat.testing.place import Place
     from dstrat.testing.subject import Subject
+
+_MOMENT = 0.1  # seconds
 
 
 def round_trip(place: Place, subject: Subject, work: Fit) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -39,6 +45,43 @@ def whole_state(strategy: Any) -> dict[str, Any]:
     module = strategy.module_state_dict()
     optimizers = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
     return {"module": _plain(module), "optimizer": _plain(optimizers)}
+
+
+def saves(place: Place, subject: Subject, accelerator: str) -> dict[str, Any]:
+    """Save, read and remove; return whether this rank wrote, and what it found at once after each of the three.
+
+    Args:
+        place: This rank.
+        subject: The strategy.
+        accelerator: Where.
+    """
+    path = place.folder / "written"
+    slow = _Slow()
+    with opened(place, subject, accelerator, plugins=(slow,)) as strategy:
+        strategy.save_checkpoint({"number": 5}, path)
+        found = {"wrote": slow.has_written, "is there": path.exists(), "read": strategy.load_checkpoint(path)}
+        strategy.barrier("all have read it")
+        strategy.remove_checkpoint(path)
+        strategy.barrier("it is removed")
+        return {**found, "is gone": not path.exists()}
+
+
+class _Slow(CheckpointIO):
+    """Takes a moment to write, in which ranks that do not wait go on."""
+
+    has_written = False
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        self.has_written = True
+        time.sleep(_MOMENT)
+        Path(path).write_text(json.dumps(checkpoint))
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = json.loads(Path(path).read_text()) if Path(path).exists() else {}
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        Path(path).unlink()
 
 
 class _Saving(Callback):

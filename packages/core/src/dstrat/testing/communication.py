@@ -56,9 +56,18 @@ def gathering(place: Place, subject: Subject, accelerator: str) -> dict[str, Any
         (strategy.all_gather(leaf, sync_grads=True) * weights).sum().backward()
         return {
             "values": plain.tolist(),
+            "scalars": _gathered_scalars(strategy, place.rank),
             "needs_gradient": plain.requires_grad,
             "gradient": None if leaf.grad is None else leaf.grad.tolist(),
         }
+
+
+def _gathered_scalars(strategy: Strategy, rank: int) -> Any:
+    """Return what gathering gives for a tensor without dimensions; an error as a text."""
+    try:
+        return strategy.all_gather(_tensor(strategy, float(rank))).tolist()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test tells of it
+        return f"{type(error).__name__}: {error}"
 
 
 def broadcasts(place: Place, subject: Subject, accelerator: str) -> list[Any]:
@@ -70,17 +79,26 @@ def broadcasts(place: Place, subject: Subject, accelerator: str) -> list[Any]:
         ]
 
 
-def barriers(place: Place, subject: Subject, accelerator: str) -> list[tuple[float, float]]:
-    """Return when a rank came to each barrier and when it went on; each rank in turn is the last."""
+def barriers(place: Place, subject: Subject, accelerator: str) -> list[tuple[float, float]] | str:
+    """Return when a rank came to each barrier and when it went on; each rank in turn is the last.
+
+    An error is returned as a text.
+    """
     with opened(place, subject, accelerator) as strategy:
-        times = []
-        for last in range(place.world_size):
-            strategy.barrier("before")
-            time.sleep(_NAP if place.rank == last else 0.0)
-            came = time.monotonic()  # the same clock in all processes of a machine
-            strategy.barrier(f"rank {last} comes last")
-            times.append((came, time.monotonic()))
-        return times
+        try:
+            return [_barrier(place, strategy, last) for last in range(place.world_size)]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test tells of it
+            return f"{type(error).__name__}: {error}"
+        finally:
+            place.meet("through")  # a rank that no barrier holds would close the connections of the others
+
+
+def _barrier(place: Place, strategy: Strategy, last: int) -> tuple[float, float]:
+    strategy.barrier("before")
+    time.sleep(_NAP if place.rank == last else 0.0)
+    came = time.monotonic()  # the same clock in all processes of a machine
+    strategy.barrier(f"rank {last} comes last")
+    return came, time.monotonic()
 
 
 def decisions(place: Place, subject: Subject, accelerator: str) -> dict[str, bool]:

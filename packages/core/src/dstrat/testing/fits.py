@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,7 +44,7 @@ class Fit:
         save_at: Optimizer steps after which it is saved.
         resume_from: A checkpoint from which it goes on.
         checkpoint_format: What writes it.
-        learning_rate: Of SGD.
+        validate_every: Batches after which it validates; 0 never does.
     """
 
     net: str = "plain"
@@ -63,6 +63,7 @@ class Fit:
     save_at: int = -1
     resume_from: str | None = None
     checkpoint_format: Literal["portable", "torch"] = "portable"
+    validate_every: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +76,8 @@ class Fitted:
         state: The whole state of the module before the end, by name, flattened; of the first rank, others may lack it.
         own: The same of the module that the user has after the end.
         steps: Number of optimizer steps.
+        rates: The learning rates in each batch, one for each group of parameters, where the module notes them.
+        drawn: A random number, after the last step.
     """
 
     losses: list[float]
@@ -82,6 +85,8 @@ class Fitted:
     state: dict[str, list[float]]
     own: dict[str, list[float]]
     steps: int
+    rates: list[list[float]]
+    drawn: float
 
 
 def fit(place: Place, subject: Subject, work: Fit) -> Fitted:
@@ -90,12 +95,26 @@ def fit(place: Place, subject: Subject, work: Fit) -> Fitted:
     end = _End(work)
     trainer = make_trainer(place, subject, work, [end])
     trainer.fit(net, ckpt_path=work.resume_from)
-    return Fitted(losses=net.losses, seen=net.seen, state=end.state, own=plain(net), steps=trainer.global_step)
+    return Fitted(
+        losses=net.losses,
+        seen=net.seen,
+        state=end.state,
+        own=plain(net),
+        steps=trainer.global_step,
+        rates=getattr(net, "rates", []),
+        drawn=end.drawn,
+    )
 
 
 def fit_twice(place: Place, subject: Subject, work: Fit) -> tuple[Fitted, Fitted | str]:
     """Train two modules one after the other in the same processes; an error in the second is a text."""
     return fit(place, subject, work), try_fit(place, subject, work)
+
+
+def fit_after_breaking(place: Place, subject: Subject, work: Fit) -> tuple[str, Fitted | str]:
+    """Train a module that raises in every rank, and then a good one; return the error, and what came of the other."""
+    broken = try_fit(place, subject, replace(work, net="breaking"))
+    return str(broken) if isinstance(broken, str) else "", try_fit(place, subject, work)
 
 
 def try_fit(place: Place, subject: Subject, work: Fit) -> Fitted | str:
@@ -133,7 +152,8 @@ def make_trainer(place: Place, subject: Subject, work: Fit, callbacks: list[Call
         "gradient_clip_val": work.clip,
         "gradient_clip_algorithm": work.algorithm,
         "num_sanity_val_steps": 0,
-        "limit_val_batches": 0 if callbacks else None,
+        "limit_val_batches": 0 if callbacks and not work.validate_every else None,
+        "val_check_interval": work.validate_every or None,
         "logger": False,
         "callbacks": callbacks,
         "enable_progress_bar": False,
@@ -164,6 +184,7 @@ class _End(Callback):
     def __init__(self, work: Fit) -> None:
         self.work = work
         self.state: dict[str, list[float]] = {}
+        self.drawn = 0.0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
         if self.work.save_to is not None and trainer.global_step == self.work.save_at and not self.was_saved:
@@ -177,3 +198,4 @@ class _End(Callback):
     def on_fit_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
         state = trainer.strategy.module_state_dict()
         self.state = {name: numbers(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        self.drawn = float(torch.rand(()))

@@ -58,8 +58,18 @@ def possible_steps(place: Place, work: Fit, readers: int) -> dict[str, list[floa
         found["that of the last batch, as if nothing were accumulated"] = clip(
             _mean([gradients[-1] for gradients in own])
         )
+    if work.accumulate > 1 and readers > 1:
+        found["summed again over the ranks with every further batch"] = clip(_summed_again(own))
     found["not applied: the parameters are what they were"] = mean * 0
     return {name: numbers(-gradient) for name, gradient in found.items()}
+
+
+def _summed_again(own: list[list[Tensor]]) -> Tensor:
+    """Return what comes of summing over the ranks, after each batch, what has accumulated until then."""
+    accumulated = torch.zeros_like(own[0][0])
+    for of_batch in zip(*own, strict=True):
+        accumulated = accumulated * len(own) + torch.stack(of_batch).sum(0)
+    return accumulated / len(own) / len(own[0])
 
 
 def uneven_groups(place: Place, work: Fit) -> dict[str, list[float]]:  # noqa: ARG001 - as above

@@ -129,10 +129,19 @@ class Random(Net):
 
 
 class Own(Net):
-    """Each rank initialises it in its own way."""
+    """Each rank initialises it in its own way, parameters and buffer."""
+
+    scale: Tensor
 
     def seed_in(self, rank: int) -> int:
         return rank
+
+    def make_layers(self) -> None:
+        super().make_layers()
+        self.register_buffer("scale", 0.5 + torch.rand(_WIDTH))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs * self.scale)
 
 
 class Normed(Net):
@@ -142,6 +151,49 @@ class Normed(Net):
         self.layers = nn.Sequential(
             nn.Linear(_WIDTH, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, _OUTPUTS)
         )
+
+
+class Scheduled(Net):
+    """Two groups of parameters, each with learning rates of its own, which are noted with every batch."""
+
+    def make_layers(self) -> None:
+        super().make_layers()
+        self.rates: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.rates.append([float(group["lr"]) for group in self.trainer.strategy.optimizers[0].param_groups])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.layers
+        rest = [parameter for layer in others for parameter in layer.parameters()]
+        groups: list[dict[str, Any]] = [{"params": list(first.parameters()), "lr": 0.02}, {"params": rest}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.8**step, lambda step: 1 / (1 + step)])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Manual(Net):
+    """Optimizes by itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+
+class Breaking(Net):
+    """Raises in its second batch, in every rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            raise ValueError("every rank breaks here")
+        return super().training_step(batch, batch_idx)
 
 
 class Linear(Net):
@@ -160,6 +212,9 @@ NETS: dict[str, type[Net]] = {
     "linear": Linear,
     "own": Own,
     "normed": Normed,
+    "scheduled": Scheduled,
+    "manual": Manual,
+    "breaking": Breaking,
 }
 
 

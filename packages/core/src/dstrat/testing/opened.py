@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrat.resolve import Request, build, make_plan
 
@@ -15,23 +15,27 @@ if TYPE_CHECKING:
     from dstrat.testing.subject import Subject
 
 
-def built(place: Place, subject: Subject, accelerator: str = "cpu", precision: str = "32-true") -> Strategy:
+def built(
+    place: Place, subject: Subject, accelerator: str = "cpu", precision: str = "32-true", plugins: tuple[Any, ...] = ()
+) -> Strategy:
     """Return the strategy with all its parts; nothing is opened yet."""
-    plugins = (place.cluster,) if subject.component.starts_processes else ()
+    cluster = (place.cluster,) if subject.component.starts_processes else ()
     request = Request(
         strategy=subject.make(),
         accelerator=accelerator,
         devices=place.world_size,
         precision=precision,
-        plugins=plugins,
+        plugins=(*cluster, *plugins),
     )
     return build(make_plan(request), request)
 
 
 @contextmanager
-def opened(place: Place, subject: Subject, accelerator: str = "cpu") -> Iterator[Strategy]:
+def opened(
+    place: Place, subject: Subject, accelerator: str = "cpu", plugins: tuple[Any, ...] = ()
+) -> Iterator[Strategy]:
     """Give a strategy whose ranks can communicate, and close it."""
-    strategy = built(place, subject, accelerator)
+    strategy = built(place, subject, accelerator, plugins=plugins)
     strategy.setup_environment()
     try:
         yield strategy

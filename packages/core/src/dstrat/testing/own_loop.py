@@ -179,6 +179,8 @@ def _view(strategy: Strategy, module: nn.Module) -> dict[str, Any]:
         "schedulers": len(strategy.lr_schedulers),
         "optimized elsewhere": sum(id(parameter) not in own for parameter in optimized),
         "process group is open": dist.is_available() and dist.is_initialized(),
+        "default dtype": str(torch.get_default_dtype()),
+        "gradients are on": torch.is_grad_enabled(),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,3 +27,20 @@ class Place:
     world_size: int
     folder: Path
     cluster: LoopbackCluster
+
+    def meet(self, name: str, word: str = "here", *, seconds: float = 3.0) -> set[str]:
+        """Leave a word for the other ranks, and wait for theirs without any strategy.
+
+        Args:
+            name: Tells this meeting from others in the job.
+            word: Letters.
+            seconds: How long it waits for ranks that may never come.
+
+        Returns:
+            The words of those that came.
+        """
+        (self.folder / f"{name} {self.rank} {word}").touch()
+        deadline = time.monotonic() + seconds
+        while len(left := list(self.folder.glob(f"{name} *"))) < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return {path.name.rpartition(" ")[2] for path in left}

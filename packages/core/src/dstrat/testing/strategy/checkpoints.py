@@ -30,6 +30,28 @@ class Checkpoints(StrategyTests):
         self._check_round_trip("optimizer", "optimizer's state", world_size, checkpoint_format)
 
     @standard("processes", "checkpoints")
+    def test_a_checkpoint_is_written_once_and_every_rank_waits_for_it(self, pair: int) -> None:
+        from dstrat.testing.checkpoints import saves
+
+        found = self.job(saves, pair, subject=self.subject, accelerator=self.accelerator)
+        writers = [rank for rank, one in enumerate(found) if one["wrote"]]
+        if writers != [0]:
+            fail(
+                f"a checkpoint was written by ranks {writers} of {pair}, where checkpoint_io.is_collective is False",
+                expected="global rank 0 writes it, and nobody else: two writers spoil each other's file.",
+                cure="ask is_global_zero before checkpoint_io.save_checkpoint, or leave all to Strategy's own.",
+            )
+        for rank, one in enumerate(found):
+            if not one["is there"] or one["read"] != {"number": 5}:
+                fail(
+                    f"save_checkpoint returned in rank {rank} of {pair} before the checkpoint was there",
+                    expected="every rank waits until it can be read.",
+                    cure="end save_checkpoint with self.barrier(), in every rank.",
+                )
+            if not one["is gone"]:
+                fail(f"remove_checkpoint left the checkpoint where it was, as rank {rank} of {pair} saw it")
+
+    @standard("processes", "checkpoints")
     def test_resuming_equals_never_having_stopped_bit_for_bit(self, world_size: int, tmp_path: Path) -> None:
         whole = self._run(world_size, net="random", shuffle=True)
         at = str(tmp_path / "checkpoint")

@@ -100,6 +100,8 @@ class Collectives(StrategyTests):
                 expected=f"the shape ({world_size}, *shape), also in a world of one.",
                 details=f"expected {expected}\ngot      {values}",
             )
+        for rank, found in enumerate(self.collected("gathering", world_size)):
+            _check_scalars(found["scalars"], rank, world_size)
 
     @standard("processes", "collectives")
     def test_all_gather_lets_gradients_flow_back_only_when_asked(self, world_size: int) -> None:
@@ -128,6 +130,14 @@ class Collectives(StrategyTests):
     @standard("processes", "collectives")
     def test_barrier_waits_for_every_rank(self, world_size: int) -> None:
         found = self.collected("barriers", world_size)
+        for rank, times in enumerate(found):
+            if isinstance(times, str):
+                fail(
+                    f"rank {rank} of {world_size} did not get out of a barrier to which all ranks came",
+                    expected="barrier returns in every rank as soon as all have called it.",
+                    cure="do the same in all ranks: one that leaves the waiting to others keeps them waiting.",
+                    details=times,
+                )
         for last in range(world_size):
             latest = max(times[last][0] for times in found)
             for rank, times in enumerate(found):
@@ -156,6 +166,15 @@ class Collectives(StrategyTests):
                     f"reduce_boolean_decision returned {found[wrong[0]]} in rank {rank} of {world_size} for "
                     f"{wrong[0]!r}: whether all, or any, of the ranks are for it where some are"
                 )
+
+
+def _check_scalars(found: object, rank: int, world_size: int) -> None:
+    if found != [float(other) for other in range(world_size)]:
+        fail(
+            f"all_gather gave rank {rank} {found} for a tensor without dimensions, of which each rank had its number",
+            expected=f"the shape ({world_size},): one new dimension, also where there was none.",
+            cure="gather into a list and torch.stack it; torch.cat makes no new dimension.",
+        )
 
 
 def _reduced(operation: str, values: Sequence[float]) -> float:

@@ -96,6 +96,12 @@ class LifeCycle(StrategyTests):
             *(["strategy.model is still wrapped"] if not after["model is the module"] else []),
             *(["optimizers are kept"] if after["optimizers"] or after["schedulers"] else []),
             *(["the process group is open"] if after["process group is open"] else []),
+            *(
+                [f"torch's default dtype is {after['default dtype']}"]
+                if after["default dtype"] != "torch.float32"
+                else []
+            ),
+            *(["torch computes no gradients"] if not after["gradients are on"] else []),
         ]
         if problems:
             fail(

@@ -164,8 +164,10 @@ class Training(StrategyTests):
     def _compare(self, fitted: Sequence[Fitted], **options: Any) -> None:
         __tracebackhide__ = True
         self.need_losses_of_one_device()
-        losses = self._losses(fitted)
-        expected = on_one_device(**options).losses
+        self._check_close(self._losses(fitted), on_one_device(**options).losses, f"{len(fitted)} ranks")
+
+    def _check_close(self, losses: Sequence[float], expected: Sequence[float], whose: str) -> None:
+        __tracebackhide__ = True
         if _close(losses, expected, self.tolerance):
             return
         first = next(
@@ -174,7 +176,7 @@ class Training(StrategyTests):
             if not _close([one], [other], self.tolerance)
         )
         fail(
-            f"the losses of {len(fitted)} ranks differ from those of one device, first in batch {first}",
+            f"the losses of {whose} differ from those of one device, first in batch {first}",
             expected=f"a relative difference below {self.tolerance:g}.",
             cure="a difference in batch 0 is in the data or the first values of parameters; a later one in the "
             "gradients or the optimizer, of which the tests of 'gradients' say more.",
