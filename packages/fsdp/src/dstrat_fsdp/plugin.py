@@ -35,7 +35,6 @@ _SHARDED = Component(
     target="dstrat_fsdp.fairscale.sharded:DDPShardedStrategy",
     summary="FairScale: whole parameters, sharded gradients and optimizer state",
     requires=("fairscale==0.4.13",),
-    pip_options=("--no-build-isolation",),  # it is built with the torch that is installed
     options={"start_method": "popen"},
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "bf16-true", "bf16-mixed", "16-mixed"),
@@ -53,7 +52,6 @@ _FULLY_SHARDED = Component(
     target="dstrat_fsdp.fairscale.fully_sharded:DDPFullyShardedStrategy",
     summary="FairScale's fully sharded training, on CUDA devices; fsdp runs on any",
     requires=("fairscale==0.4.13",),
-    pip_options=("--no-build-isolation",),  # it is built with the torch that is installed
     options={"start_method": "popen"},
     starts_processes=True,
     notebook_safe=False,

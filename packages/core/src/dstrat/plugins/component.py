@@ -35,7 +35,7 @@ class Component:
         summary: One line for tables.
         synonyms: Further names for the same component.
         requires: Requirement strings (``"acme-runtime>=1.2"``), checked against installed metadata.
-        pip_options: What ``pip install`` of the requirements needs besides (``"--no-build-isolation"``).
+        pip_options: What ``pip install`` of the requirements needs besides (``"--index-url=https://..."``).
         options: Constructor arguments that the alias presets.
         auto: Rank for the automatic choice, the highest available one wins; None is never chosen automatically.
         groups: Names that stand for several accelerators (``"gpu"``); the available one with the highest
