@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_deepspeed.gradients import put_back, waiting_gradients
@@ -189,11 +188,6 @@ class CheckpointedStrategy(ParallelStrategy):
         """Return the state of partitions; None where the optimizer has the parameters themselves."""
         if self._state is None or self._state_of is not self._engine:
             wrapped = self._ready_optimizer
-            if getattr(wrapped, "swap_optimizer", False):
-                raise CheckpointError(
-                    "the optimizer's state is in files (offload_optimizer_device='nvme'), from where portable "
-                    "checkpoints cannot take it: keep it on the CPU, or save with save_weights_only=True"
-                )
             partitions = partitions_of(wrapped, self._names())
             if partitions is None:
                 return None

@@ -10,7 +10,7 @@ from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed.options import changed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from dstrat.interfaces.parts import TrainerLike
     from dstrat_deepspeed.config_source import GivenConfig
@@ -159,6 +159,32 @@ def merged(base: dict[str, Any], given: GivenConfig, settings: Iterable[Setting]
     for setting in settings:
         _apply(config, setting, given.place)
     return config
+
+
+def nvme_paths(config: dict[str, Any]) -> set[str]:
+    """Return the folders in which a configuration keeps what is in files."""
+    zero = config["zero_optimization"]
+    return {str(zero[section]["nvme_path"]) for section in _sections_in_files(zero)}
+
+
+def files_in(folders: Mapping[str, str], config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with other folders for what is in files.
+
+    Parameters that are in files are let go after each use there, unless the configuration says how long they stay:
+    DeepSpeed has few buffers to read them into, and fails where it keeps all of them.
+    """
+    zero = dict(config["zero_optimization"])
+    for section in _sections_in_files(zero):
+        path = str(zero[section]["nvme_path"])
+        zero[section] = {**zero[section], "nvme_path": folders.get(path, path)}
+        if section == "offload_param":
+            zero.setdefault("stage3_max_reuse_distance", 0)
+    return {**config, "zero_optimization": zero}
+
+
+def _sections_in_files(zero: Mapping[str, Any]) -> list[str]:
+    sections = {name: zero.get(name) for name in ("offload_optimizer", "offload_param")}
+    return [name for name, values in sections.items() if isinstance(values, dict) and values.get("device") == "nvme"]
 
 
 def without_boundaries(config: dict[str, Any]) -> dict[str, Any]:

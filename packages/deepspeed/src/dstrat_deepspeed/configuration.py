@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dstrat_deepspeed.batch_size import MicroBatch
-from dstrat_deepspeed.config import from_options, merged, settings_of, settings_of_precision, zero_stage
+from dstrat_deepspeed.config import (
+    files_in,
+    from_options,
+    merged,
+    nvme_paths,
+    settings_of,
+    settings_of_precision,
+    zero_stage,
+)
 from dstrat_deepspeed.config_check import check_config
 from dstrat_deepspeed.config_source import read_config
 from dstrat_deepspeed.feasibility import (
@@ -18,10 +27,11 @@ from dstrat_deepspeed.feasibility import (
     check_parts,
     check_ranks,
 )
+from dstrat_deepspeed.nvme import folder_in
 from dstrat_deepspeed.options import read_options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -55,6 +65,7 @@ class Configuration:
         self._given = read_config(given, os.environ)
         self.stage = zero_stage(self.options, self._given)
         self._micro_batch = MicroBatch(batch_size, self._given)
+        self._folders: dict[str, str] = {}
         check_options(self.options, self._known, self.stage)
         if self.options.checkpoints.load_full_weights:
             _logger.info("load_full_weights=True changes nothing: whole weights of a checkpoint are dealt out anyway")
@@ -78,9 +89,19 @@ class Configuration:
         """Compare the sizes that it states with a batch of the training."""
         self._micro_batch.check(batch)
 
+    @contextmanager
+    def own_folders(self) -> Iterator[None]:
+        """Let what is in files be in folders of this run alone in a ``with`` block; they are removed at its end."""
+        with ExitStack() as made:
+            self._folders = {path: made.enter_context(folder_in(path)) for path in nvme_paths(self._known)}
+            try:
+                yield
+            finally:
+                self._folders = {}
+
     def of_creation(self, flag: str) -> dict[str, Any]:
         """Return what stage 3 needs to know when layers are made, in a precision."""
-        config = {**self._known, "train_micro_batch_size_per_gpu": 1}
+        config = {**files_in(self._folders, self._known), "train_micro_batch_size_per_gpu": 1}
         for setting in settings_of_precision(flag, self.options):
             config.setdefault(setting.path[0], {})[setting.path[1]] = setting.value
         return config
@@ -103,7 +124,7 @@ class Configuration:
         if trainer.gradient_clip_val is not None:
             check_clipping(trainer.gradient_clip_algorithm)
         settings = [*settings_of(trainer), *settings_of_precision(flag, self.options)]
-        config = merged(from_options(self.options, self.stage), self._given, settings)
+        config = files_in(self._folders, merged(from_options(self.options, self.stage), self._given, settings))
         self._micro_batch.complete(config, world_size=world_size)
         check_config(config, self._given.place)
         if not trainer.is_fitting:

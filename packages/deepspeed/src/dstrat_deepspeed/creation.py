@@ -53,13 +53,18 @@ def sharded_creation(deepspeed: Any, config: dict[str, Any], remote_device: str 
 def shard(deepspeed: Any, module: Module, config: dict[str, Any]) -> None:
     """Shard the parameters of a module that are not yet, one after the other, with the values of rank 0; collective.
 
-    DeepSpeed's engine does the same, but moves the whole module to the device first.
+    DeepSpeed's engine does the same, but moves the whole module to the device first.  Where parameters are sharded
+    already, the others join them: another context would remove the files that these are in.
 
     Args:
         deepspeed: The library.
         module: The user's.
         config: DeepSpeed's configuration.
     """
+    sharded: Any = next((parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")), None)
+    if sharded is not None:
+        sharded.convert_to_zero_parameters(param_list=module.parameters())
+        return
     group = deepspeed.utils.groups._get_zero_param_intra_parallel_group()  # noqa: SLF001 - of ZeRO++, from the creation of layers; DeepSpeed makes no second one
     deepspeed.zero.Init(module=module, config_dict_or_path=config, zero_param_parallel_group=group)
 

@@ -14,6 +14,7 @@ from dstrat.errors import MisuseError
 from dstrat_deepspeed.backward import ReplacedBackward
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.ending import release_groups
+from dstrat_deepspeed.nvme import let_go_unused, with_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,6 +61,7 @@ class Engine:
         self.engine, *_ = deepspeed.initialize(
             model=steps, optimizer=optimizer, config=config, dist_init_required=False
         )
+        self._with_files = with_files(steps)
         self.optimizer: Optimizer | None = self.engine.basic_optimizer
         if self.optimizer is not None:
             self.optimizer.zero_grad = self._zero_grad  # it has shards of parameters now
@@ -72,11 +74,13 @@ class Engine:
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
+        let_go_unused(self._with_files)
         run = self._steps if self._is_manual else self.engine
         return run(step, *args, **kwargs)
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step without gradients, for which parameters are gathered."""
+        let_go_unused(self._with_files)
         return self._steps(step, *args, **kwargs)
 
     def backward(self, loss: Tensor, compute: Callable[[Tensor], None] | None = None) -> None:
@@ -137,6 +141,7 @@ class Engine:
     def step(self) -> None:
         """Apply the gradients, and clear them; a step whose gradients are not finite is left out, and logged."""
         engine = self.engine
+        let_go_unused(self._with_files)
         engine.step()
         self._has_gradients = False
         if self._is_sharded:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dstrat.interfaces.flat_shard import FlatShard
+from dstrat_deepspeed.nvme import GroupInFiles, group_in_files, held_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
     from torch.nn import Parameter
+    from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,8 +40,7 @@ class Extent:
     def weights(self) -> Tensor:
         """The same elements of the parameter that the module computes with, as a view."""
         if hasattr(self.parameter, "ds_tensor"):
-            held: Tensor = self.parameter.ds_tensor.detach()
-            return held.reshape(-1)[: self.length]
+            return held_elements(self.parameter)[: self.length]
         return self.parameter.detach().view(-1)[self.start : self.start + self.length]
 
 
@@ -48,16 +49,37 @@ class Partition:
     """Elements of several parameters in one tensor, which the optimizer has in the place of these.
 
     Attributes:
-        weights: The tensor, which may be padded at its end.
+        tensor: The tensor, which may be padded at its end.
         group: Index of the optimizer's group.
         extents: What is in it; every parameter of the group is in some partition of every rank.
         is_whole: Whether every rank has all elements.
+        files: Where the elements are, and the state; None is memory.
     """
 
-    weights: Tensor
+    tensor: Tensor
     group: int
     extents: tuple[Extent, ...]
     is_whole: bool = False
+    files: GroupInFiles | None = None
+
+    @property
+    def weights(self) -> Tensor:
+        """The elements."""
+        return self.tensor if self.files is None else self.files.weights
+
+    def state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return what the optimizer keeps of the elements; empty before its first step."""
+        state: dict[str, Any] = (
+            optimizer.state.get(self.tensor, {}) if self.files is None else self.files.state(optimizer)
+        )
+        return state
+
+    def set_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Let the optimizer go on with a state."""
+        if self.files is None:
+            optimizer.state[self.tensor] = state
+        else:
+            self.files.set_state(optimizer, state)
 
     def part(self, like_weights: Tensor, extent: Extent) -> Tensor | FlatShard:
         """Return a parameter's elements, as a view of a tensor that is laid out as the weights are."""
@@ -78,24 +100,24 @@ def partitions_of(optimizer: Any, names: Mapping[int, str]) -> list[Partition] |
         return list(_of_stage_3(optimizer, names))
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
         return [
-            Partition(weights=flat, group=group, extents=tuple(_consecutive(pairs, flat.numel(), rank, names)))
+            Partition(tensor=flat, group=group, extents=tuple(_consecutive(pairs, flat.numel(), rank, names)))
             for group, (flat, pairs, rank) in enumerate(_of_stages_1_and_2(optimizer))
         ]
     if hasattr(optimizer, "fp32_groups_flat_partition"):
         return [
-            Partition(weights=flat, group=group, extents=tuple(_consecutive(pairs, flat.numel(), rank, names)))
+            Partition(tensor=flat, group=group, extents=tuple(_consecutive(pairs, flat.numel(), rank, names)))
             for group, (flat, pairs, rank) in enumerate(_of_bf16(optimizer))
         ]
     if hasattr(optimizer, "fp32_groups_flat"):
         return [
-            Partition(weights=flat, group=group, extents=tuple(_whole(parameters, names)), is_whole=True)
+            Partition(tensor=flat, group=group, extents=tuple(_whole(parameters, names)), is_whole=True)
             for group, (flat, parameters) in enumerate(
                 zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
             )
         ]
     if hasattr(optimizer, "fp32_groups"):
         return [
-            Partition(weights=copy, group=group, extents=tuple(_whole([parameter], names)), is_whole=True)
+            Partition(tensor=copy, group=group, extents=tuple(_whole([parameter], names)), is_whole=True)
             for group, (copies, parameters) in enumerate(zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True))
             for copy, parameter in zip(copies, parameters, strict=True)
         ]
@@ -176,12 +198,17 @@ def _of_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[Partition]
                 )
             )
             reached += parameter.partition_numel()
-        yield Partition(weights=flat, group=optimizer.sub_group_to_group_id[number], extents=tuple(extents))
+        yield Partition(
+            tensor=flat,
+            group=optimizer.sub_group_to_group_id[number],
+            extents=tuple(extents),
+            files=group_in_files(optimizer, number),
+        )
 
 
 def shard_of_stage_3(parameter: Any) -> FlatShard:
     """Return what this rank holds of a parameter that stage 3 has split, without the padding."""
     size, numel = parameter.partition_numel(), parameter.ds_numel
     start = min(parameter.ds_process_group.rank() * size, numel)
-    local = parameter.ds_tensor.detach().view(-1)[: min(size, numel - start)]
+    local = held_elements(parameter)[: min(size, numel - start)]
     return FlatShard(local=local, start=start, shape=tuple(parameter.ds_shape))

@@ -66,7 +66,7 @@ class PartitionedState:
         """Return the state as it is, in views; empty for parameters that have not been updated yet."""
         entries: dict[str, Any] = {}
         for partition in self._partitions:
-            state = self._optimizer.state.get(partition.weights, {})
+            state = partition.state(self._optimizer)
             if state:
                 for extent in partition.extents:
                     entries[extent.name] = {key: _part(value, partition, extent) for key, value in state.items()}
@@ -112,14 +112,14 @@ class PartitionedState:
         masters = {
             extent.name: partition.part(partition.weights, extent)
             for partition in self._partitions
-            if partition.weights.dtype != partition.extents[0].parameter.dtype
+            if partition.tensor.dtype != partition.extents[0].parameter.dtype
             for extent in partition.extents
         }
         return {MASTER: masters} if masters else {}
 
     def _kept(self, partition: Partition) -> dict[str, Tensor]:
         """Return the tensors that the optimizer keeps of the weights' elements: those there are, or smaller ones."""
-        state = self._optimizer.state.get(partition.weights)
+        state = partition.state(self._optimizer)
         if state:
             return {key: value for key, value in state.items() if _is_like(value, partition.weights)}
         found = state_after_one_step(self._optimizer, partition.group, partition.weights)
@@ -127,12 +127,14 @@ class PartitionedState:
 
     def _buffer(self, number: int, key: str, like: Tensor) -> Tensor:
         """Return the memory of a part of the state: the optimizer's, or what will be that."""
-        weights = self._partitions[number].weights
+        partition = self._partitions[number]
+        weights, files = partition.weights.detach(), partition.files
         if like.shape == weights.shape:
             return like
         if (number, key) not in self._buffers:
-            self._buffers[number, key] = torch.full_like(
-                weights.detach(), like[0].item(), dtype=like.dtype, requires_grad=False
+            value = like[0].item()
+            self._buffers[number, key] = (
+                torch.full_like(weights, value, dtype=like.dtype) if files is None else files.buffer(key, value)
             )
         return self._buffers[number, key]
 
@@ -159,7 +161,7 @@ class PartitionedState:
         for entry in entries.values():
             found.update(entry)
         if not found:
-            self._optimizer.state.pop(partition.weights, None)
+            partition.set_state(self._optimizer, {})
             return
         missing = sorted(kept.keys() - found.keys())
         if missing:
@@ -174,14 +176,15 @@ class PartitionedState:
             if key not in state:
                 like = kept.get(key, torch.zeros(2, dtype=value.dtype))
                 new[key] = _filled(self._buffer(number, key, like), entries, key)
-        self._optimizer.state[partition.weights] = new
+        partition.set_state(self._optimizer, new)
 
     def _load_weights(self, partition: Partition, masters: Mapping[str, Any]) -> None:
+        weights = partition.weights
         for extent in partition.extents:
-            if extent.name in masters and partition.weights.dtype != extent.parameter.dtype:
-                _copy(partition.weights, extent, masters[extent.name], repr(extent.name))
+            if extent.name in masters and weights.dtype != extent.parameter.dtype:
+                _copy(weights, extent, masters[extent.name], repr(extent.name))
             else:
-                mine = partition.weights.detach().view(-1)[extent.offset : extent.offset + extent.length]
+                mine = weights.detach().view(-1)[extent.offset : extent.offset + extent.length]
                 if mine.data_ptr() != extent.weights.data_ptr():
                     mine.copy_(extent.weights)
 

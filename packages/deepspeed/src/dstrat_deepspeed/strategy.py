@@ -19,6 +19,7 @@ from dstrat_deepspeed.configuration import Configuration
 from dstrat_deepspeed.creation import shard, sharded_creation
 from dstrat_deepspeed.engine import Engine
 from dstrat_deepspeed.feasibility import check_clipping, uses_cpu_optimizer
+from dstrat_deepspeed.nvme import free_buffers, read_once, swappers_of
 from dstrat_deepspeed.optimizers import only_optimizer, optimizer_for_cpu
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.prerequisites import programs_path
@@ -149,6 +150,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._deepspeed = load_deepspeed(self.root_device.type, self._logging_level)
         super().setup_environment()
         self._running = ExitStack()
+        self._running.enter_context(self._configuration.own_folders())
         self._running.enter_context(
             running(
                 self._deepspeed,
@@ -195,6 +197,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         take_from_first_rank(self.module.buffers())  # DeepSpeed sees to the parameters only
         if self.stage == 3:
             shard(self._deepspeed, self.module, config)
+            read_once(self.module)
         with environment({"PATH": programs_path(os.environ)}):  # where it may compile
             if optimizer is not None and uses_cpu_optimizer(config):
                 optimizer = optimizer_for_cpu(optimizer)
@@ -231,6 +234,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             ending.callback(self._running.close)
             ending.callback(restore_linear)
             if self._footprint is not None:
+                ending.callback(free_buffers, swappers_of(self.module))
                 ending.callback(self._footprint.remove)
             if engine is not None:
                 self.model = self.module

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dstrat.errors import MisuseError
+from dstrat_deepspeed.nvme import let_go, let_go_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,14 +53,14 @@ class Footprint:
         Args:
             keeps: Whether this rank has them on the CPU afterwards.
         """
+        let_go_unused(parameter for parameter, _ in self._before)
         for parameter, _ in self._before:
             if _is_sharded(parameter):
                 _as_deepspeeds(parameter).all_gather(param_list=[parameter])
+                parameter.data = parameter.data.to("cpu", copy=True) if keeps else parameter.data.new_empty(0)
+                let_go(parameter)
                 if keeps:
-                    parameter.data = parameter.data.cpu()
                     _as_deepspeeds(parameter).ds_tensor = None
-                else:
-                    parameter.data = parameter.data.new_empty(0)
 
     def remove(self) -> None:
         """Remove the marks of DeepSpeed; gradients are gone with it, and shards that are not gathered."""
