@@ -22,4 +22,51 @@ def test_a_place_that_cannot_be_copied_is_named_with_its_loader():
     with pytest.raises(
         MisuseError, match=r"state_dict of the loader, a Locked, cannot be copied \(cannot pickle .*lock"
     ):
-        list(PlacedLoader(loader, Beginning.of(loader)))
+        list(PlacedLoader(loader, Beginning.of(loader), is_read_ahead=True))
+
+
+class Counting:
+    """Says where it is, and counts how often it is asked."""
+
+    def __init__(self):
+        self.position = self.asked = 0
+
+    def __iter__(self):
+        for self.position in range(1, 7):
+            yield self.position
+
+    def state_dict(self):
+        self.asked += 1
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def read(loader, count, *, is_read_ahead):
+    placed = PlacedLoader(loader, Beginning.of(loader), is_read_ahead=is_read_ahead)
+    assert placed.latest_place is None
+    batches = iter(placed)
+    assert [next(batches) for _ in range(count)] == list(range(1, count + 1))
+    return placed, batches
+
+
+def test_a_place_is_asked_for_a_checkpoint_alone_unless_batches_are_read_ahead():
+    placed, batches = read(loader := Counting(), 4, is_read_ahead=False)
+    assert loader.asked == 0
+    assert placed.place_after(4) == placed.latest_place == {"position": 4}
+    assert placed.place_after(3) is None
+    assert next(batches) == 5
+    assert placed.place_after(5) == {"position": 5}
+    ahead, _ = read(loader := Counting(), 4, is_read_ahead=True)
+    assert loader.asked == 4
+    assert [ahead.place_after(number) for number in (3, 4)] == [{"position": 3}, {"position": 4}]
+
+
+def test_a_place_that_was_kept_is_not_that_of_another_reader():
+    placed, batches = read(loader := Counting(), 2, is_read_ahead=False)
+    placed.keep_place()
+    assert list(loader) == [1, 2, 3, 4, 5, 6]
+    assert placed.place_after(2) == placed.latest_place == {"position": 2}
+    assert list(batches) == [3, 4, 5, 6]
+    assert placed.latest_place == {"position": 6}

@@ -177,6 +177,34 @@ def test_a_resumed_loop_goes_on_to_the_last_bit(tmp_path, save_at, num_workers):
     assert torch.equal(net[1].weight, other[1].weight)
 
 
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # which torchdata calls
+def test_a_loader_that_knows_its_place_goes_on_there(tmp_path):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    saves = {3: tmp_path / "within", 6: tmp_path / "end", 8: tmp_path / "next"}
+
+    def read(loop, path):
+        torch.manual_seed(17 if path is None else 99)
+        loop.setup(line(), adam)
+        x = torch.arange(24.0)
+        loader = torchdata.StatefulDataLoader(TensorDataset(x), batch_size=4, shuffle=True, num_workers=1)
+        batches = loop.training_loader(loader)
+        seen = [] if path is None else loop.load_checkpoint(path)["seen"]
+        while batches.epoch < 2:
+            for (part,) in batches:
+                seen.append(part.tolist())
+                if path is None and len(seen) in saves:
+                    loop.save_checkpoint(saves[len(seen)], {"seen": seen})
+                if len(seen) % 5 == 0:
+                    break  # which another loop over it goes on from
+        return seen
+
+    seen = make_loop().launch(read, None)
+    for epoch in (seen[:6], seen[6:]):
+        assert sorted(sum(epoch, [])) == list(range(24))
+    for path in saves.values():
+        assert make_loop().launch(read, path) == seen
+
+
 def test_gradients_of_before_a_checkpoint_was_loaded_are_not_in_the_next_step(tmp_path):
     def run(loop, *, interrupts):
         net = line()

@@ -104,7 +104,7 @@ def _restore_ranks(
     if own is None:
         return
     for loader, state in zip(loaders, own["loaders"], strict=True):
-        loader.load_rank_state(state)
+        loader.load_rank_state(state, is_exact=is_exact)
     if is_exact:
         if is_of_same_strategy(strategy, checkpoint):
             strategy.load_rank_state(own["strategy"])

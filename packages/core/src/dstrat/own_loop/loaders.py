@@ -10,6 +10,7 @@ from dstrat.data.ahead import copied_ahead
 from dstrat.data.continued import Beginning, ContinuedLoader, generator_states, set_generator_states
 from dstrat.data.epochs import set_epoch
 from dstrat.data.loaders import length_is_certain, length_of, prepare_evaluation_loader, prepare_training_loader
+from dstrat.data.placed import PlacedLoader, knows_its_place, rest_at
 from dstrat.interfaces.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class TrainingLoader:
         self._strategy = strategy
         self._limit = self._agreed_limit()
         self._beginning: Beginning | None = None
+        self._placed: PlacedLoader | None = None
+        self._place: Any = None
         self.epoch = 0
         self.batches_done = 0
 
@@ -47,17 +50,32 @@ class TrainingLoader:
     def __iter__(self) -> Iterator[Any]:
         set_epoch(self._loader, self.epoch)
         self._limit = self._agreed_limit()  # as a sampler may have another length in each epoch
-        loader = self._loader
-        if self.batches_done and self._beginning is not None:
-            loader = ContinuedLoader(loader, self._beginning, self.batches_done)
-        else:
-            self._beginning, self.batches_done = Beginning.of(loader), 0
+        loader = self._read_from()
         left = itertools.count() if self._limit is None else range(self._limit - self.batches_done)
         batches = (batch for batch, _ in zip(loader, left, strict=False))  # the loader first, which may end by itself
         for batch in _on_device(batches, self._strategy):
             self.batches_done += 1
             yield batch
         self.epoch, self.batches_done = self.epoch + 1, 0
+
+    def _read_from(self) -> Any:
+        """Return what gives the batches that are left of the epoch, or those of a new one."""
+        loader, place, self._placed, self._place = self._loader, self._latest_place(), None, None
+        goes_on = self.batches_done > 0 and self._beginning is not None
+        if not goes_on:
+            self._beginning, self.batches_done, place = Beginning.of(loader), 0, None
+        assert self._beginning is not None  # noqa: S101 - as above
+        if knows_its_place(loader) and (place is not None or not goes_on):
+            is_read_ahead = _copies_ahead(self._strategy) or not length_is_certain(loader)
+            self._placed = PlacedLoader(loader, self._beginning, self.batches_done, place, is_read_ahead=is_read_ahead)
+            return self._placed
+        return ContinuedLoader(loader, self._beginning, self.batches_done) if goes_on else loader
+
+    def _latest_place(self) -> Any:
+        """Return where a loader is that knows that, after the last batch that was handed out; None for others."""
+        if self._placed is None:
+            return self._place
+        return self._placed.place_after(self.batches_done) if self.batches_done else self._placed.latest_place
 
     def _agreed_limit(self) -> int | None:
         """Return after how many batches an epoch ends, None where the loader knows by itself; collective."""
@@ -88,10 +106,19 @@ class TrainingLoader:
         return {
             "generators": generator_states(self._loader),
             "beginning": None if self._beginning is None else self._beginning.state_dict(),
+            "place": self._latest_place(),
         }
 
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`rank_state` returned in this process, or in the first where their number differs."""
+    def load_rank_state(self, state: Mapping[str, Any], *, is_exact: bool) -> None:
+        """Take back what :meth:`rank_state` returned.
+
+        Args:
+            state: Of this process, or of the first where their number differs.
+            is_exact: Whether it is of this one, so that the loader may be at the same place.
+        """
+        self._placed, self._place = None, state.get("place") if is_exact else None  # which older ones lack
+        if self._place is not None and not self.batches_done and knows_its_place(self._loader):
+            rest_at(self._loader, self._place)
         set_generator_states(self._loader, state["generators"])
         if state["beginning"] is not None:
             self._beginning = Beginning.from_state_dict(state["beginning"])
@@ -131,6 +158,10 @@ class EvaluationLoader:
 def _on_device(batches: Iterable[Any], strategy: Strategy) -> Iterator[Any]:
     """Return the batches on the strategy's device; to CUDA each is copied during the step of the one before."""
     move, device = strategy.batch_to_device, strategy.root_device
-    if device.type != "cuda" or type(strategy).batch_to_device is not Strategy.batch_to_device:
+    if not _copies_ahead(strategy):
         return map(move, batches)
     return (batch for batch, _ in copied_ahead(((batch, False) for batch in batches), move, device))
+
+
+def _copies_ahead(strategy: Strategy) -> bool:
+    return strategy.root_device.type == "cuda" and type(strategy).batch_to_device is Strategy.batch_to_device

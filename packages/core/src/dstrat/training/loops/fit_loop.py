@@ -57,6 +57,8 @@ class FitLoop(Position):
         self._stops = False
         self._must_vote = False
         self._agrees_on_end = False
+        self._before_validation: RandomState | None = None
+        self._broken_off: dict[str, Any] | None = None
 
     # What is asked of it
 
@@ -95,6 +97,7 @@ class FitLoop(Position):
     def setup(self, module: TrainModule, sources: Sources) -> None:
         """Prepare to train a module that the strategy has set up."""
         self._module, self._sources = module, sources
+        self.is_in_batch, self._before_validation, self._broken_off = False, None, None
         optimization = AutomaticOptimization if module.automatic_optimization else ManualOptimization
         self._optimization = optimization(self._trainer, module)
         self._schedulers = SchedulerSteps(self._trainer, module)
@@ -147,9 +150,11 @@ class FitLoop(Position):
         self._look_up()
         self.logged.in_step = True
         completed = self._train_batches()
-        self.logged.in_step, self.logged.batch = False, None
+        self.is_in_batch, self.logged.in_step, self.logged.batch = False, False, None
         if completed:
             self.epochs_done, self.batches_done = self.epoch + 1, 0
+        else:
+            self._broken_off = self.logged.state_dict()  # for a run that goes on with the epoch
         trainer.publisher.publish_epoch(self.logged, dispatch.early("on_train_epoch_end"))
         if completed:
             self._schedulers.after_epoch(self.epochs_done)
@@ -178,7 +183,7 @@ class FitLoop(Position):
             if self._stops or self._steps_done:
                 return self.is_last_batch
         for batch_idx, (batch, is_last) in enumerate(batches, self.batches_done):
-            self.batch_idx, self.is_last_batch, logged.batch = batch_idx, is_last, batch
+            self.is_in_batch, self.batch_idx, self.is_last_batch, logged.batch = True, batch_idx, is_last, batch
             if batch_start or must_agree:
                 is_over = -1 in [hook(batch, batch_idx) for hook in batch_start]
                 if self._agree_on_end(is_over) if must_agree else is_over:
@@ -225,16 +230,16 @@ class FitLoop(Position):
         self._profiler_step = trainer.profiler.step if trainer.profiler else None
 
     def _train_batch(self, batch: Any, batch_idx: int, *, is_last: bool) -> None:
-        self.in_group += 1
-        applies = self.in_group == self._accumulate or is_last
+        in_group = self.in_group + 1
+        applies = in_group == self._accumulate or is_last
         group_size = 1 if self._accumulate == 1 else self._group_size(batch_idx)
         self.steps_before = self.global_step
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
         outputs = self._optimize(arguments, group_size=group_size, applies=applies)
-        if applies:
-            self.in_group = 0
+        self.in_group = 0 if applies else in_group
         self.batches_seen += 1
         self.batches_done += 1
+        self.is_in_batch = False
         if self._steps_schedulers and self.global_step != self.steps_before:
             self._schedulers.after_step(self.global_step)
         if self._batch_end:
@@ -306,20 +311,29 @@ class FitLoop(Position):
             epoch=self.epoch,
             batches_seen=self.batches_seen,
         ):
-            self.phase = "validated"
-            random_state = RandomState.capture()
+            self.phase = "batch_end"  # a run that goes on from here validates again, as if for the first time
+            random_state = self._before_validation = RandomState.capture()
             try:
                 self._validate(frees_gradients=self.in_group == 0 and self.manual_optimization is None)
             except BaseException:
-                self.phase = "batch_end"  # a run that goes on from here validates again, as if for the first time
+                self.phase = "batch_end"
                 random_state.restore()
                 raise
+            finally:
+                self._before_validation = None
+            self.phase = "validated"
+
+    def _note_validated(self) -> None:
+        """Let what is saved when validation ends go on after it."""
+        if self._before_validation is not None:
+            self.phase, self._before_validation = "validated", None
 
     def _validate(self, *, frees_gradients: bool = False) -> None:
         assert self._validation is not None  # noqa: S101 - it is due only when there is one
         if frees_gradients:
             self._module.on_validation_model_zero_grad()
-        self._validation.run()
+        self.data.keep_place()
+        self._validation.run(before_end=self._note_validated)
         self._schedule.note_run()
         self._trainer.publisher.follow(self.logged)
         self._must_vote = True  # something may have seen enough, perhaps not in every process
@@ -350,8 +364,18 @@ class FitLoop(Position):
 
     def rank_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this process alone."""
-        has_gradients = self.in_group > 0 or self.manual_optimization is not None
-        return rank_state(self._trainer, self.data.beginning, has_gradients=has_gradients)
+        return rank_state(
+            self._trainer,
+            self.data.beginning,
+            random=self._before_validation or RandomState.capture(),
+            logged=self._broken_off or self.logged.state_dict(),
+            has_gradients=self.manual_optimization is not None or (self.in_group > 0 and not self.is_in_backward),
+        )
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether gradients of a batch that does not count as done are among those that wait for a step."""
+        return isinstance(self._optimization, AutomaticOptimization) and self._optimization.is_in_backward
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what a process had when the checkpoint was saved."""

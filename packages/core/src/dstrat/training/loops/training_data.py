@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.data.agreed_length import agreed_length
 from dstrat.data.continued import Beginning, ContinuedLoader
 from dstrat.data.limits import limit_of
-from dstrat.data.loaders import length_of, prepare_training_loader
+from dstrat.data.loaders import length_is_certain, length_of, prepare_training_loader
 from dstrat.data.placed import PlacedLoader, knows_its_place
 from dstrat.data.unshuffled import unshuffled
 from dstrat.training.data.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
@@ -106,15 +106,24 @@ class TrainingData:
             left = None if left is None else max(0, left - done)
         else:
             self.beginning, done, place = Beginning.of(self.loader), 0, None
-        loader = self._read_from(self.beginning, done, place, is_over=is_over)
+        copies_ahead_to = device_to_copy_ahead_to(trainer, module)
+        is_read_ahead = copies_ahead_to is not None or left is None or not length_is_certain(self.loader)
+        loader = self._read_from(self.beginning, done, place, is_over=is_over, is_read_ahead=is_read_ahead)
         move = trainer.profiled("transfer_batch", batch_mover(trainer, module))
         batches = trainer.profiled_batches(Batches(loader, left, None if done else "training"))
-        return device_batches(batches, move, copies_ahead_to=device_to_copy_ahead_to(trainer, module))
+        return device_batches(batches, move, copies_ahead_to=copies_ahead_to)
 
-    def _read_from(self, beginning: Beginning, done: int, place: Any, *, is_over: bool) -> Any:
+    def keep_place(self) -> None:
+        """Keep the place of the loader before something else may read it, such as a validation."""
+        if self._placed is not None:
+            self._placed.keep_place()
+
+    def _read_from(self, beginning: Beginning, done: int, place: Any, *, is_over: bool, is_read_ahead: bool) -> Any:
         """Return what gives the batches that are left of an epoch."""
         self._placed = None
         if knows_its_place(self.loader) and (place is not None or not done):
-            self._placed = PlacedLoader(self.loader, beginning, done, place, is_over=is_over and done > 0)
+            self._placed = PlacedLoader(
+                self.loader, beginning, done, place, is_over=is_over and done > 0, is_read_ahead=is_read_ahead
+            )
             return self._placed
         return ContinuedLoader(self.loader, beginning, done) if done else self.loader
