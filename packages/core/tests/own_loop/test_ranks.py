@@ -75,6 +75,21 @@ def test_a_rank_with_more_batches_ends_its_epoch_with_the_others(launch, tmp_pat
     assert launch(read) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+def test_the_order_that_ranks_share_in_evaluation_is_that_of_the_checkpoint(launch, tmp_path):
+    def read(loop, seed):
+        torch.manual_seed(seed)
+        loop.setup(nn.Linear(1, 1), lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+        evaluated = loop.evaluation_loader(DataLoader(range(24), batch_size=4, shuffle=True))
+        if seed == 1:
+            loop.save_checkpoint(tmp_path / "saved")
+        own = [x.tolist() for x in evaluated]
+        loop.load_checkpoint(tmp_path / "saved")
+        return own, [x.tolist() for x in evaluated]
+
+    (first, same), (other, resumed) = (launch(read, seed) for seed in (1, 2))
+    assert first == same == resumed != other
+
+
 def test_a_loader_that_is_divided_already_is_read_as_it_is(launch):
     def read(loop):
         buckets = type("Buckets", (BatchSampler,), {})

@@ -161,7 +161,7 @@ def check(quiet_trainer, tmp_path):
         torch.manual_seed(3 if ckpt_path is None else 4)  # what is drawn before it goes on does not matter
         module, epochs = cls(), NotesEpochs()
         trainer = quiet_trainer(max_epochs=2, val_check_interval=3, callbacks=[epochs, *callbacks], **options)
-        validated = DataLoader(numbers(), batch_size=11, shuffle="devices" not in options)  # ranks would share an order
+        validated = DataLoader(numbers(), batch_size=6, shuffle=True)
         trainer.fit(module, make_loader(), validated, ckpt_path=ckpt_path)
         return module, trainer, epochs.epochs
 
@@ -260,7 +260,7 @@ def test_in_manual_optimization(check):
 @pytest.mark.parametrize("io", [TorchCheckpointIO, PortableCheckpointIO])
 def test_on_two_processes(check, averaging, io):
     options = {"strategy": averaging, "devices": 2, "accumulate_grad_batches": 2, "io": io}
-    check([1, 4, 5], **options, limit_train_batches=3)
+    check([1, 4, 5], **options, limit_train_batches=3, limit_val_batches=1)  # of what is shuffled
     check([3], **options, hook="on_train_epoch_end")
 
 

@@ -13,6 +13,7 @@ from dstrat.data.agreed_end import AgreedEnd
 from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.division import sampler_of, with_parts
 from dstrat.data.random_state import RandomState
+from dstrat.data.samplers import ShuffledOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -38,8 +39,7 @@ class Beginning:
     @classmethod
     def of(cls, loader: Any) -> Self:
         """Return that of a loader that is going to be read."""
-        seeds = [getattr(_order_of(part), "seed", None) for part in _parts_of(loader)]
-        return cls(RandomState.capture(), generator_states(loader), seeds)
+        return cls(RandomState.capture(), generator_states(loader), shared_seeds(loader))
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain values and tensors."""
@@ -59,9 +59,22 @@ class Beginning:
 
     def share_order(self, loader: Any) -> None:
         """Let the loader shuffle in every epoch as the one did whose epoch it was."""
-        for part, seed in zip(_parts_of(loader), self.seeds, strict=False):
-            if seed is not None and hasattr(_order_of(part), "seed"):
-                _order_of(part).seed = seed
+        share_seeds(loader, self.seeds)
+
+
+def shared_seeds(loader: Any) -> list[int | None]:
+    """Return for each of the loaders that are read as one the seed of the shuffled order that the processes share.
+
+    None where it has no such order.
+    """
+    return [order.seed if isinstance(order := _order_of(part), ShuffledOrder) else None for part in _parts_of(loader)]
+
+
+def share_seeds(loader: Any, seeds: Iterable[int | None]) -> None:
+    """Let a loader shuffle as one did of which :func:`shared_seeds` returned the seeds."""
+    for part, seed in zip(_parts_of(loader), seeds, strict=False):
+        if seed is not None and isinstance(order := _order_of(part), ShuffledOrder):
+            order.seed = seed
 
 
 def generator_states(loader: Any) -> list[Any]:
@@ -158,7 +171,10 @@ def _has_sampler(loader: Any) -> bool:
 
 
 def _order_of(loader: Any) -> Any:
-    return getattr(sampler_of(loader), "order", None) if _has_sampler(loader) else None
+    if not _has_sampler(loader):
+        return None
+    samplers = (loader.batch_sampler, sampler_of(loader))
+    return next((sampler.order for sampler in samplers if hasattr(sampler, "order")), None)
 
 
 def _generators_of(loader: Any) -> list[Generator]:

@@ -83,12 +83,13 @@ def divide_evaluation(loader: DataLoader[Any], strategy: Strategy, *, repeat_to:
         return with_parts(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=False))
     own = loader.batch_sampler
     given: Any = sampler_of(loader) if own is None or type(own) is BatchSampler else own
-    batches: Any = AgreedSampler(_order(given, strategy), length=len(given))
+    order = _order(given, strategy)
+    batches: Any = AgreedSampler(order, length=len(given))
     if type(own) is BatchSampler:
         batches = BatchSampler(batches, own.batch_size, own.drop_last)
     if repeat_to is not None:
         batches = RepeatedBatches(batches, repeat_to)
-    part = RankBatchSampler(batches, **share)
+    part = RankBatchSampler(batches, order, **share)
     return with_parts(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": part})
 
 

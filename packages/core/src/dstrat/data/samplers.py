@@ -65,12 +65,16 @@ class RankBatchSampler(Sampler[Any]):
 
     Args:
         batches: The batches of the whole job, in the same order in every process.
+        order: That order.
         num_replicas: Number of processes.
         rank: Rank of this process.
+
+    Attributes:
+        order: As it was given.
     """
 
-    def __init__(self, batches: Any, *, num_replicas: int, rank: int) -> None:
-        self._batches = batches
+    def __init__(self, batches: Any, order: Order, *, num_replicas: int, rank: int) -> None:
+        self._batches, self.order = batches, order
         self._num_replicas, self._rank = num_replicas, rank
 
     def __len__(self) -> int:

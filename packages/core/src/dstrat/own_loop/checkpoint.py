@@ -26,12 +26,18 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.own_loop.loaders import TrainingLoader
+    from dstrat.own_loop.loaders import EvaluationLoader, TrainingLoader
 
 _log = logging.getLogger(__name__)
 
 
-def save(strategy: Strategy, path: str | Path, state: Mapping[str, Any], loaders: Sequence[TrainingLoader]) -> None:
+def save(
+    strategy: Strategy,
+    path: str | Path,
+    state: Mapping[str, Any],
+    loaders: Sequence[TrainingLoader],
+    evaluation_loaders: Sequence[EvaluationLoader],
+) -> None:
     """Write module, optimizers, schedulers, the place in the data, random numbers and a state; collective.
 
     Args:
@@ -39,13 +45,18 @@ def save(strategy: Strategy, path: str | Path, state: Mapping[str, Any], loaders
         path: Where there is nothing yet.
         state: The loop's own: plain values and tensors, the same in every process.
         loaders: What the loop trains from.
+        evaluation_loaders: What it evaluates from.
     """
     own = _rank_state(strategy, loaders)
     checkpoint = {
         SAVED_WITH: part_from("strategy", strategy, get_catalog(), place="strategy").alias,
         **module_entries(strategy),
         **optimization_entries(strategy),
-        "own_loop": {"state": dict(state), "loaders": [loader.state_dict() for loader in loaders]},
+        "own_loop": {
+            "state": dict(state),
+            "loaders": [loader.state_dict() for loader in loaders],
+            "evaluation": [loader.seeds for loader in evaluation_loaders],
+        },
     }
     if strategy.checkpoint_io.is_collective:
         checkpoint["per_rank"] = own
@@ -54,7 +65,12 @@ def save(strategy: Strategy, path: str | Path, state: Mapping[str, Any], loaders
     strategy.save_checkpoint(checkpoint, path)
 
 
-def load(strategy: Strategy, path: str | Path, loaders: Sequence[TrainingLoader]) -> dict[str, Any]:
+def load(
+    strategy: Strategy,
+    path: str | Path,
+    loaders: Sequence[TrainingLoader],
+    evaluation_loaders: Sequence[EvaluationLoader],
+) -> dict[str, Any]:
     """Bring everything to where it was when a checkpoint was saved; collective.
 
     Returns:
@@ -71,6 +87,8 @@ def load(strategy: Strategy, path: str | Path, loaders: Sequence[TrainingLoader]
             "the data to go on from"
         )
     entry = checkpoint["own_loop"]
+    for evaluated, seeds in zip(evaluation_loaders, entry.get("evaluation", ()), strict=False):  # which older ones lack
+        evaluated.share(seeds)
     if strategy.optimizers:
         restore_optimization(strategy, checkpoint, path)
         check_same_number("training loaders", list(loaders), entry["loaders"], path)

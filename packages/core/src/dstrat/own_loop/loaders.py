@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.data.agreed_length import agreed_length
 from dstrat.data.ahead import copied_ahead
-from dstrat.data.continued import Beginning, ContinuedLoader, generator_states, set_generator_states
+from dstrat.data.continued import (
+    Beginning,
+    ContinuedLoader,
+    generator_states,
+    set_generator_states,
+    share_seeds,
+    shared_seeds,
+)
 from dstrat.data.epochs import set_epoch
 from dstrat.data.loaders import length_is_certain, length_of, prepare_evaluation_loader, prepare_training_loader
 from dstrat.data.placed import PlacedLoader, knows_its_place, rest_at
@@ -153,6 +160,15 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return _on_device(self._loader, self._strategy)
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """What a shuffled order follows from where the processes share it, for a checkpoint."""
+        return shared_seeds(self._loader)
+
+    def share(self, seeds: list[int | None]) -> None:
+        """Read in the order of the loader of which these are the :attr:`seeds`."""
+        share_seeds(self._loader, seeds)
 
 
 def _on_device(batches: Iterable[Any], strategy: Strategy) -> Iterator[Any]:

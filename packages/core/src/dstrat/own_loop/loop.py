@@ -67,6 +67,7 @@ class OwnLoop:
         self.strategy = strategy
         self._steps: Steps | None = None
         self._loaders: list[TrainingLoader] = []
+        self._evaluation_loaders: list[EvaluationLoader] = []
         self._is_launched = False
 
     # Launching
@@ -106,7 +107,7 @@ class OwnLoop:
         if self._steps is not None:
             for name in _STEP_NAMES:
                 self.strategy.module.__dict__.pop(name, None)
-        self._steps, self._loaders = None, []
+        self._steps, self._loaders, self._evaluation_loaders = None, [], []
         self.strategy.teardown()
 
     # What is trained
@@ -185,7 +186,8 @@ class OwnLoop:
             distribute: Whether the data is divided between the processes; False where the loader has this one's part.
         """
         self._check_launched("evaluation_loader")
-        return EvaluationLoader(loader, self.strategy, distribute=distribute)
+        self._evaluation_loaders.append(EvaluationLoader(loader, self.strategy, distribute=distribute))
+        return self._evaluation_loaders[-1]
 
     # Steps
 
@@ -252,7 +254,8 @@ class OwnLoop:
         """
         steps = self._set_up("save_checkpoint")
         steps.check_nothing_waits()
-        checkpoint.save(self.strategy, path, {"steps_done": steps.num_done, "own": dict(state or {})}, self._loaders)
+        saved = {"steps_done": steps.num_done, "own": dict(state or {})}
+        checkpoint.save(self.strategy, path, saved, self._loaders, self._evaluation_loaders)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Bring everything to where it was, and return the state that was saved; every process calls it.
@@ -265,7 +268,7 @@ class OwnLoop:
             CheckpointError: It cannot be read, or does not fit this loop.
         """
         steps = self._set_up("load_checkpoint")
-        state = checkpoint.load(self.strategy, path, self._loaders)
+        state = checkpoint.load(self.strategy, path, self._loaders, self._evaluation_loaders)
         steps.go_on_after(state["steps_done"])
         own: dict[str, Any] = state["own"]
         return own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dstrat.data.continued import Beginning, generator_states, set_generator_states
+from dstrat.data.continued import Beginning, generator_states, set_generator_states, share_seeds, shared_seeds
 from dstrat.data.placed import knows_its_place, rest_at
 from dstrat.data.random_state import RandomState
 
@@ -31,6 +31,7 @@ def rank_state(trainer: Trainer, beginning: Beginning | None, *, has_gradients: 
         "device_random": strategy.accelerator.get_random_state(strategy.root_device),
         "generators": generator_states(trainer.fit_loop.data.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
+        "validation": [shared_seeds(loader) for loader in trainer.fit_loop.validation_loaders],
         "place": trainer.fit_loop.data.place(None if _is_over(trainer) else trainer.fit_loop.batches_done),
         "logged": trainer.fit_loop.logged.state_dict(),
         "gradients": _gradients(trainer) if has_gradients else None,
@@ -70,7 +71,7 @@ def moved_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = dict.fromkeys(name for one in gradients for name in one)  # some may be unused in some processes
     mean = {name: sum(one[name] for one in gradients if name in one) / len(gradients) for name in names}
     nothing = dict.fromkeys(("random", "device_random", "logged", "place"))
-    of_all = {name: states[0][name] for name in ("generators", "beginning")}
+    of_all = {name: states[0].get(name) for name in ("generators", "beginning", "validation")}
     return {**nothing, **of_all, "gradients": mean or None}
 
 
@@ -106,6 +107,8 @@ class Continuation:
         set_generator_states(loader, state["generators"])
         if self.beginning is not None:
             self.beginning.share_order(loader)
+        for validated, seeds in zip(trainer.fit_loop.validation_loaders, state.get("validation") or (), strict=False):
+            share_seeds(validated, seeds)
         if state["device_random"] is not None:
             strategy.accelerator.set_random_state(strategy.root_device, state["device_random"])
         if state["random"] is not None:

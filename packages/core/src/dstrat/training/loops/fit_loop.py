@@ -92,6 +92,11 @@ class FitLoop(Position):
         """What manual optimization goes through, None while the module is optimized automatically."""
         return self._optimization if isinstance(self._optimization, ManualOptimization) else None
 
+    @property
+    def validation_loaders(self) -> list[Any]:
+        """What this process validates between training batches; nothing where there is no validation."""
+        return [] if self._validation is None else self._validation.loaders
+
     # The run
 
     def setup(self, module: TrainModule, sources: Sources) -> None:
