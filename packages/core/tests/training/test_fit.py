@@ -676,10 +676,6 @@ class TestWrongUse:
         with pytest.raises(MisuseError, match="returned 2 optimizers, and automatic optimization steps one"):
             quiet_trainer().fit(make_line(Two), loader())
 
-    def test_saving_outside_a_run(self, quiet_trainer, tmp_path):
-        with pytest.raises(MisuseError, match="save_checkpoint works during a run"):
-            quiet_trainer().save_checkpoint(tmp_path / "x.ckpt")
-
     def test_a_validation_interval_that_never_comes(self, quiet_trainer, line, loader):
         with pytest.raises(MisuseError, match="val_check_interval=7 is more than the 6 training batches"):
             quiet_trainer(val_check_interval=7).fit(line, loader(), loader())

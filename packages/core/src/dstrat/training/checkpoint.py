@@ -12,26 +12,32 @@ from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS,
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dstrat.training.ended_fit import EndedFit
     from dstrat.training.trainer import Trainer
 
 CHECKPOINT_VERSION = 2
 
 
-def collect_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str, Any]:
+def collect_checkpoint(
+    trainer: Trainer, *, weights_only: bool = False, ended: EndedFit | None = None
+) -> dict[str, Any]:
     """Return the state of a training as a dict of tensors and plain values; collective.
 
     Args:
-        trainer: In a run.
+        trainer: In a run, or after a fit.
         weights_only: Whether everything but the module's weights and the hyperparameters is left out.
+        ended: What was kept of the fit, after its end.
 
     Raises:
         CheckpointError: A hyperparameter is not plain.
     """
     checkpoint = _weights(trainer)
     if not weights_only:
-        checkpoint |= _training(trainer)
+        checkpoint |= _training(
+            trainer, optimization_entries(trainer.strategy) if ended is None else ended.optimization
+        )
         if trainer.is_fitting:
-            checkpoint |= _of_each_rank(trainer)
+            checkpoint |= _of_each_rank(trainer, own_state(trainer) if ended is None else ended.own)
     trainer.dispatch.call("on_save_checkpoint", checkpoint)
     return checkpoint
 
@@ -46,9 +52,9 @@ def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
         path: The file to write.
     """
     io = trainer.strategy.checkpoint_io
-    checkpoint = _weights(trainer) | _training(trainer)
+    checkpoint = _weights(trainer) | _training(trainer, optimization_entries(trainer.strategy))
     if trainer.world_size == 1:
-        checkpoint |= _of_each_rank(trainer)
+        checkpoint |= _of_each_rank(trainer, own_state(trainer))
     else:
         checkpoint["state_dict"] = trainer.strategy.module_state_dict()  # with this process's buffers
     trainer.dispatch.call("on_save_checkpoint", checkpoint)
@@ -68,9 +74,9 @@ def _weights(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _training(trainer: Trainer) -> dict[str, Any]:
+def _training(trainer: Trainer, optimization: dict[str, Any]) -> dict[str, Any]:
     return {
-        **optimization_entries(trainer.strategy),
+        **optimization,
         "loops": trainer.fit_loop.state_dict(),
         "metrics": trainer.metrics.state_dict(),
         "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
@@ -78,10 +84,14 @@ def _training(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _of_each_rank(trainer: Trainer) -> dict[str, Any]:
+def own_state(trainer: Trainer) -> dict[str, Any]:
+    """Return what belongs to this process alone."""
+    return {**trainer.fit_loop.rank_state(), "strategy": trainer.strategy.rank_state()}
+
+
+def _of_each_rank(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
     """Return what belongs to single processes: only this one's where each saves its own part; collective."""
     strategy = trainer.strategy
-    own = {**trainer.fit_loop.rank_state(), "strategy": strategy.rank_state()}
     if strategy.checkpoint_io.is_collective:
         return {"per_rank": own}
     return {"ranks": [strategy.broadcast(own, src=rank) for rank in range(strategy.world_size)]}

@@ -11,6 +11,7 @@ from dstrat.data.random_state import RandomState
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint_path import resolve_checkpoint
 from dstrat.training.dispatch import Dispatch, overrides
+from dstrat.training.ended_fit import EndedFit
 from dstrat.training.fit_anomalies import watched_fit
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.interruption import Interrupted, Terminated
@@ -64,8 +65,9 @@ def _work(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: As
     except BaseException as exception:
         _on_exception(trainer, exception)
         raise
-    outcome = Outcome.of(trainer, result)
+    outcome, ended = Outcome.of(trainer, result), EndedFit.of(trainer)
     _finish(trainer)
+    trainer.ended_fit = ended
     return outcome
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dstrat.training.checkpoint_path import Asked
     from dstrat.training.data.sources import Source, Sources
     from dstrat.training.dispatch import Dispatch
+    from dstrat.training.ended_fit import EndedFit
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
@@ -228,6 +229,7 @@ class Trainer(RunState):
         self.dispatch: Dispatch
         self.is_evaluating = self.is_running = False
         self.return_predictions = True
+        self.ended_fit: EndedFit | None = None
 
     def _limit_to_a_try(self) -> None:
         """Let ``fast_dev_run`` and ``overfit_batches`` decide how much is read."""
@@ -337,17 +339,25 @@ class Trainer(RunState):
         return predictions
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
-        """Write a checkpoint; every process of the job calls it.
+        """Write a checkpoint, in a run or of the end of the last one, if that was a fit; every process calls it.
 
         Args:
             path: The file to write.
             weights_only: Whether everything but the module's weights is left out.
+
+        Raises:
+            MisuseError: There is nothing to save from any more: another run has begun since, the fit ran in processes
+                that have ended, or its strategy has shared out the state and given it up.
         """
         from dstrat.training.checkpoint import collect_checkpoint
+        from dstrat.training.ended_fit import no_end_to_save
 
-        if not self.is_running:
-            raise MisuseError("save_checkpoint works during a run: call it from a hook of the module or of a callback")
-        self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), path)
+        if self.is_running:
+            self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), path)
+        elif self.ended_fit is not None:
+            self.ended_fit.save(self, path, weights_only=weights_only)
+        else:
+            raise no_end_to_save(self)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[None]:
         """Return a context in which a module is created at once in the run's precision, and on its device.
@@ -416,7 +426,7 @@ class Trainer(RunState):
                 f"this Trainer is in the middle of its {self.stage}, and {stage} was called: call it after the end, or "
                 "on another Trainer"
             )
-        self.stage, self.interrupted = stage, False
+        self.stage, self.interrupted, self.ended_fit = stage, False, None
         self.module = module
         self.strategy.connect(module)
         launcher = self.strategy.launcher

@@ -86,6 +86,7 @@ class WeightAveraging(Callback):
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._average = None  # which the end of a fit has left, as a checkpoint may be saved after it
         if stage == "fit":
             self._begin()
 
@@ -161,8 +162,8 @@ class WeightAveraging(Callback):
 
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._average = None
-        self._is_swapped = False
+        if self._average is not None:
+            self._average.cpu()
 
     @torch.no_grad()
     def _swap(self, trainer: Trainer) -> None:

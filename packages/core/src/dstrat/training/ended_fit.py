@@ -1,0 +1,88 @@
+"""What is kept of a fit that has ended in this process, so that a checkpoint of its end can still be saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.training.checkpoint import collect_checkpoint, own_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dstrat.training.trainer import Trainer
+
+_IN_A_RUN = "call it in on_train_end of the module or a callback, or take ModelCheckpoint(save_last=True)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedFit:
+    """What the strategy gives up at the end of a fit; tensors are on the CPU.  The rest is in the Trainer's parts.
+
+    Attributes:
+        optimization: The state of optimizers, schedulers and precision; empty in processes that do not write it.
+        own: What belongs to this process alone.
+    """
+
+    optimization: dict[str, Any]
+    own: dict[str, Any]
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> EndedFit | None:
+        """Return what is kept of a fit, before the strategy's teardown; None where there is nothing to save from."""
+        if not trainer.is_fitting or trainer.ran_elsewhere or _is_sharded(trainer):
+            return None
+        from dstrat.builtin.checkpoint.strategy_state import optimization_entries
+
+        entries, own = optimization_entries(trainer.strategy), own_state(trainer)
+        if not trainer.is_global_zero and not trainer.strategy.checkpoint_io.is_collective:
+            entries = {}  # global rank 0 writes them alone
+        return cls(optimization=apply_to_tensors(entries, Tensor.cpu), own=apply_to_tensors(own, Tensor.cpu))
+
+    def save(self, trainer: Trainer, path: str | Path, *, weights_only: bool) -> None:
+        """Write the checkpoint; every process of the job calls it, and they are connected until it is written."""
+        strategy, attached = trainer.strategy, [part for part in (trainer.module, trainer.datamodule) if part]
+        try:
+            for part in attached:
+                part.attach(trainer)  # for on_save_checkpoint
+            strategy.setup_environment()
+            strategy.save_checkpoint(collect_checkpoint(trainer, weights_only=weights_only, ended=self), path)
+        except BaseException as error:
+            strategy.on_exception(error)
+            raise
+        finally:
+            strategy.teardown()
+            for part in attached:
+                part.attach(None)
+
+
+def no_end_to_save(trainer: Trainer) -> MisuseError:
+    """Return the error of a checkpoint that is asked for outside of a run, where there is no end of a fit to save."""
+    if not trainer.is_fitting:
+        why = f"{trainer.stage} has run since, and what was kept of a fit before it is gone: call it right after fit"
+    elif trainer.module is None:
+        why = "there has been none: call it after fit, or in a hook of the module or a callback"
+    elif trainer.ran_elsewhere:
+        why = (
+            f"this one ran in other processes (start_method={trainer.strategy.start_method!r}), which have ended with "
+            f"their optimizers: {_IN_A_RUN}"
+        )
+    elif _is_sharded(trainer):
+        why = (
+            f"{type(trainer.strategy).__name__} has given up its part of the sharded state with the end of this one: "
+            f"{_IN_A_RUN}"
+        )
+    else:
+        why = "this one did not come to its end: take ModelCheckpoint(save_on_exception=True)"
+    return MisuseError(f"save_checkpoint works during a run and after a fit, and {why}")
+
+
+def _is_sharded(trainer: Trainer) -> bool:
+    """Return whether no process has the whole state: of the strategy, or of an optimizer that is sharded by itself."""
+    strategy = trainer.strategy
+    has_parts = any(hasattr(optimizer, "consolidate_state_dict") for optimizer in strategy.optimizers)
+    return not strategy.replicates_state or has_parts

@@ -1,0 +1,163 @@
+"""Saving a checkpoint when ``fit`` has returned."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+from tests.warm_program import WarmProgram
+from torch import nn
+
+from dstrat import Callback, EMAWeightAveraging
+from dstrat.errors import MisuseError
+
+TRAIN = """
+import os
+import sys
+
+rank, port, path, plugin = sys.argv[1:]
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from dstrat import GradientSyncStrategy, Trainer, TrainModule
+
+
+class Averaging(GradientSyncStrategy):
+    def synchronize_gradients(self, gradients):
+        for gradient in gradients:
+            gradient.copy_(self.reduce(gradient))
+
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def fit(epochs, seed, ckpt_path=None):
+    torch.manual_seed(seed)
+    data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(5)))
+    trainer = Trainer(strategy=Averaging(), devices=2, accelerator="cpu", max_epochs=epochs, logger=False,
+        plugins=plugin, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    module = Net()
+    trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True), ckpt_path=ckpt_path)
+    return trainer, module.state_dict().values()
+
+
+_, whole = fit(2, 3)
+trainer, _ = fit(1, 3)
+torch.rand(1)
+trainer.save_checkpoint(path)
+assert not torch.distributed.is_initialized()
+_, resumed = fit(2, 9, path)
+print(all(map(torch.equal, whole, resumed)))
+"""
+
+
+@pytest.fixture
+def net(line_class):
+    class Net(line_class):
+        """Has what is not in its weights: momentum, and random numbers."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 1))
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["saved at step"] = self.trainer.global_step
+
+    return Net
+
+
+def same(one, other):
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+@pytest.mark.parametrize("plugin", ["torch", "portable"])
+def test_a_fit_goes_on_from_its_end_as_if_it_had_not_ended(quiet_trainer, make_line, net, loader, tmp_path, plugin):
+    def fit(module, epochs, ckpt_path=None):
+        average = EMAWeightAveraging(decay=0.5)  # keeps the weights as trained beside those that the fit leaves
+        trainer = quiet_trainer(max_epochs=epochs, plugins=plugin, callbacks=average)
+        trainer.fit(module, loader(shuffle=True), ckpt_path=ckpt_path)
+        return trainer
+
+    whole = make_line(net)
+    fit(whole, 2)
+    trainer = fit(make_line(net), 1)
+    torch.rand(1)
+    trainer.save_checkpoint(tmp_path / "end")
+    assert trainer.strategy.load_checkpoint(tmp_path / "end")["saved at step"] == 6
+    resumed = net()
+    fit(resumed, 2, tmp_path / "end")
+    assert same(resumed, whole)
+
+
+def test_weights_alone_are_saved_after_a_fit_too(quiet_trainer, line, line_class, loader, tmp_path):
+    trainer = quiet_trainer()
+    trainer.fit(line, loader())
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    assert "optimizer_states" not in trainer.strategy.load_checkpoint(tmp_path / "weights")
+    assert same(line_class.load_from_checkpoint(tmp_path / "weights"), line)
+
+
+@pytest.mark.parametrize("plugin", ["torch", "portable"])
+def test_several_ranks_save_together_and_leave_no_process_group(tmp_path, plugin):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [WarmProgram(script, str(rank), port, str(tmp_path / "end"), plugin) for rank in range(2)]
+    assert [rank.run() for rank in ranks] == ["True\n", "True\n"]
+
+
+def test_there_is_nothing_to_save_before_a_fit(quiet_trainer, tmp_path):
+    with pytest.raises(MisuseError, match="and there has been none: call it after fit"):
+        quiet_trainer().save_checkpoint(tmp_path / "end")
+
+
+def test_another_run_ends_the_time_for_saving(quiet_trainer, line, loader, tmp_path):
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(line, loader())
+    trainer.test(line, loader())
+    with pytest.raises(MisuseError, match="test has run since, and what was kept of a fit before it is gone"):
+        trainer.save_checkpoint(tmp_path / "end")
+
+
+def test_processes_that_are_gone_cannot_save(quiet_trainer, line, loader, averaging, tmp_path):
+    trainer = quiet_trainer(max_epochs=1, strategy=averaging(), devices=2)
+    trainer.fit(line, loader())
+    with pytest.raises(MisuseError, match=r"ran in other processes \(start_method='fork'\), .*call it in on_train_end"):
+        trainer.save_checkpoint(tmp_path / "end")
+
+
+def test_a_sharded_state_is_gone_after_the_fit(quiet_trainer, line, loader, tmp_path):
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.strategy.replicates_state = False
+    trainer.fit(line, loader())
+    with pytest.raises(MisuseError, match="SingleDeviceStrategy has given up its part of the sharded state"):
+        trainer.save_checkpoint(tmp_path / "end")
+
+
+def test_a_broken_fit_has_no_end(quiet_trainer, line, loader, tmp_path):
+    class Breaking(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            raise ValueError("broken")
+
+    trainer = quiet_trainer(callbacks=Breaking())
+    with pytest.raises(ValueError, match="broken"):
+        trainer.fit(line, loader())
+    with pytest.raises(MisuseError, match=r"did not come to its end: take ModelCheckpoint\(save_on_exception=True\)"):
+        trainer.save_checkpoint(tmp_path / "end")
