@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from dstrat.errors import ConflictError, RequestError
 from dstrat.testing.loopback import LoopbackCluster
 from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.config_source import PATH_VARIABLE, read_config
-from dstrat_deepspeed.prerequisites import build_folder, check_prerequisites
+from dstrat_deepspeed.prerequisites import build_folder, check_lockable, check_prerequisites
 from dstrat_deepspeed.runtime import load_deepspeed
 
 
@@ -98,18 +100,37 @@ def test_a_lock_that_a_process_has_left(tmp_path):
         check_prerequisites("cpu_adam", "offload_optimizer", environ)
     with pytest.raises(RequestError, match=r"has left a lock.*rm "):
         check_prerequisites("cpu_adam", "offload_optimizer", environ)
+    lock.parent.rename(lock.parent.with_name("pin_memory"))  # which is compiled first for async_io
+    with pytest.raises(RequestError, match=r"has left a lock.*rm .*pin_memory"):
+        check_prerequisites("async_io", "offload_param on 'nvme'", environ)
 
 
 def test_nvme_without_libaio(tmp_path):
-    environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "CFLAGS": "", "LDFLAGS": ""}
+    environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "CPATH": "", "LIBRARY_PATH": ""}
     if (Path("/usr/include") / "libaio.h").exists():
         pytest.skip("libaio is installed here")
     with pytest.raises(RequestError, match="there is no libaio: apt install libaio-dev"):
         check_prerequisites("async_io", "offload_param on 'nvme'", environ)
     (tmp_path / "include").mkdir()
-    (tmp_path / "include" / "libaio.h").touch()
-    environ.update(CFLAGS=f"-I{tmp_path}/include", LDFLAGS=f"-L{tmp_path}/lib")
+    for name in ("libaio.h", "libaio.so"):
+        (tmp_path / "include" / name).touch()
+    environ.update(CPATH=f"{tmp_path}/include", LIBRARY_PATH=f"{tmp_path}/include")
     check_prerequisites("async_io", "offload_param on 'nvme'", environ)
+
+
+def test_more_locked_memory_than_is_allowed():
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
+        pytest.skip("every process may lock any amount of memory here")
+    locks = partial(check_lockable, 2**60, "offload_param on 'nvme'", "pass less")
+    before = os.geteuid()
+    if before == 0:
+        locks()
+        os.seteuid(65534)
+    try:
+        with pytest.raises(RequestError, match=r"MiB are allowed: raise the limit \(ulimit -l.*or pass less"):
+            locks()
+    finally:
+        os.seteuid(before)
 
 
 def test_16_mixed_on_cpus():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dstrat_deepspeed.ending import release_groups
+from dstrat_deepspeed.nvme import free_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +49,8 @@ def sharded_creation(deepspeed: Any, config: dict[str, Any], remote_device: str 
             raise
         watch.stop()
         watch.shard_again()
+        if not watch.has_seen_any and init.param_swapper is not None:
+            free_buffers([init.param_swapper])
 
 
 def shard(deepspeed: Any, module: Module, config: dict[str, Any]) -> None:
@@ -81,6 +84,11 @@ class _Watch:
         if layer._parameters:  # noqa: SLF001 - torch has no other hook for the look-up of a parameter
             layer._parameters = _WatchedParameters(layer._parameters, self)  # noqa: SLF001 - the same
             self._layers.append(layer)
+
+    @property
+    def has_seen_any(self) -> bool:
+        """Whether layers with parameters have been made."""
+        return bool(self._layers)
 
     def gather(self, parameter: Any) -> None:
         """Gather a parameter that is sharded; collective."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed.options import changed
-from dstrat_deepspeed.prerequisites import check_prerequisites
+from dstrat_deepspeed.prerequisites import check_lockable, check_prerequisites
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -114,8 +114,18 @@ def check_can_offload(config: dict[str, Any], environ: Mapping[str, str]) -> Non
         if device == "nvme":
             _check_folder(config["zero_optimization"][section].get("nvme_path"))
             check_prerequisites("async_io", f"{section} on 'nvme'", environ)
+            if section == "offload_param":
+                _check_buffers(config["zero_optimization"][section])
         if section == "offload_optimizer" and uses_cpu_optimizer(config):
             check_prerequisites("cpu_adam", "offload_optimizer", environ)
+
+
+def _check_buffers(section: dict[str, Any]) -> None:
+    """Check that the buffers for parameters, of at least 16 bits, can be locked in memory."""
+    size = 2 * section.get("buffer_count", 5) * section.get("buffer_size", 100_000_000)
+    check_lockable(
+        int(size), "offload_param on 'nvme'", "pass a smaller params_buffer_size (elements) or params_buffer_count"
+    )
 
 
 def uses_cpu_optimizer(config: dict[str, Any]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+_PREFIX, _MARK = "dstrat-", "in-use"
 _IN_MEMORY, _ONLY_IN_FILE = "AVAILABLE", "NOT_AVAILABLE"
 
 
@@ -24,13 +27,25 @@ _IN_MEMORY, _ONLY_IN_FILE = "AVAILABLE", "NOT_AVAILABLE"
 def folder_in(path: str) -> Iterator[str]:
     """Make a folder for the files of one rank in one run, in a ``with`` block; it is removed with them.
 
-    DeepSpeed removes nothing, and runs that share a folder would write each other's files.
+    DeepSpeed removes nothing, and runs that share a folder would write each other's files.  What processes that were
+    killed have left is removed too.
     """
-    folder = tempfile.mkdtemp(prefix="dstrat-", dir=path)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    _remove_left_over(Path(path))
+    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=path)
+    with Path(f"{folder}.{_MARK}").open("w") as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)  # as long as this process lives
+        Path(mark.name).rename(Path(folder) / _MARK)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left_over(path: Path) -> None:
+    for mark in path.glob(f"{_PREFIX}*/{_MARK}"):
+        with suppress(OSError), mark.open("w") as file:  # a process holds the lock, or has removed the folder by now
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(mark.parent, ignore_errors=True)
 
 
 def mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:

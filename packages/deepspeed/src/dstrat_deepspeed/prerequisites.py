@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes.util
 import importlib.util
+import logging
 import os
+import resource
 import runpy
 import shutil
 import sys
@@ -18,7 +20,8 @@ from dstrat.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_ASYNC_IO = "async_io"
+_logger = logging.getLogger(__name__)
+_ASYNC_IO, _PIN_MEMORY = "async_io", "pin_memory"
 _EXTENSIONS_DIR = "TORCH_EXTENSIONS_DIR"
 
 
@@ -35,22 +38,31 @@ def check_prerequisites(operation: str, option: str, environ: Mapping[str, str])
     """
     if _was_installed(operation):
         return
-    lock = build_folder(operation, environ) / "lock"
-    if _is_left_over(lock):
-        raise RequestError(
-            f"{option} needs DeepSpeed's {operation}, and a process that ended while it compiled it has left a lock, "
-            f"for which DeepSpeed would wait forever: rm {lock}"
-        )
+    for part in _parts(operation):
+        lock = build_folder(part, environ) / "lock"
+        if _is_left_over(lock):
+            raise RequestError(
+                f"{option} needs DeepSpeed's {part}, and a process that ended while it compiled it has left a lock, "
+                f"for which DeepSpeed would wait forever: rm {lock}"
+            )
     lacking = _lacking(operation, environ)
     if lacking:
         raise RequestError(f"{option} needs DeepSpeed's {operation}, to be compiled once, and {'; '.join(lacking)}")
+    if not is_compiled(operation, environ):
+        folder = build_folder(operation, environ)
+        _logger.info("%s needs DeepSpeed's %s, which is compiled into %s, for some minutes", option, operation, folder)
 
 
 def is_compiled(operation: str, environ: Mapping[str, str]) -> bool:
     """Return whether an operation has been compiled before, for this Python, and can be loaded at once."""
-    folder = build_folder(operation, environ)
-    is_built = (folder / f"{operation}.so").exists() and not _is_left_over(folder / "lock")
+    folders = [build_folder(part, environ) for part in _parts(operation)]
+    is_built = all((folder / f"{folder.name}.so").exists() and not _is_left_over(folder / "lock") for folder in folders)
     return is_built or _was_installed(operation)
+
+
+def _parts(operation: str) -> tuple[str, ...]:
+    """Return what DeepSpeed compiles for an operation, in its order."""
+    return (_PIN_MEMORY, operation) if operation == _ASYNC_IO else (operation,)
 
 
 def build_folder(operation: str, environ: Mapping[str, str]) -> Path:
@@ -113,12 +125,46 @@ def _lacking(operation: str, environ: Mapping[str, str]) -> list[str]:
     if shutil.which("ninja", path=path) is None:
         lacking.append("there is no ninja: pip install ninja")
     if operation == _ASYNC_IO and not _has_libaio(environ):
-        lacking.append("there is no libaio: apt install libaio-dev, or name its folders in CFLAGS and LDFLAGS")
+        lacking.append("there is no libaio: apt install libaio-dev, or name its folders in CPATH and LIBRARY_PATH")
     return lacking
 
 
 def _has_libaio(environ: Mapping[str, str]) -> bool:
-    headers = [Path(folder) / "libaio.h" for folder in ("/usr/include", "/usr/local/include")]
-    headers += [Path(flag[2:]) / "libaio.h" for flag in environ.get("CFLAGS", "").split() if flag.startswith("-I")]
-    has_library = ctypes.util.find_library("aio") is not None or "-L" in environ.get("LDFLAGS", "")
+    headers = [
+        Path(folder) / "libaio.h" for folder in ("/usr/include", "/usr/local/include", *_folders(environ, "CPATH"))
+    ]
+    libraries = [Path(folder) / "libaio.so" for folder in _folders(environ, "LIBRARY_PATH")]
+    has_library = ctypes.util.find_library("aio") is not None or any(library.exists() for library in libraries)
     return has_library and any(header.exists() for header in headers)
+
+
+def _folders(environ: Mapping[str, str], variable: str) -> list[str]:
+    return [folder for folder in environ.get(variable, "").split(os.pathsep) if folder]
+
+
+def check_lockable(size: int, option: str, cure: str) -> None:
+    """Check that this process may lock memory, which DeepSpeed ends with an abort where it may not.
+
+    Args:
+        size: Bytes.
+        option: What the user asked for that needs it, for error messages.
+        cure: How to need less.
+
+    Raises:
+        RequestError: It may lock less.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and size > limit and not _may_lock_any():
+        raise RequestError(
+            f"{option} locks {size / 2**20:,.0f} MiB of memory in each rank, and {limit / 2**20:,.0f} MiB are allowed: "
+            f"raise the limit (ulimit -l, or memlock in /etc/security/limits.conf), or {cure}"
+        )
+
+
+def _may_lock_any() -> bool:
+    """Return whether the process has Linux's capability CAP_IPC_LOCK."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) >> 14 & 1)
+    return False
