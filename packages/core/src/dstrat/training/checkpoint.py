@@ -86,7 +86,10 @@ def _training(trainer: Trainer, optimization: dict[str, Any]) -> dict[str, Any]:
 
 def own_state(trainer: Trainer) -> dict[str, Any]:
     """Return what belongs to this process alone."""
-    return {**trainer.fit_loop.rank_state(), "strategy": trainer.strategy.rank_state()}
+    of_strategy = trainer.strategy.rank_state()
+    if trainer.fit_loop.is_in_backward and of_strategy.get("gradients"):
+        of_strategy["gradients"] = {}  # those of the batch that is trained on once more are among them
+    return {**trainer.fit_loop.rank_state(), "strategy": of_strategy}
 
 
 def _of_each_rank(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:

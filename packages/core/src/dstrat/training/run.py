@@ -138,6 +138,7 @@ def _fit(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
         validation = None
         if validates:
             validation = EvaluationLoop(trainer, module, sources.loader("val", may_be_none=True), "validation")
+            trainer.evaluation_loop = validation  # known from now on, and not only when it runs
         if validation is not None and sanity_checks:
             _sanity_check(trainer, validation)
         loop.run(validation)
@@ -151,6 +152,7 @@ def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
     trainer.sanity_checking = True
     with trainer.interruption:
         validation.run(None if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps)
+    random_state.restore()  # also for a checkpoint that is saved in the hook
     trainer.dispatch.call_callbacks("on_sanity_check_end")
     trainer.sanity_checking = False
     random_state.restore()

@@ -11,7 +11,7 @@ from typing_extensions import override
 from dstrat.errors import MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import not_logged
-from dstrat.training.callbacks.monitored import is_new, is_overdue
+from dstrat.training.callbacks.monitored import is_new, is_overdue, was_completed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,7 +123,8 @@ class EarlyStopping(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self.check_on_train_epoch_end is not False and not self._comes_from_validation:
+        is_asked = self.check_on_train_epoch_end is not False and not self._comes_from_validation
+        if is_asked and was_completed(trainer):  # values of a part of an epoch are not those of another's whole
             self._check(trainer, must_be_known=is_overdue(trainer))
 
     @override

@@ -24,6 +24,10 @@ def is_overdue(trainer: Trainer) -> bool:
 
     That is so after an epoch that was not broken off and in which validation was due.
     """
-    was_completed = trainer.fit_loop.epochs_done > trainer.current_epoch
     every = trainer.check_val_every_n_epoch  # None where validation is due after a number of batches of any epoch
-    return was_completed and every is not None and (trainer.current_epoch + 1) % every == 0
+    return was_completed(trainer) and every is not None and (trainer.current_epoch + 1) % every == 0
+
+
+def was_completed(trainer: Trainer) -> bool:
+    """Return whether the epoch of training that ends was not broken off, as ``max_steps`` and ``should_stop`` do."""
+    return trainer.fit_loop.epochs_done > trainer.current_epoch

@@ -44,6 +44,7 @@ class AutomaticOptimization:
 
     Attributes:
         optimizers: What the module's ``optimizers`` method returns.
+        is_in_backward: Whether a backward pass has begun in a batch that is not done.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule) -> None:
@@ -70,6 +71,7 @@ class AutomaticOptimization:
         self._applies = True
         self._clears = True  # until something has been accumulated
         self._outputs: Any = None
+        self.is_in_backward = False
 
     def _find_step(self) -> Callable[[Callable[[], Any]], Any]:
         module, trainer, optimizer = self._module, self._trainer, self._optimizer
@@ -118,6 +120,7 @@ class AutomaticOptimization:
             raise
         finally:
             outputs, self._outputs, self._arguments = self._outputs, None, ()
+        self.is_in_backward = False
         if applies:
             self._clears = True
             self._loop.global_step += 1
@@ -137,6 +140,7 @@ class AutomaticOptimization:
         loss = self._loss(self._outputs)
         for hook in self._before_backward:
             hook(loss)
+        self.is_in_backward = True
         self._backward(loss)
         for hook in self._after_backward:
             hook()

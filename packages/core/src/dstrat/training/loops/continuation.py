@@ -17,30 +17,39 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def rank_state(trainer: Trainer, beginning: Beginning | None, *, has_gradients: bool) -> dict[str, Any]:
+def rank_state(
+    trainer: Trainer,
+    beginning: Beginning | None,
+    *,
+    random: RandomState,
+    logged: dict[str, Any],
+    has_gradients: bool,
+) -> dict[str, Any]:
     """Return what a checkpoint keeps of this process alone, as plain values and tensors.
 
     Args:
         trainer: In a fit.
         beginning: How the epoch began; None before the first.
+        random: The random numbers to go on with.
+        logged: What the epoch has logged so far.
         has_gradients: Whether gradients may wait for an optimizer step, or stay behind one.
     """
     strategy = trainer.strategy
     return {
-        "random": RandomState.capture().state_dict(),
+        "random": random.state_dict(),
         "device_random": strategy.accelerator.get_random_state(strategy.root_device),
         "generators": generator_states(trainer.fit_loop.data.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
         "validation": [shared_seeds(loader) for loader in trainer.fit_loop.validation_loaders],
         "place": trainer.fit_loop.data.place(None if _is_over(trainer) else trainer.fit_loop.batches_done),
-        "logged": trainer.fit_loop.logged.state_dict(),
+        "logged": logged,
         "gradients": _gradients(trainer) if has_gradients else None,
     }
 
 
 def _is_over(trainer: Trainer) -> bool:
     """Return whether no batch of an epoch is left."""
-    return trainer.fit_loop.is_last_batch or not trainer.fit_loop.batches_done
+    return trainer.fit_loop.ends_epoch or not trainer.fit_loop.batches_done
 
 
 def _gradients(trainer: Trainer) -> dict[str, Any] | None:

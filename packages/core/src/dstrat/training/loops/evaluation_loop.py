@@ -22,7 +22,7 @@ from dstrat.training.loops.uncounted_steps import uncounted, with_company
 from dstrat.training.metrics.logged import LoggedValues
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from dstrat.training.module.train_module import TrainModule
@@ -93,19 +93,20 @@ class EvaluationLoop:
         """Number of batches of each loader; None where it is unknown."""
         return [limit_of(self._limit, length_of(loader), self._limit_name) for loader in self.loaders]
 
-    def run(self, at_most: int | None = None) -> None:
+    def run(self, at_most: int | None = None, *, before_end: Callable[[], None] | None = None) -> None:
         """Evaluate; the values over the epoch are then published, predictions come from :meth:`predictions`.
 
         Without a loader nothing happens, as where a module's ``val_dataloader`` returned None.
 
         Args:
             at_most: Number of batches to take of each loader, below the Trainer's limit.
+            before_end: Is called when everything is done but the last hook, ``on_validation_end`` and its like.
         """
         if self.loaders:
             with self._trainer.strategy.evaluation_context():
-                self._run(at_most)
+                self._run(at_most, before_end)
 
-    def _run(self, at_most: int | None) -> None:
+    def _run(self, at_most: int | None, before_end: Callable[[], None] | None) -> None:
         trainer, dispatch, purpose = self._trainer, self._trainer.dispatch, self._purpose
         trainer.publisher.follow(self.logged)
         trainer.evaluation_loop, trainer.is_evaluating = self, True
@@ -125,6 +126,8 @@ class EvaluationLoop:
                 if self._votes is not None:
                     self._votes.finish()
             trainer.publisher.publish_epoch(self.logged, dispatch.of(f"on_{purpose}_epoch_end"))
+            if before_end is not None:
+                before_end()
             dispatch.call(f"on_{purpose}_end")
         finally:  # also for a fit after one whose validation broke
             for part, was_training in modes:

@@ -36,6 +36,7 @@ class Position:
         in_group: Number of batches whose gradients wait for an optimizer step.
         steps_before: Number of optimizer steps before the batch.
         phase: How much of what follows a batch or an epoch has been done.
+        is_in_batch: Whether a batch is being trained on, which then does not count as done.
     """
 
     def __init__(self) -> None:
@@ -49,10 +50,16 @@ class Position:
         self.in_group = 0
         self.steps_before = 0
         self.phase: Phase = "done"
+        self.is_in_batch = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters for a checkpoint, the same in every process."""
-        return {name: getattr(self, name) for name in _SAVED}
+        return {name: getattr(self, name) for name in _SAVED} | {"is_last_batch": self.ends_epoch}
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether no batch of the epoch is left to train on."""
+        return self.is_last_batch and not self.is_in_batch
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the counters."""

@@ -87,7 +87,8 @@ class MetricEntry(Entry):
     def state_dict(self) -> dict[str, Any]:
         metric = self.metric
         count = metric._update_count  # noqa: SLF001 - torchmetrics has no public name for it
-        return {**super().state_dict(), "metric": dict(metric.metric_state), "update_count": count}
+        state = {name: list(value) if isinstance(value, list) else value for name, value in metric.metric_state.items()}
+        return {**super().state_dict(), "metric": state, "update_count": count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
