@@ -59,7 +59,7 @@ def test_each_stage_is_known_with_its_loaders(quiet_trainer, line_class, loader)
     none = {"val": 0, "test": 0, "predict": 0}
     assert asking.said == {
         "setup of fit": ({"training", "is_fitting"}, {}, none),
-        "sanity check": ({"sanity_checking", "is_fitting"}, {"val": [2, 2], "sanity_val": [2, 2]}, none | {"val": 2}),
+        "sanity check": ({"sanity_checking", "is_fitting"}, {"val": [6, 3], "sanity_val": [2, 2]}, none | {"val": 2}),
         "train": ({"training", "is_fitting"}, {"val": [6, 3]}, none | {"val": 2}),
         "fit": ({"validating", "is_fitting"}, {"val": [6, 3]}, none | {"val": 2}),
         "setup of validate": (set(), {}, none),
@@ -70,6 +70,18 @@ def test_each_stage_is_known_with_its_loaders(quiet_trainer, line_class, loader)
         "predict": ({"predicting"}, {"predict": [6]}, none | {"predict": 1}),
         "last batches": [False] * 5 + [True],
     }
+
+
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
+def test_what_is_validated_is_known_before_the_first_validation(quiet_trainer, line, loader, num_sanity_val_steps):
+    class Reading(Callback):
+        def on_train_start(self, trainer, module):
+            self.known = trainer.num_val_batches, len(trainer.val_dataloaders), trainer.num_sanity_val_batches
+
+    reading = Reading()
+    trainer = quiet_trainer(callbacks=reading, max_epochs=1, num_sanity_val_steps=num_sanity_val_steps)
+    trainer.fit(line, loader(), loader())
+    assert reading.known == ([6], 1, [])
 
 
 def test_the_parts_of_the_run_are_known(quiet_trainer, line_class, loader):

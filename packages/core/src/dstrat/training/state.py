@@ -184,8 +184,10 @@ class RunState:
 
     @property
     def num_val_batches(self) -> list[int | None]:
-        """Number of batches of each validation loader; None where it is unknown."""
-        return self.evaluation_batches if self.stage in ("fit", "validate") else []
+        """Number of batches of each validation loader, from ``on_train_start`` on; None where it is unknown."""
+        if self.stage not in ("fit", "validate") or self.evaluation_loop is None:
+            return []
+        return self.evaluation_loop.num_batches
 
     @property
     def num_sanity_val_batches(self) -> list[int | None]:
