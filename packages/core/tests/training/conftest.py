@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import GradientSyncStrategy, Trainer, TrainModule
+from dstrat import GradientSyncStrategy, ModelCheckpoint, ModelSummary, ProgressBar, Trainer, TrainModule
+
+_DEFAULT_CALLBACKS = {
+    "enable_progress_bar": ProgressBar,
+    "enable_model_summary": ModelSummary,
+    "enable_checkpointing": ModelCheckpoint,
+}
 
 
 class Line(TrainModule):
@@ -94,15 +100,12 @@ def quiet_trainer(tmp_path):
     """Makes a Trainer on the CPU that shows and writes nothing."""
 
     def make(**kwargs):
-        options = {
-            "accelerator": "cpu",
-            "max_epochs": 2,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "enable_checkpointing": False,
-            "default_root_dir": tmp_path,
-        }
+        options = {"accelerator": "cpu", "max_epochs": 2, "logger": False, "default_root_dir": tmp_path}
+        given = kwargs.get("callbacks") or []
+        given = given if isinstance(given, list | tuple) else [given]
+        for name, kind in _DEFAULT_CALLBACKS.items():
+            if not any(isinstance(callback, kind) for callback in given):
+                options[name] = False
         return Trainer(**(options | kwargs))
 
     return make

@@ -25,6 +25,8 @@ _AT_LEAST = {
     "accumulate_grad_batches": 1,
     "reload_dataloaders_every_n_epochs": 0,
 }
+_STATEMENTS = ("sync_batchnorm", "detect_anomaly", "use_distributed_sampler", "inference_mode")
+_ENABLED = ("progress_bar", "model_summary", "checkpointing")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,27 +72,42 @@ def choose_surroundings(given: Mapping[str, Any], *, barebones: bool, fast_dev_r
     """Return what runs around the training.
 
     Args:
-        given: What the user passed for each attribute of :class:`Surroundings`; None leaves it open.
+        given: What the user passed for each attribute of :class:`Surroundings`, None leaving it open, and for
+            ``profiler`` and ``detect_anomaly``.
         barebones: Whether all of it is off.
-        fast_dev_run: Number of batches that are only tried, without loggers and checkpoints; 0 runs as usual.
+        fast_dev_run: Number of batches that are only tried, without loggers and sanity check; 0 runs as usual.
 
     Raises:
+        RequestError: Something is neither on nor off.
         ConflictError: Something was asked for that barebones switches off.
     """
+    _check_statement(barebones, "barebones")
+    for name in _ENABLED:
+        if given[name] is not None:
+            _check_statement(given[name], _argument(name))
     defaults = _BARE if barebones else _USUAL
     chosen = {name: getattr(defaults, name) if given[name] is None else given[name] for name in Surroundings.__slots__}
     if barebones:
-        wanted = [name for name in Surroundings.__slots__ if given[name] not in (None, getattr(_BARE, name))]
-        if wanted:
-            shown = {"progress_bar", "model_summary", "checkpointing"}
-            name = f"enable_{wanted[0]}" if wanted[0] in shown else wanted[0]
+        _check_bare({**given, "fast_dev_run": fast_dev_run})
+    if fast_dev_run:
+        chosen |= {"logger": False, "num_sanity_val_steps": 0}
+    return Surroundings(**chosen)
+
+
+def _check_bare(given: Mapping[str, Any]) -> None:
+    """Raise ConflictError where something is asked for that barebones switches off."""
+    off = {name: getattr(_BARE, name, False) for name in given}
+    for name, value in given.items():
+        if value is not None and value != off[name]:
             raise ConflictError(
-                f"barebones=True switches off everything beside training, and {name}={given[wanted[0]]!r} was asked "
+                f"barebones=True switches off everything beside training, and {_argument(name)}={value!r} was asked "
                 "for: pass one or the other"
             )
-    if fast_dev_run:
-        chosen |= {"logger": False, "checkpointing": False, "num_sanity_val_steps": 0}
-    return Surroundings(**chosen)
+
+
+def _argument(name: str) -> str:
+    """Return what the Trainer calls an attribute of :class:`Surroundings`."""
+    return f"enable_{name}" if name in _ENABLED else name
 
 
 def check_arguments(trainer: Trainer) -> None:
@@ -104,6 +121,10 @@ def check_arguments(trainer: Trainer) -> None:
         check_limit(getattr(trainer, name), name)
     for name, least in _AT_LEAST.items():
         check_count(getattr(trainer, name), name, least)
+    for name in _STATEMENTS:
+        _check_statement(getattr(trainer, name), name)
+    if trainer.benchmark is not None:
+        _check_statement(trainer.benchmark, "benchmark")
     _check_order(trainer, "epochs")
     _check_order(trainer, "steps")
     _check_interval(trainer.val_check_interval, trainer.check_val_every_n_epoch)
@@ -123,6 +144,11 @@ def check_count(value: Any, name: str, least: int) -> None:
     """Raise RequestError unless the value is an int of at least so much."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise RequestError(f"{name}={value!r} must be an int of at least {least}")
+
+
+def _check_statement(value: Any, name: str) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}={value!r} must be True or False")
 
 
 def _check_order(trainer: Trainer, unit: str) -> None:
@@ -157,7 +183,7 @@ def _check_clipping(value: Any, algorithm: Any) -> None:
     if algorithm not in ("norm", "value"):
         raise RequestError(f"gradient_clip_algorithm={algorithm!r} must be 'norm' or 'value'")
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and (not number or value <= 0):
+    if value is not None and (not number or not value > 0):  # NaN is not either
         raise RequestError(f"gradient_clip_val={value!r} must be a positive number, or None to clip nothing")
 
 

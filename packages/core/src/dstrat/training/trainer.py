@@ -102,11 +102,12 @@ class Trainer(RunState):
         inference_mode: Whether evaluation runs under ``torch.inference_mode`` rather than ``no_grad``.
         enable_progress_bar: Whether progress is shown.
         enable_model_summary: Whether the layers are listed before training.
-        enable_checkpointing: Whether a checkpoint of the last epoch is kept when no ModelCheckpoint is given.
+        enable_checkpointing: Whether a checkpoint of the last epoch is kept when no ModelCheckpoint is given; False is
+            in conflict with one, and the other two with theirs.
         default_root_dir: Where logs and checkpoints go; the working directory by default.  Where it is a URL of a store
             that fsspec reaches, such as ``"s3://bucket/run"``, checkpoints go there, and logs to the working directory.
         barebones: Whether everything that costs time beside training is off: bar, summary, logger, checkpoints, sanity
-            check, and logging.
+            check, and logging; asking for one of them, a profiler, ``detect_anomaly`` or ``fast_dev_run`` is an error.
 
     Raises:
         DstratError: The request cannot be done as asked; the message says what is possible.
@@ -164,6 +165,8 @@ class Trainer(RunState):
             "checkpointing": enable_checkpointing,
             "log_every_n_steps": log_every_n_steps,
             "num_sanity_val_steps": num_sanity_val_steps,
+            "profiler": profiler,
+            "detect_anomaly": detect_anomaly,
         }
         around = choose_surroundings(given, barebones=barebones, fast_dev_run=fast_dev_run)
         self.fast_dev_run = int(fast_dev_run)
@@ -186,7 +189,7 @@ class Trainer(RunState):
         self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
         self.use_distributed_sampler = use_distributed_sampler
         self.inference_mode = inference_mode
-        self.default_root_dir = place(default_root_dir or Path.cwd())
+        self.default_root_dir = place(Path.cwd() if default_root_dir is None else default_root_dir, "default_root_dir")
         check_arguments(self)
         self._limit_to_a_try()
 
@@ -209,6 +212,7 @@ class Trainer(RunState):
             progress_bar=around.progress_bar,
             model_summary=around.model_summary,
             checkpointing=around.checkpointing,
+            barebones=barebones,
             max_time=max_time,
         )
         if self.fast_dev_run:

@@ -20,7 +20,7 @@ def test_the_users_order_is_kept_but_for_those_that_run_last_and_those_that_save
         runs_last = True
 
     given = [ModelCheckpoint(), Last(), LambdaCallback(), EarlyStopping("loss"), Timer(), ModelCheckpoint(monitor="a")]
-    completed = complete_callbacks(given, **NOTHING)
+    completed = complete_callbacks(given, **NOTHING | {"checkpointing": True})
     assert completed == [given[2], given[4], given[1], given[3], given[0], given[5]]
 
 

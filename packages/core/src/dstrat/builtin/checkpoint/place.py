@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -195,15 +196,23 @@ class RemotePath:
 Place: TypeAlias = Path | RemotePath
 
 
-def place(path: str | Path | RemotePath) -> Place:
+def place(path: str | os.PathLike[str] | RemotePath, name: str = "path") -> Place:
     """Return what a path or URL means.
+
+    Args:
+        path: A path of this machine or a URL.
+        name: What the user knows it as.
 
     Raises:
         MissingRequirementError: What reaches that kind of store is not installed.
-        RequestError: No such kind of store is known.
+        RequestError: No such kind of store is known, or it is no path.
     """
     if isinstance(path, Path | RemotePath):
         return path
+    if isinstance(path, os.PathLike):
+        return Path(path)
+    if not isinstance(path, str):
+        raise RequestError(f"{name}={path!r} is of the type {type(path).__name__}: give a str or a Path")
     if path.startswith(_FILE):
         return Path(path.removeprefix(_FILE))
     if not _URL.match(path):

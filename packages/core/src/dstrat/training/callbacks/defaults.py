@@ -9,6 +9,7 @@ from dstrat.errors import ConflictError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.timer import Timer
 from dstrat.training.duration import read_duration
+from dstrat.training.removed_hooks import check_no_removed_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ def complete_callbacks(
     progress_bar: bool,
     model_summary: bool,
     checkpointing: bool,
+    barebones: bool = False,
     max_time: Duration | None = None,
 ) -> list[Callback]:
     """Return the user's callbacks and the default ones that they lack.
@@ -35,36 +37,39 @@ def complete_callbacks(
         progress_bar: Whether a progress bar is wanted.
         model_summary: Whether a summary of the layers is wanted.
         checkpointing: Whether checkpoints are wanted.
+        barebones: Whether it was by ``barebones`` that those not wanted were switched off.
         max_time: How long training may take; None does not limit it.
 
     Raises:
         RequestError: Something given is no callback, or two of them have the same ``state_key``.
-        ConflictError: The time is limited twice.
+        MisuseError: A callback has a hook of old, which nobody calls.
+        ConflictError: The time is limited twice, or one is given of a kind that is not wanted.
     """
     callbacks = _as_list(given, "callbacks")
+    wanted = {"progress_bar": progress_bar, "model_summary": model_summary, "checkpointing": checkpointing}
+    for name, enabled in wanted.items():
+        if not enabled:
+            _check_none(callbacks, name, barebones=barebones)
     if max_time is not None:
         _check_time_is_free(callbacks, max_time)
         callbacks.append(Timer(read_duration(max_time, "max_time")))
-    wanted = [(_progress_bar, progress_bar), (_model_summary, model_summary), (_model_checkpoint, checkpointing)]
-    for find, enabled in wanted:
-        if enabled and not any(isinstance(callback, find()) for callback in callbacks):
-            callbacks.append(find()())
+    for name, enabled in wanted.items():
+        if enabled and not any(isinstance(callback, _DEFAULTS[name]()) for callback in callbacks):
+            callbacks.append(_DEFAULTS[name]()())
     return _in_order(callbacks)
 
 
-def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback], *, saves: bool = True) -> list[Callback]:
+def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
     """Return the callbacks with those that a module configures, which replace those of the same class.
 
     Args:
         module: Configures some.
         callbacks: Those that there are.
-        saves: Whether those that save checkpoints are among them.
 
     Raises:
         RequestError: Something that the module configures is no callback.
     """
     own = _as_list(module.configure_callbacks(), f"{type(module).__name__}.configure_callbacks")
-    own = [callback for callback in own if saves or not callback.saves_checkpoints]
     if not own:
         return list(callbacks)
     kept = [callback for callback in callbacks if not any(type(callback) is type(other) for other in own)]
@@ -76,6 +81,7 @@ def _as_list(given: Callback | Sequence[Callback] | None, name: str) -> list[Cal
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise RequestError(f"{name}={callback!r} is not a Callback (pass an instance, not a class)")
+        check_no_removed_hooks(callback, is_callback=True)
     return callbacks
 
 
@@ -108,6 +114,20 @@ def _model_checkpoint() -> type[Callback]:
     from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint
 
     return ModelCheckpoint
+
+
+_DEFAULTS = {"progress_bar": _progress_bar, "model_summary": _model_summary, "checkpointing": _model_checkpoint}
+
+
+def _check_none(callbacks: Sequence[Callback], name: str, *, barebones: bool) -> None:
+    """Raise ConflictError where the user gives what the user switches off."""
+    of_kind = [callback for callback in callbacks if isinstance(callback, _DEFAULTS[name]())]
+    if of_kind:
+        off = "barebones=True" if barebones else f"enable_{name}=False"
+        raise ConflictError(
+            f"{off} switches off every {_DEFAULTS[name]().__name__}, and callbacks has a {type(of_kind[0]).__name__}: "
+            "leave one of the two out"
+        )
 
 
 def _check_keys(callbacks: Sequence[Callback]) -> None:

@@ -10,6 +10,7 @@ from dstrat.errors import MisuseError
 from dstrat.training.dispatch import overrides
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.train_module import TrainModule
+from dstrat.training.removed_hooks import check_no_removed_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,12 +29,14 @@ class Sources:
 
     def __init__(self, module: TrainModule, datamodule: DataModule | None, passed: Mapping[Source, Any]) -> None:
         _check_module(module)
+        check_no_removed_hooks(module)
         self._module = module
         self._passed = {source: loaders for source, loaders in passed.items() if loaders is not None}
         for source, loaders in list(self._passed.items()):
             if isinstance(loaders, DataModule) and datamodule is None:  # given where the loaders are expected
                 datamodule = self._passed.pop(source)
         self.datamodule = datamodule
+        check_no_removed_hooks(datamodule)
         if datamodule is not None and self._passed:
             raise MisuseError(
                 f"loaders were passed for {', '.join(self._passed)}, and a datamodule too: pass one or the other"
