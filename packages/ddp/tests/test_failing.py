@@ -1,62 +1,19 @@
 """What happens when a rank fails or is gone."""
 
-import os
-import time
-
-import torch.distributed as dist
-from tests.hand_loop import Net, batches, one_pass, parts, start
+from tests.failing_ranks import check_that_a_rank_that_dies_is_noticed, check_that_nobody_waits_for_a_rank_that_raises
+from tests.hand_loop import Net, parts, start
 from tests.ranks import in_ranks
 from torch import nn
 
 from dstrat_ddp import DDPStrategy
 
 
-class Failing(Net):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 3 and dist.get_rank() == 1:
-            raise ValueError("rank 1 had enough")
-        return super().training_step(batch, batch_idx)
-
-
-class Dying(Net):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 3 and dist.get_rank() == 1:
-            os._exit(3)
-        return super().training_step(batch, batch_idx)
-
-
-def until_it_breaks(cluster, module):
-    """Return what broke and how long the rest took, from the exception until everything was closed."""
-    strategy = DDPStrategy()
-    start(strategy, globals()[module](), parts(cluster))
-    try:
-        for index, batch in enumerate(batches()):
-            one_pass(strategy, batch, index, 1)
-    except Exception as error:
-        begun = time.monotonic()
-        strategy.on_exception(error)
-        still_open = dist.is_initialized()
-        strategy.teardown()
-        return f"{type(error).__name__}: {error}", time.monotonic() - begun, still_open
-    return None
-
-
 def test_when_a_rank_raises_the_others_do_not_wait_for_it():
-    (other, *closed), (culprit, *also_closed) = in_ranks(until_it_breaks, module="Failing")
-    assert culprit == "ValueError: rank 1 had enough"
-    assert other.startswith(("RuntimeError", "DistBackendError"))
-    for seconds, still_open in (closed, also_closed):
-        assert seconds < 2
-        assert not still_open
+    check_that_nobody_waits_for_a_rank_that_raises(DDPStrategy)
 
 
 def test_when_a_rank_dies_the_others_notice_and_can_close():
-    outcome, gone = in_ranks(until_it_breaks, module="Dying", may_die=(1,))
-    message, seconds, still_open = outcome
-    assert gone is None
-    assert message.startswith(("RuntimeError", "DistBackendError"))
-    assert seconds < 2
-    assert not still_open
+    check_that_a_rank_that_dies_is_noticed(DDPStrategy)
 
 
 def reducer_after_an_exception(cluster):

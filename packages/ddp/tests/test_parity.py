@@ -3,24 +3,15 @@
 import pytest
 from tests.hand_loop import Net, losses_of, parts, single_device_losses
 from tests.ranks import each, in_ranks
+from tests.ways_of_training import WAYS, losses_of_one_device
 
 from dstrat_ddp import DDPStrategy
-
-TOLERANCE = {"rel": 1e-6, "abs": 0}
 
 KEYWORDS = {
     "static_graph": {"static_graph": True},
     "gradients as bucket views": {"gradient_as_bucket_view": True},
     "a search for unused parameters": {"find_unused_parameters": True},
     "many buckets": {"bucket_cap_mb": 0.0001},
-}
-SHORT = {"steps": 6}  # enough to show a difference
-TRAINING = {
-    "plain": {},
-    "accumulation": {"accumulate": 3, **SHORT},
-    "clipping by norm": {"clip": 0.05, **SHORT},
-    "clipping by value": {"clip": 0.03, "algorithm": "value", **SHORT},
-    "accumulation and clipping": {"accumulate": 2, "clip": 0.05, **SHORT},
 }
 OF_PRECISIONS = {"64-true": 1e-12, "bf16-mixed": 0.02, "16-mixed": 0.01}
 
@@ -32,15 +23,12 @@ def ddp_losses(cluster, keywords, training, precision="32-true"):
 @pytest.fixture(scope="module")
 def expected():
     """Losses of one device for each way of training."""
-    losses = {name: single_device_losses(Net(), **training) for name, training in TRAINING.items()}
-    assert losses["plain"][-1] < losses["plain"][0] / 2  # it learns, so that there is something to compare
-    assert len({tuple(values) for values in losses.values()}) == len(losses)  # each way makes a difference
-    return {name: pytest.approx(values, **TOLERANCE) for name, values in losses.items()}
+    return losses_of_one_device(Net)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_losses_are_those_of_one_device(expected, world_size):
-    cases = {way: {"keywords": {}, "training": training} for way, training in TRAINING.items()}
+    cases = {way: {"keywords": {}, "training": training} for way, training in WAYS.items()}
     for losses in in_ranks(each, world_size, function=ddp_losses, cases=cases):
         assert losses == expected
 
@@ -48,7 +36,7 @@ def test_losses_are_those_of_one_device(expected, world_size):
 def test_keywords_of_ddp_leave_the_losses_as_they_are(expected):
     ways = ("plain", "accumulation and clipping")
     cases = {
-        (name, way): {"keywords": keywords, "training": TRAINING[way]}
+        (name, way): {"keywords": keywords, "training": WAYS[way]}
         for name, keywords in KEYWORDS.items()
         for way in ways
     }

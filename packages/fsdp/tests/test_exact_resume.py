@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from tests.hand_loop import BlockNet, batches, one_pass, parts, start, train
 from tests.ranks import each, in_ranks
+from tests.trainer_runs import Saves, quiet_trainer, same_when_resumed, shuffled_loader
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -19,9 +20,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Replicate, Shard
-from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import Callback, Trainer, TrainModule
+from dstrat import TrainModule
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
@@ -94,46 +94,17 @@ class Split(Net):
         return self.norm(DTensor.from_local(inputs, mesh, [Replicate()], run_check=False))
 
 
-class Saves(Callback):
-    saves_checkpoints = runs_last = True
-
-    def __init__(self, folder, moments):
-        self.folder, self.moments = folder, moments
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.fit_loop.batches_seen in self.moments:
-            trainer.save_checkpoint(self.folder / str(trainer.fit_loop.batches_seen))
-
-
-def fit(cluster, folder, strategy, module, *, callbacks=(), ckpt_path=None, io=PortableCheckpointIO, **options):
-    inputs = torch.randn(4 * BATCHES, 6, generator=torch.Generator().manual_seed(1))
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=cluster.world_size,
-        plugins=[cluster, io()],
-        callbacks=list(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        **{"max_epochs": 1, **options},
-    )
-    torch.manual_seed(3)
-    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=2, shuffle=True)
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
+def fit(cluster, folder, strategy, module, *, ckpt_path=None, io=PortableCheckpointIO, **options):
+    trainer = quiet_trainer(strategy, cluster, plugins=[io()], default_root_dir=folder, **options)
+    trainer.fit(module, shuffled_loader(4 * BATCHES, batch_size=2), ckpt_path=ckpt_path)
     return {name: getattr(value, "_local_tensor", value).clone() for name, value in module.state_dict().items()}
 
 
 def stopped_and_resumed(cluster, folder, strategy, cls, moments=(2, 4), **options):
-    folder = Path(folder)
-    whole = fit(cluster, folder, strategy(), cls(), callbacks=[Saves(folder, moments)], **options)
-    found = {}
-    for moment in moments:
-        again = fit(cluster, folder, strategy(), cls(), ckpt_path=folder / str(moment), **options)
-        found[moment] = all(torch.equal(again[name], whole[name]) for name in whole)
-    return found
+    def fit_anew(**more):
+        return fit(cluster, folder, strategy(), cls(), **options, **more)
+
+    return same_when_resumed(fit_anew, Path(folder), moments)
 
 
 GROUPS = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": 1.0}

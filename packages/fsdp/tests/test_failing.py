@@ -1,12 +1,12 @@
 """What happens when a rank fails or is gone."""
 
-import os
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from tests.failing_ranks import check_that_a_rank_that_dies_is_noticed, check_that_nobody_waits_for_a_rank_that_raises
 from tests.hand_loop import BlockNet, batches, one_pass, parts, start
 from tests.ranks import in_ranks
 from torch import nn
@@ -14,52 +14,12 @@ from torch import nn
 from dstrat_fsdp import FSDPStrategy
 
 
-class Failing(BlockNet):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 3 and dist.get_rank() == 1:
-            raise ValueError("rank 1 had enough")
-        return super().training_step(batch, batch_idx)
-
-
-class Dying(BlockNet):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 3 and dist.get_rank() == 1:
-            os._exit(3)
-        return super().training_step(batch, batch_idx)
-
-
-def until_it_breaks(cluster, module):
-    """Return what broke and how long the rest took, from the exception until everything was closed."""
-    strategy = FSDPStrategy()
-    start(strategy, globals()[module](), parts(cluster))
-    try:
-        for index, batch in enumerate(batches()):
-            one_pass(strategy, batch, index, 1)
-    except Exception as error:
-        begun = time.monotonic()
-        strategy.on_exception(error)
-        still_open = dist.is_initialized()
-        strategy.teardown()
-        return f"{type(error).__name__}: {error}", time.monotonic() - begun, still_open
-    return None
-
-
 def test_when_a_rank_raises_the_others_do_not_wait_for_it():
-    (other, *closed), (culprit, *also_closed) = in_ranks(until_it_breaks, module="Failing")
-    assert culprit == "ValueError: rank 1 had enough"
-    assert other.startswith(("RuntimeError", "DistBackendError"))
-    for seconds, still_open in (closed, also_closed):
-        assert seconds < 2
-        assert not still_open
+    check_that_nobody_waits_for_a_rank_that_raises(FSDPStrategy)
 
 
 def test_when_a_rank_dies_the_others_notice_and_can_close():
-    outcome, gone = in_ranks(until_it_breaks, module="Dying", may_die=(1,))
-    message, seconds, still_open = outcome
-    assert gone is None
-    assert message.startswith(("RuntimeError", "DistBackendError"))
-    assert seconds < 2
-    assert not still_open
+    check_that_a_rank_that_dies_is_noticed(FSDPStrategy)
 
 
 def test_teardown_before_setup_and_twice_is_harmless():

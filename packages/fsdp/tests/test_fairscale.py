@@ -6,8 +6,9 @@ import warnings
 
 import pytest
 import torch
-from tests.hand_loop import BlockNet, Run, batches, losses_of, one_pass, parts, single_device_losses, start, train
+from tests.hand_loop import BlockNet, Run, batches, losses_of, one_pass, parts, start, train
 from tests.ranks import each, in_ranks
+from tests.ways_of_training import WAYS, losses_of_one_device
 
 from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, MisuseError, RequestError
@@ -19,15 +20,6 @@ with warnings.catch_warnings():
     pytest.importorskip("fairscale", reason="needs the extra dstrat-fsdp[fairscale]")
     from dstrat_fsdp import DDPFullyShardedStrategy, DDPShardedStrategy, DDPSpawnShardedStrategy
 
-SHORT = {"steps": 6}  # enough to show a difference
-TRAINING = {
-    "plain": {},
-    "accumulation": {"accumulate": 3, **SHORT},
-    "clipping by norm": {"clip": 0.05, **SHORT},
-    "clipping by value": {"clip": 0.03, "algorithm": "value", **SHORT},
-    "accumulation and clipping": {"accumulate": 2, "clip": 0.05, **SHORT},
-}
-
 
 def losses(cluster, training):
     return losses_of(DDPShardedStrategy(), BlockNet(), parts(cluster), **training)
@@ -35,10 +27,8 @@ def losses(cluster, training):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_losses_are_those_of_one_device(world_size):
-    cases = {way: {"training": training} for way, training in TRAINING.items()}
-    expected = {
-        way: pytest.approx(single_device_losses(BlockNet(), **training), rel=1e-6) for way, training in TRAINING.items()
-    }
+    cases = {way: {"training": training} for way, training in WAYS.items()}
+    expected = losses_of_one_device(BlockNet)
     for found in in_ranks(each, world_size, function=losses, cases=cases):
         assert found == expected
 

@@ -4,18 +4,11 @@ import pytest
 import torch
 from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
 from tests.ranks import each, in_ranks
+from tests.ways_of_training import SHORT, WAYS
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dstrat_fsdp import ModelParallelStrategy
-
-SHORT = {"steps": 6}  # enough to show a difference
-TRAINING = {
-    "plain": {},
-    "accumulation": {"accumulate": 3, **SHORT},
-    "clipping by norm": {"clip": 0.05, **SHORT},
-    "clipping by value": {"clip": 0.03, "algorithm": "value", **SHORT},
-}
 
 
 def split(module, mesh):
@@ -59,7 +52,7 @@ def nothing(module, mesh):
 def test_losses_on_two_by_two_are_those_of_one_device_also_where_the_module_shards_itself():
     itself = {"configure": "split_and_shard", "training": SHORT}
     cases = {
-        **{way: {"training": training} for way, training in TRAINING.items()},
+        **{way: {"training": training} for way, training in WAYS.items()},
         "shards itself": {**itself, "meta": False},
         "shards itself, made without memory": {**itself, "meta": True},
     }

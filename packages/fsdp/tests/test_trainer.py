@@ -4,10 +4,9 @@ import pytest
 import torch
 from tests.hand_loop import BlockNet
 from tests.ranks import each, in_ranks
+from tests.trainer_runs import Evaluated, Losses, loader, quiet_trainer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import Callback, Trainer, TrainModule
 from dstrat_fsdp import ModelParallelStrategy
 
 BATCH = 8
@@ -15,7 +14,7 @@ STEPS = 10
 EVALUATED = 3 * BATCH + 4  # on two ranks, one has a batch more than the other
 
 
-class Model(TrainModule):
+class Model(Evaluated):
     def __init__(self, splits):
         super().__init__()
         self.splits = splits
@@ -29,55 +28,10 @@ class Model(TrainModule):
                 mesh = self.device_mesh["tensor_parallel"]
                 parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-    def training_step(self, batch, batch_idx):
-        return self.net.training_step(batch, batch_idx)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.net.validation_step(batch, batch_idx))
-
-    def test_step(self, batch, batch_idx):
-        loss = self.net.validation_step(batch, batch_idx)
-        self.log("test_loss", loss)
-        self.log("samples", float(len(batch[0])), reduce_fx="sum")
-
-    def predict_step(self, batch, batch_idx):
-        return self.net.layers(batch[0]).detach()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-class Losses(Callback):
-    """Keeps the global loss of each batch."""
-
-    def __init__(self):
-        self.losses = []
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        self.losses.append(float(trainer.strategy.reduce(loss.detach())))
-
-
-def loader(samples, batch_size):
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(samples, 6, generator=generator)
-    return DataLoader(TensorDataset(inputs, inputs[:, :3] - inputs[:, 3:]), batch_size=batch_size)
-
 
 def trainer_with(cluster, folder, losses, strategy):
-    return Trainer(
-        strategy=ModelParallelStrategy(tensor_parallel_size=2) if strategy == "model_parallel" else strategy,
-        accelerator="cpu",
-        devices=1 if cluster is None else cluster.world_size,
-        plugins=None if cluster is None else [cluster],
-        max_epochs=1,
-        logger=False,
-        callbacks=[losses],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-    )
+    asked = ModelParallelStrategy(tensor_parallel_size=2) if strategy == "model_parallel" else strategy
+    return quiet_trainer(asked, cluster, callbacks=[losses], default_root_dir=folder)
 
 
 def evaluate(trainer, model):
