@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dstrat import Callback, EarlyStopping, ModelCheckpoint, Trainer
-from dstrat.errors import AnomalyError, ConflictError, RequestError
+from dstrat.errors import AnomalyError, CheckpointError, ConflictError, RequestError
 
 
 class Noting(Callback):
@@ -44,6 +44,29 @@ def test_a_fast_dev_run_tries_a_few_batches_of_everything(tmp_path, line, loader
     trainer.test(line, loader())
     trainer.predict(line, loader())
     assert noting.read == dict.fromkeys(noting.read, batches)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("start", [{}, {"devices": 2}])
+def test_a_fast_dev_run_tries_code_that_uses_loggers_and_checkpoints(tmp_path, line_class, loader, averaging, start):
+    class Using(line_class):
+        def training_step(self, batch, batch_idx):
+            self.logger.experiment.add_histogram("weights", self.layer.weight)
+            self.logger.watch(self, log="all")
+            self.logger.log_metrics({"a": 1.0}, 0)
+            return super().training_step(batch, batch_idx)
+
+    checkpoint = ModelCheckpoint(monitor="val_loss")
+    options = start | ({"strategy": averaging()} if start else {})
+    trainer = Trainer(accelerator="cpu", fast_dev_run=True, callbacks=checkpoint, default_root_dir=tmp_path, **options)
+    trainer.fit(Using(), loader(), loader())
+    assert trainer.checkpoint_callback is checkpoint
+    assert (checkpoint.best_model_path, checkpoint.dirpath) == ("", None)
+    assert len(trainer.loggers) == 1
+    assert Trainer(accelerator="cpu", fast_dev_run=True, logger=False).loggers == []
+    if not start:
+        with pytest.raises(CheckpointError, match="ckpt_path='best', and fast_dev_run=1 saves no checkpoints"):
+            trainer.test(Using(), loader(), ckpt_path="best")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -75,7 +75,7 @@ def choose_surroundings(given: Mapping[str, Any], *, barebones: bool, fast_dev_r
         given: What the user passed for each attribute of :class:`Surroundings`, None leaving it open, and for
             ``profiler`` and ``detect_anomaly``.
         barebones: Whether all of it is off.
-        fast_dev_run: Number of batches that are only tried, without loggers and sanity check; 0 runs as usual.
+        fast_dev_run: Number of batches that are only tried, without sanity check; 0 runs as usual.
 
     Raises:
         RequestError: Something is neither on nor off.
@@ -90,7 +90,7 @@ def choose_surroundings(given: Mapping[str, Any], *, barebones: bool, fast_dev_r
     if barebones:
         _check_bare({**given, "fast_dev_run": fast_dev_run})
     if fast_dev_run:
-        chosen |= {"logger": False, "num_sanity_val_steps": 0}
+        chosen["num_sanity_val_steps"] = 0
     return Surroundings(**chosen)
 
 

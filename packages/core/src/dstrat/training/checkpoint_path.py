@@ -110,6 +110,11 @@ def _best(trainer: Trainer) -> _Found:
     callback: Any = trainer.checkpoint_callback
     if callback is None:
         return _Found(error="ckpt_path='best', and there is no ModelCheckpoint, which would know it: give the path")
+    if trainer.fast_dev_run:
+        return _Found(
+            error=f"ckpt_path='best', and fast_dev_run={trainer.fast_dev_run} saves no checkpoints: leave it out, "
+            "or give the path of one of another run"
+        )
     if callback.best_model_path:
         return _Found(path=callback.best_model_path)
     folders = _folders(trainer)

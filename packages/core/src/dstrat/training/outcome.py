@@ -65,7 +65,7 @@ class Outcome:
             weights=_on_cpu(weights),
             counters=trainer.fit_loop.state_dict(),
             metrics=trainer.metrics.state_dict(),
-            callbacks={callback.state_key: _on_cpu(callback.state_dict()) for callback in trainer.callbacks},
+            callbacks={callback.state_key: _on_cpu(callback.state_dict()) for callback in trainer.called_callbacks},
             hparams={name: value for name, value in trainer.strategy.module.hparams.items() if _is_plain(value)},
             random_state=RandomState.capture(),
         )
@@ -81,9 +81,7 @@ class Outcome:
             return
         trainer.fit_loop.load_state_dict(self.changes.counters)
         trainer.metrics.load_state_dict(self.changes.metrics)
-        trainer.callbacks = with_callbacks_of(
-            module, trainer.callbacks, saves=not trainer.fast_dev_run
-        )  # as the run did, in its own copy
+        trainer.callbacks = with_callbacks_of(module, trainer.callbacks)  # as the run did, in its own copy
         for callback in trainer.callbacks:
             if callback.state_key in self.changes.callbacks:
                 callback.load_state_dict(self.changes.callbacks[callback.state_key])

@@ -169,7 +169,7 @@ def _left_out(checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None, *, t
 def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Give callbacks and data module their states, for evaluation too: some average weights, or split data."""
     states = checkpoint.get("callbacks", {})
-    for callback in trainer.callbacks:
+    for callback in trainer.called_callbacks:
         if callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
     if trainer.datamodule is not None and "datamodule" in checkpoint:

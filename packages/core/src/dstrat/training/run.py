@@ -84,8 +84,8 @@ def _begin(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     if sources.datamodule is not None:
         sources.datamodule.attach(trainer)
     trainer.strategy.module_backward = module.backward if overrides(module, "backward", TrainModule) else None
-    trainer.callbacks = with_callbacks_of(module, trainer.callbacks, saves=not trainer.fast_dev_run)
-    trainer.dispatch = Dispatch(trainer, module, trainer.callbacks)
+    trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
+    trainer.dispatch = Dispatch(trainer, module, trainer.called_callbacks)
     trainer.should_stop = trainer.sanity_checking = trainer.is_evaluating = False
     trainer.evaluation_loop, trainer.evaluation_batches = None, []  # which another stage had
     trainer.publisher.start()

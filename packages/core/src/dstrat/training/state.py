@@ -44,6 +44,7 @@ class RunState:
             ``min_epochs`` and ``min_steps`` are done.
         is_evaluating: Whether an evaluation loop runs at this moment, also within a fit.
         barebones: Whether everything beside training is off.
+        fast_dev_run: Number of batches that are only tried; 0 in a usual run.
         sanity_checking: Whether the validation batches at the start of a fit are tried.
         interrupted: Whether the last run was ended by a signal.
         interruption: Keeps signals that come while batches are read.
@@ -78,6 +79,7 @@ class RunState:
     publisher: Publisher
     sources: Sources | None
     barebones: bool
+    fast_dev_run: int
     max_epochs: int
     max_steps: int
     accumulate_grad_batches: int
@@ -291,6 +293,11 @@ class RunState:
     def progress_bar_metrics(self) -> dict[str, float]:
         """What the progress bar shows, by name; reads the values from the device."""
         return self.metrics.shown_values
+
+    @property
+    def called_callbacks(self) -> list[Callback]:
+        """The callbacks that are told what happens: all but those that save checkpoints of what is only tried."""
+        return [callback for callback in self.callbacks if not (self.fast_dev_run and callback.saves_checkpoints)]
 
     @property
     def checkpoint_callback(self) -> Callback | None:

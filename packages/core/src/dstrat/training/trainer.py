@@ -83,7 +83,8 @@ class Trainer(RunState):
         limit_predict_batches: The same of each prediction loader.
         overfit_batches: Train on so many batches, or this fraction, of the unshuffled data in every epoch, and validate
             on as many; 0 does not.
-        fast_dev_run: Try so many batches (True is 1) of everything, without loggers and checkpoints.
+        fast_dev_run: Try so many batches (True is 1) of everything.  Loggers are silent ones then, and
+            callbacks that save checkpoints are not called.
         check_val_every_n_epoch: Validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
         val_check_interval: Validate in such an epoch after every so many batches, or fraction of the epoch as a float,
             or time (written as ``max_time`` is) whatever the epoch; by default after its last batch.
@@ -205,7 +206,10 @@ class Trainer(RunState):
         self.strategy: Strategy = build(self.plan, request)
         self.profiler = make_profiler(profiler)
         self.loggers = complete_loggers(
-            around.logger, on_this_machine(self.default_root_dir), writes=self.strategy.is_global_zero
+            around.logger,
+            on_this_machine(self.default_root_dir),
+            writes=self.strategy.is_global_zero,
+            is_tried=self.fast_dev_run > 0,
         )
         self.callbacks = complete_callbacks(
             callbacks,
@@ -215,8 +219,6 @@ class Trainer(RunState):
             barebones=barebones,
             max_time=max_time,
         )
-        if self.fast_dev_run:
-            self.callbacks = [callback for callback in self.callbacks if not callback.saves_checkpoints]
 
         self.stage: Stage = "fit"
         self.should_stop = self.sanity_checking = self.interrupted = False

@@ -59,7 +59,7 @@ def test_two_with_one_state_key_are_refused():
     assert len(complete_callbacks([EarlyStopping("a"), EarlyStopping("b")], **NOTHING)) == 2
 
 
-def test_those_of_a_module_replace_others_of_their_class_and_do_not_save_where_nothing_is_to_be_saved():
+def test_those_of_a_module_replace_others_of_their_class():
     own, others = [Timer(), ModelCheckpoint()], [Timer(), LambdaCallback()]
 
     class Configured(TrainModule):
@@ -67,5 +67,4 @@ def test_those_of_a_module_replace_others_of_their_class_and_do_not_save_where_n
             return own
 
     assert with_callbacks_of(Configured(), others) == [others[1], own[0], own[1]]
-    assert with_callbacks_of(Configured(), others, saves=False) == [others[1], own[0]]
     assert with_callbacks_of(TrainModule(), others) == others

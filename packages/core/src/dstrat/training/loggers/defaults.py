@@ -1,4 +1,4 @@
-"""The logger that a Trainer uses when the user names none."""
+"""The loggers that a Trainer uses: the user's, or the one that it takes when the user names none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def complete_loggers(
-    given: Logger | Sequence[Logger] | bool | None, root_dir: Path, *, writes: bool = True
+    given: Logger | Sequence[Logger] | bool | None, root_dir: Path, *, writes: bool = True, is_tried: bool = False
 ) -> list[Logger]:
     """Return the loggers of a Trainer, each with a folder to write in.
 
@@ -21,6 +21,7 @@ def complete_loggers(
         given: One, several, True or None for the CSV logger, False for none.
         root_dir: Where a logger writes that was given no folder.
         writes: Whether this process is the one that writes.
+        is_tried: Whether the run is only tried: silent ones then take the place of all of them.
 
     Raises:
         RequestError: Something given is no logger.
@@ -37,6 +38,11 @@ def complete_loggers(
             raise RequestError(
                 f"logger={logger!r} is not a Logger, True or False: give an instance, such as CSVLogger()"
             )
+    if is_tried:
+        from dstrat.training.loggers.silent import SilentLogger
+
+        loggers = [SilentLogger() for _ in loggers]
+    for logger in loggers:
         logger.root_dir = logger.root_dir or root_dir
         logger.writes = writes
     return loggers
