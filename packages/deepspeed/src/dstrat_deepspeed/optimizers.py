@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -66,6 +66,37 @@ def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
         )
     _logger.info("%s becomes DeepSpeedCPUAdam, as its state is on the CPU (offload_optimizer)", kind.__name__)
     return _cpu_adam(optimizer, adamw_mode=kind is torch.optim.AdamW)
+
+
+def resume_exactly(optimizer: Optimizer | None) -> None:
+    """Let DeepSpeed's Adam for the CPU correct its moments by the number of the step, in each step.
+
+    By itself it multiplies powers of the betas from step to step, and computes them anew where it begins with a later
+    step: a run that goes on from a checkpoint would differ in the last digits.
+
+    Args:
+        optimizer: Another one stays as it is.
+    """
+    compiled = getattr(optimizer, "ds_opt_adam", None)
+    if compiled is not None and hasattr(compiled, "adam_update") and not isinstance(compiled, _PowersAnew):
+        optimizer.ds_opt_adam = _PowersAnew(compiled)  # type: ignore[union-attr]  # None has no such attribute
+
+
+class _PowersAnew:
+    """Compiled functions, of which ``adam_update`` forgets the step before."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+    def adam_update(self, number: int, step: int, *options_and_tensors: Any) -> Any:
+        """Update tensors in a step, after none in another that neither is nor precedes it."""
+        *options, weights, gradients, first, second = options_and_tensors
+        nothing = (tensor[:0] for tensor in (weights, gradients, first, second))
+        self._compiled.adam_update(number, step + 1, *options, *nothing)
+        return self._compiled.adam_update(number, step, *options_and_tensors)
 
 
 def _cpu_adam(optimizer: Optimizer, *, adamw_mode: bool) -> Optimizer:

@@ -20,7 +20,7 @@ from dstrat_deepspeed.creation import shard, sharded_creation
 from dstrat_deepspeed.engine import Engine
 from dstrat_deepspeed.feasibility import check_clipping, uses_cpu_optimizer
 from dstrat_deepspeed.nvme import free_buffers, read_once, swappers_of
-from dstrat_deepspeed.optimizers import only_optimizer, optimizer_for_cpu
+from dstrat_deepspeed.optimizers import only_optimizer, optimizer_for_cpu, resume_exactly
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.prerequisites import programs_path
 from dstrat_deepspeed.runtime import environment, load_deepspeed, running
@@ -208,6 +208,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
                 config,
                 is_manual=not getattr(self.module, "automatic_optimization", True),
             )
+        resume_exactly(self._engine.optimizer)
         self.model = self._engine.engine
         self.optimizers = [] if self._engine.optimizer is None else [self._engine.optimizer]
 
