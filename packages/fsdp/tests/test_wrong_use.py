@@ -276,6 +276,7 @@ def test_the_mesh_follows_from_the_sharding_strategy_or_is_given(sharding, mesh,
         (None, (0, 8), RequestError, "is not a tuple of positive numbers"),
         ("FULL_SHARD", (2, 4), ConflictError, "'FULL_SHARD' does not fit device_mesh"),
         ("HYBRID_SHARD", (8,), ConflictError, "'HYBRID_SHARD' does not fit device_mesh"),
+        ("NO_SHARD", (8,), ConflictError, "'NO_SHARD' does not fit device_mesh"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(sharding, mesh, kind, message):

@@ -49,7 +49,7 @@ class ActivationCheckpointing:
         """
         if self._chosen is None:
             return
-        self._layers = self._matching(module)
+        self._layers = _matching(module, self._chosen)
         if not self._layers:
             raise RequestError(
                 f"activation checkpointing of {self._chosen!r} matches no layer of {type(module).__name__}"
@@ -64,8 +64,8 @@ class ActivationCheckpointing:
             layer.__dict__.pop("forward", None)
         self._layers = []
 
-    def _matching(self, module: Module) -> list[Module]:
-        assert self._chosen is not None  # noqa: S101 - asked by the caller
-        if callable(self._chosen):
-            return [part for part in module.modules() if self._chosen(part)]
-        return parts_of_classes(module, self._chosen)
+
+def _matching(module: Module, chosen: LayerPolicy) -> list[Module]:
+    if callable(chosen):
+        return [part for part in module.modules() if chosen(part)]
+    return parts_of_classes(module, chosen)

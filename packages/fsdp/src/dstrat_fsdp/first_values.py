@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-_BUCKET = 250 * 2**20
+_BUCKET_BYTES = 250 * 2**20
 _RESETS = ("reset_parameters", "_reset_parameters")  # torch's own layers have either
 
 
@@ -55,7 +55,7 @@ def take_from_first_rank(tensors: Iterable[Tensor], group: dist.ProcessGroup | N
     real = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     chosen = dist.group.WORLD if group is None else group
     if real and chosen is not None:
-        _sync_params_and_buffers(chosen, real, _BUCKET, 0)
+        _sync_params_and_buffers(chosen, real, _BUCKET_BYTES, 0)
 
 
 def materialize(module: Module, device: torch.device, known: Callable[[Module, str], Tensor | None]) -> None:

@@ -32,11 +32,11 @@ def waiting_gradients(units: Sequence[FSDPModule], module: Module, *, has_shards
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     whole, placements = {}, {}
-    for one in _gathered(units):
-        gradient = _accumulated(one)
+    for param in _fsdp_params(units):
+        gradient = _accumulated(param)
         if gradient is None:
             continue
-        name = names[id(one.sharded_param)]
+        name = names[id(param.sharded_param)]
         if isinstance(gradient, DTensor):  # of a layer that is split: its ranks have parts, or summands
             placements[name] = [_described(placement) for placement in gradient.placements]
         whole[name] = _local(gradient)
@@ -55,17 +55,17 @@ def put_back(units: Sequence[FSDPModule], module: Module, saved: Mapping[str, An
     """
     _gather_once(units)
     parameters = dict(module.named_parameters())
-    places = {id(one.sharded_param): one for one in _gathered(units)}
+    places = {id(param.sharded_param): param for param in _fsdp_params(units)}
     for name, gradient in saved.get("whole", {}).items():
-        one = places[id(parameters[name])]
-        like = one.unsharded_param
-        restored = gradient.to(like.device, one.reduce_dtype or like.dtype)
+        param = places[id(parameters[name])]
+        like = param.unsharded_param
+        restored = gradient.to(like.device, param.reduce_dtype or like.dtype)
         if name in saved["placements"]:
             restored = _distributed(restored, like, saved["placements"][name])
-        if one.reduce_dtype is None:
+        if param.reduce_dtype is None:
             like.grad = restored
         else:
-            one.unsharded_accumulated_grad = restored
+            param.unsharded_accumulated_grad = restored
     for name, gradient in saved.get("shards", {}).items():
         parameter: Any = parameters[name]
         parameter.grad = with_local(parameter, gradient.to(parameter.device))
@@ -78,24 +78,24 @@ def drop_waiting(units: Sequence[FSDPModule], parameters: Container[int]) -> Non
         units: The module's.
         parameters: The ids of their shards.
     """
-    for one in _gathered(units):
-        if id(one.sharded_param) in parameters:
-            one.unsharded_accumulated_grad = None
-            if hasattr(one, "_unsharded_param"):
-                one.unsharded_param.grad = None
+    for param in _fsdp_params(units):
+        if id(param.sharded_param) in parameters:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param.unsharded_param.grad = None
 
 
-def _gathered(units: Sequence[FSDPModule]) -> Iterator[Any]:
+def _fsdp_params(units: Sequence[FSDPModule]) -> Iterator[Any]:
     """Yield what torch keeps of each parameter."""
     for unit in units:
         for group in parameter_groups(unit):
             yield from group.fsdp_params
 
 
-def _accumulated(one: Any) -> Tensor | None:
-    if one.unsharded_accumulated_grad is not None:  # in another dtype than the parameter is gathered in
-        return one.unsharded_accumulated_grad  # type: ignore[no-any-return]  # torch's own attribute
-    return one.unsharded_param.grad if hasattr(one, "_unsharded_param") else None
+def _accumulated(param: Any) -> Tensor | None:
+    if param.unsharded_accumulated_grad is not None:  # in another dtype than the parameter is gathered in
+        return param.unsharded_accumulated_grad  # type: ignore[no-any-return]  # torch's own attribute
+    return param.unsharded_param.grad if hasattr(param, "_unsharded_param") else None
 
 
 def _gather_once(units: Sequence[FSDPModule]) -> None:

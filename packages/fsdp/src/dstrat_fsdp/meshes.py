@@ -40,18 +40,19 @@ def sharding_mesh_shape(
             return (world_size // per_machine, per_machine)
         return (world_size, 1) if sharding == "NO_SHARD" else (world_size,)
     shape = tuple(device_mesh.shape) if isinstance(device_mesh, DeviceMesh) else tuple(device_mesh)
-    check_mesh_shape(shape, world_size)
+    _check_shape(shape, world_size)
     if len(shape) > 2:
         raise RequestError(f"device_mesh {shape} has {len(shape)} dimensions: give (shards,) or (replicas, shards)")
-    if (sharding == "HYBRID_SHARD") != (len(shape) == 2) and sharding is not None:
+    dimensions = {"NO_SHARD": 0, "HYBRID_SHARD": 2, None: len(shape)}.get(sharding, 1)
+    if len(shape) != dimensions:
         raise ConflictError(
             f"sharding_strategy {sharding!r} does not fit device_mesh {shape}: "
-            "HYBRID_SHARD takes (replicas, shards), every other one no mesh"
+            "HYBRID_SHARD takes (replicas, shards), NO_SHARD no mesh, every other one (shards,)"
         )
     return shape
 
 
-def check_mesh_shape(shape: tuple[int, ...], world_size: int) -> None:
+def _check_shape(shape: tuple[int, ...], world_size: int) -> None:
     """Raise RequestError unless the mesh has as many processes as the job."""
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
         raise RequestError(f"device_mesh {shape!r} is not a tuple of positive numbers, such as (2, 4)")

@@ -13,8 +13,8 @@ from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
 from dstrat_fsdp.first_values import take_from_first_rank
 from dstrat_fsdp.meshes import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
-from dstrat_fsdp.sharded import ShardedStrategy
-from dstrat_fsdp.shards import Sharding
+from dstrat_fsdp.sharded_module import Sharding
+from dstrat_fsdp.sharded_strategy import ShardedStrategy
 from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:

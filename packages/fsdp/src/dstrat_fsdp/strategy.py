@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,8 +18,8 @@ from dstrat_fsdp.options import (
     sharding_name,
     state_dict_type_name,
 )
-from dstrat_fsdp.sharded import ShardedStrategy
-from dstrat_fsdp.shards import Sharding
+from dstrat_fsdp.sharded_module import Sharding
+from dstrat_fsdp.sharded_strategy import ShardedStrategy
 from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class FSDPStrategy(ShardedStrategy):
 DDPFullyShardedNativeStrategy = FSDPStrategy
 
 
-def _reshards(given: Any, sharding: ShardingName | None) -> bool | int:
+def _reshards(given: bool | int | None, sharding: ShardingName | None) -> bool | int:
     if given is None:
         return sharding not in ("SHARD_GRAD_OP", "NO_SHARD")
     if given is False and sharding in ("FULL_SHARD", "HYBRID_SHARD"):
@@ -171,4 +171,4 @@ def _reshards(given: Any, sharding: ShardingName | None) -> bool | int:
             f"sharding_strategy {sharding!r} frees blocks after their forward pass, and reshard_after_forward=False "
             "keeps them: leave one of them out"
         )
-    return given  # type: ignore[no-any-return]  # torch checks numbers against the mesh
+    return given  # torch checks numbers against the mesh

@@ -21,7 +21,7 @@ from dstrat_fsdp.clipping import clip_by_norm, clip_by_value
 from dstrat_fsdp.first_values import materialize, parameters_on_meta, take_from_first_rank
 from dstrat_fsdp.meshes import release_mesh
 from dstrat_fsdp.optimizer_check import check_optimizers
-from dstrat_fsdp.shards import ShardedModule
+from dstrat_fsdp.sharded_module import ShardedModule
 from dstrat_fsdp.shards_at_rest import make_whole, put_to_rest, wake
 from dstrat_fsdp.whole_state import as_shards, gathered, load_module, load_optimizer
 from dstrat_fsdp.wrap_policy import outermost_layers
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import ClipAlgorithm
     from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
     from dstrat_fsdp.options import StateDictType
-    from dstrat_fsdp.shards import Sharding
+    from dstrat_fsdp.sharded_module import Sharding
 
 _logger = logging.getLogger(__name__)
 
@@ -146,12 +146,12 @@ class ShardedStrategy(ParallelStrategy):
 
     def _clearing(self, optimizer: Optimizer) -> Callable[..., None]:
         """Return the optimizer's ``zero_grad``, for the gradients too that are not reduced yet."""
-        zero_grad, ready = optimizer.zero_grad, self._ready
+        zero_grad, sharded = optimizer.zero_grad, self._sharded_module
 
         @functools.wraps(zero_grad)
         def clear(*args: Any, **kwargs: Any) -> None:
             zero_grad(*args, **kwargs)
-            ready.drop_accumulated(optimizer)
+            sharded.drop_accumulated(optimizer)
 
         return clear
 
@@ -182,32 +182,32 @@ class ShardedStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.forward_context():
-            return self._ready.train(self.module.training_step, *args, **kwargs)
+            return self._sharded_module.train(self.module.training_step, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.forward_context():
-            return self._ready.evaluate(self.module.validation_step, *args, **kwargs)
+            return self._sharded_module.evaluate(self.module.validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.forward_context():
-            return self._ready.evaluate(self.module.test_step, *args, **kwargs)
+            return self._sharded_module.evaluate(self.module.test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.forward_context():
-            return self._ready.evaluate(self.module.predict_step, *args, **kwargs)
+            return self._sharded_module.evaluate(self.module.predict_step, *args, **kwargs)
 
     @property
-    def _ready(self) -> ShardedModule:
+    def _sharded_module(self) -> ShardedModule:
         return self._present(self._sharded, "sharded module")
 
     @contextmanager
     def no_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication: whole, on each rank, until the next backward pass outside."""
-        self._ready.set_gradient_sync(False)
+        self._sharded_module.set_gradient_sync(False)
         try:
             yield
         finally:
-            self._ready.set_gradient_sync(True)
+            self._sharded_module.set_gradient_sync(True)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
         """Clip the gradients of an optimizer's parameters in place, by what they are on all ranks together."""
@@ -261,14 +261,14 @@ class ShardedStrategy(ParallelStrategy):
 
     def rank_state(self) -> dict[str, Any]:
         """Return the gradients of this rank that wait for an optimizer step."""
-        return {"gradients": self._ready.waiting_gradients(), "mesh": list(self.device_mesh.shape)}
+        return {"gradients": self._sharded_module.waiting_gradients(), "mesh": list(self.device_mesh.shape)}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Let the next backward pass accumulate onto the gradients that were saved; collective."""
         if not self.reduce_boolean_decision(bool(state.get("gradients")), all=False):
             return
         if state["mesh"] == list(self.device_mesh.shape):
-            self._ready.put_back_gradients(state["gradients"])
+            self._sharded_module.put_back_gradients(state["gradients"])
         elif self.is_global_zero:
             _logger.warning(
                 "the checkpoint has gradients that were not cleared when it was saved, sharded over a mesh of %s: "
