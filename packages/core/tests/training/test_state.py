@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dstrat import Callback, EarlyStopping, ModelCheckpoint, SingleDeviceStrategy
+from dstrat import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    ModelCheckpoint,
+    ProgressBar,
+    SingleDeviceStrategy,
+    TorchPredictionWriter,
+)
 from dstrat.errors import MisuseError
+from dstrat.training.loggers.silent import SilentLogger
 
-STAGES = ("training", "validating", "testing", "predicting", "sanity_checking", "is_fitting")
+STAGES = ("training", "validating", "testing", "predicting", "evaluating", "sanity_checking", "is_fitting")
 
 
 class Asking(Callback):
@@ -50,7 +59,9 @@ def test_each_stage_is_known_with_its_loaders(quiet_trainer, line_class, loader)
 
     asking, module = Asking(), Several()
     trainer = quiet_trainer(callbacks=asking, max_epochs=1, val_check_interval=3)
+    assert not any(getattr(trainer, name) for name in STAGES if name != "is_fitting")
     trainer.fit(module, loader(), [loader(), loader(16)])
+    assert not any(getattr(trainer, name) for name in STAGES if name != "is_fitting")
     assert trainer.num_training_batches == 6
     assert trainer.train_dataloader.batch_size == 8
     trainer.validate(module, loader())
@@ -61,11 +72,11 @@ def test_each_stage_is_known_with_its_loaders(quiet_trainer, line_class, loader)
         "setup of fit": ({"training", "is_fitting"}, {}, none),
         "sanity check": ({"sanity_checking", "is_fitting"}, {"val": [6, 3], "sanity_val": [2, 2]}, none | {"val": 2}),
         "train": ({"training", "is_fitting"}, {"val": [6, 3]}, none | {"val": 2}),
-        "fit": ({"validating", "is_fitting"}, {"val": [6, 3]}, none | {"val": 2}),
-        "setup of validate": (set(), {}, none),
-        "validate": ({"validating"}, {"val": [6]}, none | {"val": 1}),
-        "setup of test": ({"testing"}, {}, none),
-        "test": ({"testing"}, {"test": [6]}, none | {"test": 1}),
+        "fit": ({"validating", "evaluating", "is_fitting"}, {"val": [6, 3]}, none | {"val": 2}),
+        "setup of validate": ({"validating", "evaluating"}, {}, none),
+        "validate": ({"validating", "evaluating"}, {"val": [6]}, none | {"val": 1}),
+        "setup of test": ({"testing", "evaluating"}, {}, none),
+        "test": ({"testing", "evaluating"}, {"test": [6]}, none | {"test": 1}),
         "setup of predict": ({"predicting"}, {}, none),
         "predict": ({"predicting"}, {"predict": [6]}, none | {"predict": 1}),
         "last batches": [False] * 5 + [True],
@@ -111,6 +122,30 @@ def test_the_parts_of_the_run_are_known(quiet_trainer, line_class, loader):
     assert trainer.logger is None
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
     assert trainer.is_global_zero
+
+
+def test_the_folder_of_logs_is_known_before_a_run_and_without_a_logger(quiet_trainer, line, loader, tmp_path):
+    assert quiet_trainer().log_dir == tmp_path
+    trainer = quiet_trainer(logger=[SilentLogger(), CSVLogger(tmp_path / "logs")], max_steps=1)
+    assert trainer.log_dir == tmp_path / "logs" / "dstrat_logs" / "version_0"
+    trainer.fit(line, loader())
+    assert trainer.log_dir == tmp_path / "logs" / "dstrat_logs" / "version_0"
+
+
+def test_what_was_asked_for_and_where_it_began_is_known(quiet_trainer, make_line, loader, tmp_path):
+    bar, writer = ProgressBar(), TorchPredictionWriter(tmp_path / "predicted")
+    trainer = quiet_trainer(callbacks=[writer, bar], max_time="00:01:00:00", gradient_clip_val=0.0, max_epochs=1)
+    assert (trainer.progress_bar_callback, trainer.prediction_writer_callbacks) == (bar, [writer])
+    assert (trainer.device_ids, trainer.max_time, trainer.gradient_clip_val) == ([0], "00:01:00:00", None)
+    assert trainer.precision_plugin is trainer.strategy.precision_plugin
+    assert not trainer.received_sigterm
+    module = make_line()
+    assert module.loggers == []
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "end")
+    assert trainer.ckpt_path is None
+    trainer.test(module, loader(), ckpt_path=tmp_path / "end")
+    assert trainer.ckpt_path == str(tmp_path / "end")
 
 
 def test_the_number_of_steps_is_known_only_in_a_run(quiet_trainer):

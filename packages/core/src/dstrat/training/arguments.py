@@ -183,8 +183,8 @@ def _check_clipping(value: Any, algorithm: Any) -> None:
     if algorithm not in ("norm", "value"):
         raise RequestError(f"gradient_clip_algorithm={algorithm!r} must be 'norm' or 'value'")
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and (not number or not value > 0):  # NaN is not either
-        raise RequestError(f"gradient_clip_val={value!r} must be a positive number, or None to clip nothing")
+    if value is not None and (not number or not value >= 0):  # NaN is not either
+        raise RequestError(f"gradient_clip_val={value!r} must be a positive number, or None or 0 to clip nothing")
 
 
 def _check_overfitting(trainer: Trainer) -> None:

@@ -6,7 +6,6 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.builtin.checkpoint.place import on_this_machine
 from dstrat.data.random_state import RandomState
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint_path import resolve_checkpoint
@@ -110,8 +109,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path:
     strategy.barrier("prepare_data")
     trainer.publisher.agree_on_folders()
     if trainer.profiler is not None:
-        folder = trainer.log_dir or on_this_machine(trainer.default_root_dir)
-        trainer.profiler.start(trainer.stage, folder, trainer.global_rank)
+        trainer.profiler.start(trainer.stage, trainer.log_dir, trainer.global_rank)
     for hook in _in_turn(trainer, "setup"):
         hook(trainer.stage)
     with strategy.tensor_init_context(), strategy.model_sharded_context():
@@ -119,6 +117,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path:
     if trainer.sync_batchnorm and trainer.is_fitting:
         strategy.synchronize_batchnorm()
     path = resolve_checkpoint(trainer, ckpt_path)
+    trainer.ckpt_path = None if path is None else str(path)
     restoration = None if path is None else Restoration(trainer, path)
     strategy.setup(trainer)
     log_hyperparameters(trainer)

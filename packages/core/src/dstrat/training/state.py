@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import signal
 from typing import TYPE_CHECKING, Any, Literal
 
+from dstrat.builtin.checkpoint.place import on_this_machine
 from dstrat.errors import MisuseError
 from dstrat.training.callbacks.early_stopping import EarlyStopping
 from dstrat.training.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
@@ -14,11 +16,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from dstrat.builtin.checkpoint.place import Place
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.optimization import SchedulerConfig
+    from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
+    from dstrat.training.callbacks.prediction_writer import PredictionWriter
+    from dstrat.training.callbacks.progress_bar import ProgressBar
+    from dstrat.training.callbacks.timer import Duration
     from dstrat.training.data.sources import Sources
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
@@ -43,6 +50,7 @@ class RunState:
         should_stop: Set it to True in any process, and training ends after the same step in all of them; honoured when
             ``min_epochs`` and ``min_steps`` are done.
         is_evaluating: Whether an evaluation loop runs at this moment, also within a fit.
+        is_running: Whether a stage runs at this moment.
         barebones: Whether everything beside training is off.
         fast_dev_run: Number of batches that are only tried; 0 in a usual run.
         sanity_checking: Whether the validation batches at the start of a fit are tried.
@@ -52,7 +60,10 @@ class RunState:
         loggers: All of them.
         module: The user's module; the last run's after its end.
         datamodule: The run's, None without one.
-        log_dir: Where the loggers write, None where none of them writes to a folder.
+        agreed_log_dir: Where the loggers of this run or the last one write, None where none of them writes to a folder.
+        ckpt_path: The checkpoint that the run has begun with, None without one.
+        max_time: How long training may take, as it was given.
+        default_root_dir: Where logs and checkpoints go by default.
         metrics: The values that were logged.
         publisher: Brings them to callbacks and loggers.
         fit_loop: Trains.
@@ -70,7 +81,10 @@ class RunState:
     loggers: list[Logger]
     module: TrainModule | None
     datamodule: DataModule | None
-    log_dir: Path | None
+    agreed_log_dir: Path | None
+    ckpt_path: str | None
+    max_time: Duration | None
+    default_root_dir: Place
     fit_loop: FitLoop
     evaluation_loop: EvaluationLoop | None
     evaluation_batches: list[int | None]
@@ -84,6 +98,7 @@ class RunState:
     max_steps: int
     accumulate_grad_batches: int
     is_evaluating: bool
+    is_running: bool
 
     # Where this process is
 
@@ -123,6 +138,12 @@ class RunState:
         return len(self.strategy.parts.parallel_devices or (self.strategy.root_device,))
 
     @property
+    def device_ids(self) -> list[int]:
+        """Indices of the devices of this machine that the job uses."""
+        devices = self.strategy.parts.parallel_devices or (self.strategy.root_device,)
+        return [place if device.index is None else device.index for place, device in enumerate(devices)]
+
+    @property
     def num_nodes(self) -> int:
         """Number of machines of the job."""
         return self.plan.num_nodes
@@ -137,32 +158,61 @@ class RunState:
         """The flag of the dtypes, such as ``"bf16-mixed"``."""
         return self.plan.precision
 
+    @property
+    def precision_plugin(self) -> Precision:
+        """The dtypes and what follows from them."""
+        return self.strategy.precision_plugin
+
     # Where the run is
 
     @property
     def is_fitting(self) -> bool:
-        """Whether the module is being trained, also while it is validated in between."""
+        """Whether the stage is a fit, also while it validates in between, and after its end."""
         return self.stage == "fit"
 
     @property
     def training(self) -> bool:
         """Whether the module is being trained at this moment, and not validated in between."""
-        return self.stage == "fit" and not self.is_evaluating
+        return self._runs("fit") and not self.is_evaluating
 
     @property
     def validating(self) -> bool:
-        """Whether the module is being validated at this moment; not in the sanity check."""
-        return self.is_evaluating and self.stage in ("fit", "validate") and not self.sanity_checking
+        """Whether the module is being validated now, in a fit or by ``validate``; not in the sanity check."""
+        return self._runs("validate") or (self._runs("fit") and self.is_evaluating and not self.sanity_checking)
 
     @property
     def testing(self) -> bool:
-        """Whether the module is being tested."""
-        return self.stage == "test"
+        """Whether the module is being tested at this moment."""
+        return self._runs("test")
 
     @property
     def predicting(self) -> bool:
-        """Whether the module predicts."""
-        return self.stage == "predict"
+        """Whether the module predicts at this moment."""
+        return self._runs("predict")
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether the module is being validated or tested at this moment."""
+        return self.validating or self.testing
+
+    def _runs(self, stage: Stage) -> bool:
+        return self.is_running and self.stage == stage
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether the run, or the last one, was asked to end by SIGTERM."""
+        return self.interruption.requested == signal.SIGTERM
+
+    @property
+    def log_dir(self) -> Path:
+        """The folder of the first logger that has one; without such a logger ``default_root_dir``.
+
+        Before a run only global rank 0 knows the folder of a logger, which is made when it is asked for.
+        """
+        if self.agreed_log_dir is not None:
+            return self.agreed_log_dir
+        folders = (logger.log_dir for logger in self.loggers)
+        return next(filter(None, folders), None) or on_this_machine(self.default_root_dir)
 
     @property
     def current_epoch(self) -> int:
@@ -308,6 +358,20 @@ class RunState:
     def checkpoint_callbacks(self) -> list[Callback]:
         """The callbacks that save checkpoints."""
         return [callback for callback in self.callbacks if callback.saves_checkpoints]
+
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        """The first ``ProgressBar``, None without one."""
+        from dstrat.training.callbacks.progress_bar import ProgressBar
+
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+
+    @property
+    def prediction_writer_callbacks(self) -> list[PredictionWriter]:
+        """Every ``PredictionWriter``."""
+        from dstrat.training.callbacks.prediction_writer import PredictionWriter
+
+        return [callback for callback in self.callbacks if isinstance(callback, PredictionWriter)]
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:

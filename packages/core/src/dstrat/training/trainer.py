@@ -91,7 +91,7 @@ class Trainer(RunState):
         num_sanity_val_steps: Validation batches to try before training starts; -1 tries all.
         log_every_n_steps: Optimizer steps between two writes of step values to the loggers; 0 writes none.
         accumulate_grad_batches: Batches whose gradients make up one optimizer step.
-        gradient_clip_val: Largest norm or value of gradients; None does not clip.
+        gradient_clip_val: Largest norm or value of gradients; None and 0 do not clip.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         deterministic: Whether operations without a deterministic implementation are errors; ``"warn"`` only warns.
         benchmark: Whether cuDNN tries its algorithms and takes the fastest; None leaves torch's setting.
@@ -176,6 +176,7 @@ class Trainer(RunState):
         self.max_epochs = max_epochs if max_epochs is not None else (DEFAULT_MAX_EPOCHS if max_steps < 0 else -1)
         self.max_steps = max_steps
         self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
+        self.max_time = max_time
         self.limit_train_batches, self.limit_val_batches = limit_train_batches, limit_val_batches
         self.limit_test_batches, self.limit_predict_batches = limit_test_batches, limit_predict_batches
         self.overfit_batches = overfit_batches
@@ -192,6 +193,7 @@ class Trainer(RunState):
         self.inference_mode = inference_mode
         self.default_root_dir = place(Path.cwd() if default_root_dir is None else default_root_dir, "default_root_dir")
         check_arguments(self)
+        self.gradient_clip_val = gradient_clip_val or None
         self._limit_to_a_try()
 
         request = Request(
@@ -229,7 +231,7 @@ class Trainer(RunState):
         self.sources: Sources | None = None
         self.module: TrainModule | None = None
         self.datamodule: DataModule | None = None
-        self.log_dir: Path | None = None
+        self.agreed_log_dir = self.ckpt_path = None
         self.logged = LoggedValues(training=True)
         self.evaluation_batches: list[int | None] = []
         self.dispatch: Dispatch
@@ -432,7 +434,7 @@ class Trainer(RunState):
                 f"this Trainer is in the middle of its {self.stage}, and {stage} was called: call it after the end, or "
                 "on another Trainer"
             )
-        self.stage, self.interrupted, self.ended_fit = stage, False, None
+        self.stage, self.interrupted, self.ended_fit, self.ckpt_path = stage, False, None, None
         self.module = module
         self.strategy.connect(module)
         launcher = self.strategy.launcher
@@ -443,7 +445,7 @@ class Trainer(RunState):
         if self.node_rank == 0 and not launcher.reruns_the_script:
             # Here rather than in rank 0, so that this process knows the folder afterwards.
             folders = [logger.log_dir for logger in self.loggers]
-            self.log_dir = next(filter(None, folders), None)
+            self.agreed_log_dir = next(filter(None, folders), None)
         outcome: Outcome | None = launcher.launch(
             execute_elsewhere, RandomState.capture(), self, module, sources, ckpt_path
         )

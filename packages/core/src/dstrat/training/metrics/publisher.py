@@ -34,7 +34,7 @@ class Publisher:
 
     def agree_on_folders(self) -> None:
         """Let rank 0 choose where the loggers write, and tell the others; collective."""
-        self._trainer.log_dir = agree_on_folders(self._trainer.loggers, self._trainer.strategy)
+        self._trainer.agreed_log_dir = agree_on_folders(self._trainer.loggers, self._trainer.strategy)
 
     def follow(self, logged: LoggedValues) -> None:
         """Let the module log to a stage; values of another one stay known."""

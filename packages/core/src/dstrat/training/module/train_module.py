@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dstrat.training.loggers.logger import Logger
     from dstrat.training.trainer import Trainer
 
 
@@ -150,6 +151,11 @@ class TrainModule(
     def logger(self) -> Any:
         """The first logger, None without one."""
         return self._trainer.logger if self._trainer else None
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers."""
+        return self._trainer.loggers if self._trainer else []
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all processes, stacked along a new first dimension."""
