@@ -23,6 +23,13 @@ def test_templates_take_logged_values_under_their_own_names(template, name):
     assert CheckpointName(template).fill(values) == name
 
 
+def test_names_can_be_shown_before_their_values():
+    values = {"epoch": 3, "val/loss": torch.tensor(0.25)}
+    assert CheckpointName("{{a}}-{epoch:02d}_{val/loss!s:>5}.", shows_names=True).fill(values) == (
+        "{a}-epoch=03_val/loss= 0.25."
+    )
+
+
 def test_a_name_that_was_not_logged_is_an_error_that_lists_the_known_ones():
     message = r"filename='\{vall\}' asks for 'vall', which was not logged: log it, or choose from loss, step$"
     with pytest.raises(MisuseError, match=message):

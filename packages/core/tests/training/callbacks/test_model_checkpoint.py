@@ -227,6 +227,63 @@ def test_a_run_that_goes_on_in_another_folder_leaves_the_first_folder_alone(fit,
     assert second.best_model_path == str(tmp_path / "b" / "0.1.ckpt")
 
 
+def test_what_it_keeps_can_be_read_with_its_scores_as_tensors(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
+    assert callback.current_score is None
+    fit(callback, [0.3, 0.1], max_epochs=2)
+    assert callback.best_model_score.item() == 0.1
+    assert callback.best_k_models == {str(tmp_path / "0.ckpt"): 0.3, str(tmp_path / "1.ckpt"): 0.1}
+    assert isinstance(callback.best_k_models[callback.best_model_path], torch.Tensor)
+    assert callback.kth_best_model_path == str(tmp_path / "0.ckpt")
+    taken_back = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
+    taken_back.load_state_dict(callback.state_dict())
+    assert taken_back.current_score == callback.current_score
+    again = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=-1)
+    fit(again, [0.7], max_epochs=3, ckpt_path=tmp_path / "1.ckpt")
+    assert (again.current_score.item(), again.kth_best_model_path) == (0.7, "")
+    assert len(again.best_k_models) == 3
+
+
+def test_its_arguments_can_be_read(tmp_path):
+    by_steps = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3)
+    assert (by_steps.filename, by_steps.every_n_train_steps, by_steps.every_n_epochs) == ("{step}", 3, 0)
+    assert (ModelCheckpoint().every_n_train_steps, ModelCheckpoint().every_n_epochs) == (0, 1)
+
+
+def test_the_name_of_a_checkpoint_can_be_asked_for(tmp_path):
+    callback = ModelCheckpoint(filename="{epoch}-{score:.2f}", auto_insert_metric_name=True)
+    values = {"epoch": 3, "score": torch.tensor(0.25)}
+    assert callback.format_checkpoint_name(values) == "epoch=3-score=0.25.ckpt"
+    assert callback.format_checkpoint_name(values, "{epoch:02d}", ver=2) == "epoch=03-v2.ckpt"
+    callback = ModelCheckpoint(tmp_path, filename="{epoch}")
+    assert callback.format_checkpoint_name(values) == str(tmp_path / "3.ckpt")
+    assert ModelCheckpoint(auto_insert_metric_name=True).format_checkpoint_name({"epoch": 1, "step": 2}) == (
+        "epoch=1-step=2.ckpt"
+    )
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_each_save_is_told_with_its_value_where_that_is_asked_for(fit, tmp_path, caplog, async_save):
+    callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", verbose=True, async_save=async_save)
+    fit(callback, [0.5, 0.75, 0.25])
+    assert caplog.messages == [
+        f"saved '{tmp_path / '0.ckpt'}': score = 0.5",
+        f"saved '{tmp_path / '2.ckpt'}': score = 0.25",
+    ]
+
+
+def test_two_that_differ_in_their_names_alone_need_a_state_key(fit, tmp_path):
+    def both(folder, **options):
+        return [ModelCheckpoint(folder, "a-{epoch}"), ModelCheckpoint(folder, "b-{epoch}", **options)]
+
+    with pytest.raises(RequestError, match=r"two callbacks have the state_key .*: pass state_key='another' to one of"):
+        fit(both(tmp_path))
+    fit(both(tmp_path, state_key="b"), max_epochs=1)
+    again = both(tmp_path, state_key="b")
+    fit(again, max_epochs=2, ckpt_path=tmp_path / "b-0.ckpt")
+    assert names(tmp_path) == ["a-1.ckpt", "b-1.ckpt"]
+
+
 def test_two_of_them_work_side_by_side(fit, tmp_path):
     best = ModelCheckpoint(tmp_path, "best", monitor="score")
     often = ModelCheckpoint(tmp_path, "often-{step}", every_n_train_steps=3)
@@ -274,6 +331,7 @@ def test_a_value_that_only_rank_0_has_hangs_nobody(quiet_trainer, loader, averag
         ({"every_n_epochs": 0}, r"every_n_epochs=0 must be an int of at least 1"),
         ({"every_n_train_steps": 0}, r"every_n_train_steps=0 must be an int of at least 1"),
         ({"filename": "{epoch"}, r"filename='\{epoch' is not a template"),
+        ({"enable_version_counter": False}, r"enable_version_counter=False would write over .* which is never done: "),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):

@@ -23,19 +23,26 @@ class CheckpointName:
 
     Args:
         template: ``epoch`` and ``step`` are known always; formats are those of ``str.format``.
+        shows_names: Whether ``name=`` is put before each value.
+
+    Attributes:
+        template: As it was given.
+        shows_names: As it was given.
 
     Raises:
         RequestError: It is not a template.
     """
 
-    def __init__(self, template: str) -> None:
+    def __init__(self, template: str, *, shows_names: bool = False) -> None:
         try:
-            fields = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+            parts = list(Formatter().parse(template))
         except ValueError as error:
             raise RequestError(f"filename={template!r} is not a template: {error}") from error
+        fields = [field for _, field, _, _ in parts if field is not None]
         if "" in fields:
             raise RequestError(f"filename={template!r} has a field without a name: write one, such as {{epoch}}")
-        self._template = template
+        self.template, self.shows_names = template, shows_names
+        self._filled = "".join(_with_name(*part) for part in parts) if shows_names else template
         self._fields = fields
 
     def fill(self, values: Mapping[str, Any]) -> str:
@@ -46,12 +53,20 @@ class CheckpointName:
         """
         missing = [field for field in self._fields if field not in values]
         if missing:
-            raise MisuseError(f"filename={self._template!r} asks for {missing[0]!r}, {not_logged(values)}")
+            raise MisuseError(f"filename={self.template!r} asks for {missing[0]!r}, {not_logged(values)}")
         numbers = {field: _number(values[field]) for field in self._fields}
         try:
-            return _WholeNames().vformat(self._template, (), numbers)
+            return _WholeNames().vformat(self._filled, (), numbers)
         except ValueError as error:
-            raise MisuseError(f"filename={self._template!r} cannot be filled: {error}") from error
+            raise MisuseError(f"filename={self.template!r} cannot be filled: {error}") from error
+
+
+def _with_name(text: str, field: str | None, spec: str | None, conversion: str | None) -> str:
+    """Return a part of a template, with ``name=`` before its field."""
+    text = text.replace("{", "{{").replace("}", "}}")
+    if field is None:
+        return text
+    return f"{text}{field}={{{field}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}}}"
 
 
 class _WholeNames(Formatter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -131,10 +132,12 @@ def _check_none(callbacks: Sequence[Callback], name: str, *, barebones: bool) ->
 
 
 def _check_keys(callbacks: Sequence[Callback]) -> None:
-    keys = [callback.state_key for callback in callbacks if callback.state_dict()]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise RequestError(
-            f"two callbacks have the state_key {twice[0]!r}, so a checkpoint could not tell them apart: "
-            "give one of them a state_key of its own"
-        )
+    stateful = [callback for callback in callbacks if callback.state_dict()]
+    keys = [callback.state_key for callback in stateful]
+    for callback, key in zip(stateful, keys, strict=True):
+        if keys.count(key) > 1:
+            takes_one = "state_key" in inspect.signature(type(callback)).parameters
+            way = "pass state_key='another' to one of them" if takes_one else "let the class of one have another"
+            raise RequestError(
+                f"two callbacks have the state_key {key!r}, so a checkpoint could not tell them apart: {way}"
+            )

@@ -12,9 +12,12 @@ from dstrat.errors import MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import not_logged
 from dstrat.training.callbacks.monitored import is_new, is_overdue, was_completed
+from dstrat.training.callbacks.ranking import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
     from dstrat.training.callbacks.ranking import Mode
     from dstrat.training.module.train_module import TrainModule
@@ -40,9 +43,11 @@ class EarlyStopping(Callback):
         stopping_threshold: Training ends when the value is better than this.
         divergence_threshold: Training ends when the value is worse than this.
         check_on_train_epoch_end: True checks at the end of epochs alone, False after validations alone.
+        log_rank_zero_only: Whether rank 0 alone logs why training ends; all decide alike.
+        state_key: The name of the callback's state in checkpoints; by default it consists of ``monitor`` and ``mode``.
+            A second callback that has these in common with another one needs a name.
 
     Attributes:
-        best_score: The best value so far, None before the first.
         wait_count: Number of checks in a row without an improvement.
         stopped_epoch: Index of the epoch in which training was ended, 0 where it was not.
         stopping_reason: Why it was ended, in words; None where it was not.
@@ -65,6 +70,8 @@ class EarlyStopping(Callback):
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
         check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = True,
+        state_key: str | None = None,
     ) -> None:
         if mode not in ("min", "max"):
             raise RequestError(f"mode={mode!r} must be 'min' or 'max'")
@@ -77,10 +84,12 @@ class EarlyStopping(Callback):
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.log_rank_zero_only = log_rank_zero_only
+        self._state_key = state_key
         self._begin()
 
     def _begin(self) -> None:
-        self.best_score: float | None = None
+        self._best_score: float | None = None
         self.wait_count = 0
         self.stopped_epoch = 0
         self.stopping_reason: str | None = None
@@ -88,14 +97,21 @@ class EarlyStopping(Callback):
         self._has_told = False
 
     @property
+    def best_score(self) -> Tensor | None:
+        """The best value so far, a tensor without dimensions on the CPU; None before the first."""
+        return None if self._best_score is None else as_tensor(self._best_score)
+
+    @property
     @override
     def state_key(self) -> str:
+        if self._state_key is not None:
+            return self._state_key
         return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r})"
 
     @override
     def state_dict(self) -> dict[str, Any]:
         return {
-            "best_score": self.best_score,
+            "best_score": self._best_score,
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
             "stopping_reason": self.stopping_reason,
@@ -103,7 +119,7 @@ class EarlyStopping(Callback):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.best_score = state_dict["best_score"]
+        self._best_score = state_dict["best_score"]
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = state_dict["stopping_reason"]
@@ -129,7 +145,7 @@ class EarlyStopping(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self.best_score is None and self.wait_count == 0:
+        if self._best_score is None and self.wait_count == 0:
             self._tell(trainer, f"EarlyStopping(monitor={self.monitor!r}) had no value to check in this training")
 
     def _check(self, trainer: Trainer, *, must_be_known: bool) -> None:
@@ -142,9 +158,9 @@ class EarlyStopping(Callback):
             self._miss(trainer)
 
     def _judge(self, trainer: Trainer, score: float) -> None:
-        before = self.best_score
+        before = self._best_score
         if self._is_better(score, than=before):
-            self.best_score, self.wait_count = score, 0
+            self._best_score, self.wait_count = score, 0
         else:
             self.wait_count += 1
         self.stopping_reason = self._reason_to_stop(score)
@@ -173,7 +189,7 @@ class EarlyStopping(Callback):
         if self.divergence_threshold is not None and self._is_beyond(-score, -self.divergence_threshold):
             return f"{shown} is {worse} divergence_threshold={self.divergence_threshold!r}"
         if self.wait_count >= max(1, self.patience):
-            best = "no number" if self.best_score is None else f"{self.best_score:.6g}"
+            best = "no number" if self._best_score is None else f"{self._best_score:.6g}"
             checks = "check" if self.wait_count == 1 else f"{self.wait_count} checks"
             by = f" by more than min_delta={self.min_delta!r}" if self.min_delta else ""
             return f"{shown}, and the last {checks} brought nothing better than {best}{by}"
@@ -194,3 +210,5 @@ class EarlyStopping(Callback):
     def _tell(self, trainer: Trainer, line: str) -> None:
         if trainer.is_global_zero:
             _log.warning(line)
+        elif not self.log_rank_zero_only:
+            _log.warning("[rank %d] %s", trainer.global_rank, line)

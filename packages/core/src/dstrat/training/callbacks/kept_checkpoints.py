@@ -70,6 +70,16 @@ class KeptCheckpoints:
         self.best_score: float | None = None
         self.last_path = self.link = ""
 
+    @property
+    def scores(self) -> dict[str, float]:
+        """What is kept by its score, with that."""
+        return self._ranking.scores
+
+    @property
+    def next_to_go(self) -> str:
+        """The one that a better one drives out, empty while there is room."""
+        return self._ranking.replaceable or ""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the callback's checkpoints say of them."""
         return {

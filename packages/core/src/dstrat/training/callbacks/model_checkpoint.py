@@ -13,10 +13,11 @@ from dstrat.builtin.checkpoint.place import RemotePath, place
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.callbacks.background_saves import BackgroundSaves
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.callbacks.checkpoint_name import CheckpointName, not_logged
+from dstrat.training.callbacks.checkpoint_name import EXTENSION, CheckpointName, not_logged
 from dstrat.training.callbacks.kept_checkpoints import Decision, KeptCheckpoints, SaveLast
 from dstrat.training.callbacks.monitored import is_new, is_overdue
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from dstrat.training.callbacks.ranking import as_tensor
 from dstrat.training.callbacks.saving_times import SavingTimes, check_count
 from dstrat.training.checkpoint_path import remove_checkpoint
 from dstrat.training.loggers.several import call_loggers
@@ -25,6 +26,8 @@ from dstrat.training.loops.interruption import Interrupted, Terminated
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    from torch import Tensor
 
     from dstrat.training.callbacks.ranking import Mode
     from dstrat.training.callbacks.timer import Duration
@@ -69,6 +72,12 @@ class ModelCheckpoint(Callback):
         async_save: Whether training goes on as soon as a copy is taken, while it is written in the background.  At most
             one is in flight; an error surfaces at a later step, and the end of the fit waits.  This counts for every
             save of the run.
+        verbose: Whether each save is logged, with what was monitored.
+        auto_insert_metric_name: Whether the template's values get their names: ``"{epoch}"`` is ``epoch=3`` then, not
+            ``3``.
+        enable_version_counter: True; checkpoints are never written over, so that it cannot be switched off.
+        state_key: The name of the callback's state in checkpoints; by default it consists of ``monitor``, ``mode`` and
+            the times.  A second callback that has these in common with another one needs a name.
 
     Attributes:
         dirpath: The folder; known when a fit has started.
@@ -96,19 +105,30 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         save_on_exception: bool = False,
         async_save: bool = False,
+        verbose: bool = False,
+        auto_insert_metric_name: bool = False,
+        enable_version_counter: bool = True,
+        state_key: str | None = None,
     ) -> None:
         if mode not in ("min", "max"):
             raise RequestError(f"mode={mode!r} must be 'min' or 'max'")
         if save_last not in (True, False, "link"):
             raise RequestError(f"save_last={save_last!r} must be True, False or 'link'")
+        if enable_version_counter is not True:
+            raise RequestError(
+                f"enable_version_counter={enable_version_counter!r} would write over what another run has saved, which "
+                "is never done: leave it out, or choose another dirpath or filename"
+            )
         check_count("save_top_k", save_top_k, -1)
         self._times = SavingTimes(every_n_epochs, every_n_train_steps, train_time_interval, save_on_train_epoch_end)
         self._given_dirpath = None if dirpath is None else place(dirpath).absolute()
         self.dirpath = self._given_dirpath
-        self._name = CheckpointName(DEFAULT_NAME if filename is None else filename)
+        shows_names = auto_insert_metric_name and filename is not None
+        self._name = CheckpointName(DEFAULT_NAME if filename is None else filename, shows_names=shows_names)
         self.monitor, self.mode = monitor, mode
         self.save_top_k, self.save_last, self.save_weights_only = save_top_k, save_last, save_weights_only
-        self.save_on_exception, self.async_save = save_on_exception, async_save
+        self.save_on_exception, self.async_save, self.verbose = save_on_exception, async_save, verbose
+        self._state_key = state_key
         self._rescue: OnExceptionCheckpoint | None = None
         self._background: BackgroundSaves | None = None
         self._is_running = self._is_evaluating = False
@@ -128,8 +148,25 @@ class ModelCheckpoint(Callback):
         self._validated_at_step = -1
         self._is_untold = False
         self._saved_paths: list[str] = []
+        self._saved_for = ""
         self._driven_out: list[str] = []
         self._safe_state: dict[str, Any] | None = None
+        self._current_score: float | None = None
+
+    @property
+    def filename(self) -> str:
+        """The template of names."""
+        return self._name.template
+
+    @property
+    def every_n_epochs(self) -> int:
+        """After how many epochs it saves; 0 where steps or time say when."""
+        return self._times.every_n_epochs if self._times.counts_epochs else 0
+
+    @property
+    def every_n_train_steps(self) -> int:
+        """After how many optimizer steps it saves; 0 where epochs or time say when."""
+        return self._times.every_n_train_steps or 0
 
     @property
     def best_model_path(self) -> str:
@@ -137,9 +174,24 @@ class ModelCheckpoint(Callback):
         return self._kept.best_path
 
     @property
-    def best_model_score(self) -> float | None:
-        """Its monitored value."""
-        return self._kept.best_score
+    def best_model_score(self) -> Tensor | None:
+        """Its monitored value, a tensor without dimensions on the CPU; None before the first, or without a monitor."""
+        return None if self._kept.best_score is None else as_tensor(self._kept.best_score)
+
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """The checkpoints that ``save_top_k`` keeps, with their monitored value or else the number of steps."""
+        return {path: as_tensor(score) for path, score in self._kept.scores.items()}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The one of them that the next better one replaces, empty while there is room."""
+        return self._kept.next_to_go
+
+    @property
+    def current_score(self) -> Tensor | None:
+        """The monitored value that was looked at last, whether it was good enough to save or not."""
+        return None if self._current_score is None else as_tensor(self._current_score)
 
     @property
     def last_model_path(self) -> str:
@@ -159,12 +211,15 @@ class ModelCheckpoint(Callback):
     @property
     @override
     def state_key(self) -> str:
+        if self._state_key is not None:
+            return self._state_key
         return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r}, {self._times.describe()})"
 
     @override
     def state_dict(self) -> dict[str, Any]:
         return {
             "dirpath": "" if self.dirpath is None else str(self.dirpath),
+            "current_score": self._current_score,
             **self._kept.state_dict(),
         }
 
@@ -177,7 +232,26 @@ class ModelCheckpoint(Callback):
         self._is_fresh = False
         if not self._is_running:  # the state is what a run in other processes has come to
             self.dirpath = place(state_dict["dirpath"])
+        self._current_score = state_dict.get("current_score")
         self._kept.load_state_dict(state_dict, are_here=str(self.dirpath) == state_dict["dirpath"])
+
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
+    ) -> str:
+        """Return the path of a checkpoint by the template.
+
+        Args:
+            metrics: Values that the template may ask for, with ``epoch`` and ``step`` where it does.
+            filename: Another template.
+            ver: A number for the suffix ``-v1``, ``-v2`` ...
+
+        Raises:
+            MisuseError: The template asks for something else.
+        """
+        name = self._name if filename is None else CheckpointName(filename, shows_names=self._name.shows_names)
+        suffix = "" if ver is None else f"-v{ver}"
+        path = f"{name.fill(metrics)}{suffix}{EXTENSION}"
+        return path if self.dirpath is None else str(self.dirpath / path)
 
     # The run
 
@@ -303,6 +377,7 @@ class ModelCheckpoint(Callback):
         if decision.error is not None:
             raise MisuseError(decision.error)
         self._is_due = False
+        self._current_score = None if self.monitor is None else decision.score
         self._surface(partial(self._write, trainer, decision))
         if self._background is None:
             self._tell(trainer)
@@ -318,6 +393,7 @@ class ModelCheckpoint(Callback):
         if not self._kept.link:
             self._remove_driven_out(trainer)
         self._saved_paths, self._is_untold = decision.paths, True
+        self._saved_for = "" if self.monitor is None else f": {self.monitor} = {decision.score:.6g}"
         if self._background is None:
             self._safe_state = None
 
@@ -326,6 +402,8 @@ class ModelCheckpoint(Callback):
         if self._is_untold:
             self._link(trainer)
             call_loggers(trainer.loggers, "after_save_checkpoint", self)
+            if self.verbose and trainer.is_global_zero and self._saved_paths:
+                _log.warning("saved %s%s", " and ".join(map(repr, self._saved_paths)), self._saved_for)
 
     def _link(self, trainer: Trainer) -> None:
         """Let the link lead to a checkpoint that is complete; what it led to before may go only then."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
 Mode = Literal["min", "max"]
 
 
@@ -61,3 +63,10 @@ class Ranking:
         if math.isnan(score):
             return math.inf
         return score if self._mode == "min" else -score
+
+
+def as_tensor(score: float) -> Tensor:
+    """Return a score as users see it: a tensor without dimensions, like the logged values that it was one of."""
+    from torch import float64, tensor
+
+    return tensor(score, dtype=float64)  # which loses nothing of a float
