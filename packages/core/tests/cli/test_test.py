@@ -43,6 +43,35 @@ def test_what_fails_gives_its_advice_and_the_exit_code(run, mine):
     assert "test_its_flag_is_its_alias\nflag is '64-true', and users write precision='32-true'" in done.output
 
 
+MANY = """
+import pytest
+from dstrat.testing import PrecisionSuite
+from dstrat.testing.advice import fail
+from dstrat.testing.standard import standard
+
+class Mine(PrecisionSuite):
+    __module__ = "dstrat.testing.mine"
+
+    @standard("basic", "steps")
+    @pytest.mark.parametrize("size", [2, 4])
+    def test_many(self, size):
+        fail("seen " * 30 + str(size / 3), details="as it is " * 20)
+
+class Test32(Mine):
+    alias = "32-true"
+"""
+
+
+def test_failures_that_differ_in_numbers_only_are_told_once_as_wide_as_the_terminal(run, mine, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    output = run("32-true", mine(MANY), "--kind", "precision").output
+    assert "\ntest_many[2]\ntest_many[4]\nseen seen" in output
+    assert output.count("0.66666") == 1
+    assert max(len(line) for line in output.splitlines() if line.lstrip().startswith("seen")) <= 60
+    assert "  | " + ("as it is " * 20).rstrip() in output
+    assert output.endswith("2 of 13 tests failed: begin with 'steps', as later ones rest on earlier ones\n")
+
+
 def test_what_is_expected_to_fail_is_listed(run, mine):
     done = run("32-true", mine(WRITTEN % {"test_its_flag_is_its_alias": "it is called so"}), "--kind", "precision")
     assert done.exit_code == 0

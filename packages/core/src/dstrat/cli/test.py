@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
     from dstrat.testing.run import Result
 
 _TIERS = ("basic", "optional", "processes", "device")
+_INDENT, _VERBATIM = "    ", "  |"  # of lines that go on, and of details, in advice
+_WIDEST = 110  # characters
+_NUMBER = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
+_OF_PYTEST = re.compile(r"^E  ", re.MULTILINE)
 _OUTCOMES = ("passed", "failed", "expected failure", "not declared")
 
 
@@ -67,9 +74,34 @@ def _print(results: Sequence[Result], failed: Sequence[Result]) -> None:
         counts = [sum(result.outcome == outcome for result in of_it) for outcome in _OUTCOMES]
         rows.append((capability, *(str(count or "") for count in counts), f"{sum(r.seconds for r in of_it):.1f}"))
     print_table(rows, ["capability", *_OUTCOMES, "seconds"])
-    for result in failed:
-        click.echo(f"\n{click.style(result.name, fg='red', bold=True)}\n{result.message}")
+    for alike in _alike(failed):
+        names = [click.style(result.name, fg="red", bold=True) for result in alike]
+        click.echo("\n".join(["", *names, _fitted(alike[0].message)]))
     expected = [result for result in results if result.outcome == "expected failure"]
     if expected:
         click.echo("\nexpected to fail:")
         print_table([(f"  {result.name}", result.message) for result in expected])
+    if failed:
+        click.echo(
+            f"\n{len(failed)} of {len(results)} tests failed: begin with {failed[0].capability!r}, "
+            "as later ones rest on earlier ones"
+        )
+
+
+def _alike(failed: Sequence[Result]) -> list[list[Result]]:
+    """Put results together whose messages differ in numbers only."""
+    groups: dict[str, list[Result]] = {}
+    for result in failed:
+        groups.setdefault(" ".join(_NUMBER.sub("0", result.message).split()), []).append(result)
+    return list(groups.values())
+
+
+def _fitted(message: str) -> str:
+    """Return advice with paragraphs as wide as the terminal; what pytest itself has written stays as it is."""
+    if _OF_PYTEST.search(message):
+        return message
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    return "\n".join(
+        line if line.startswith(_VERBATIM) else textwrap.fill(line, width, subsequent_indent=_INDENT)
+        for line in message.replace(f"\n{_INDENT}", " ").splitlines()
+    )

@@ -90,7 +90,8 @@ def what_happened(end: Ended, seconds: float) -> str:
 def story(end: Ended) -> str:
     """Return the lines that show why a rank failed."""
     if end.report is not None:
-        return end.report.failure
+        lines = end.report.failure.splitlines()
+        return "\n".join(line for line in lines if line.strip(" ~^"))  # without marks below lines of code
     return end.stack or end.output[-2000:]
 
 
