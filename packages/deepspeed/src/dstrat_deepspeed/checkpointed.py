@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dstrat.interfaces.checkpoint_io import OptionalTensors
+from dstrat.interfaces.fitting import groups_misfit, misfit
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_deepspeed.gradients import put_back, waiting_gradients
 from dstrat_deepspeed.module_state import gather_persistent, sharded_state
@@ -18,7 +19,6 @@ from dstrat_deepspeed.whole_state import (
     by_numbers,
     deal_out,
     gathered,
-    mismatch,
     told_by_rank_0,
 )
 
@@ -68,7 +68,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the whole state that global rank 0 has; collective."""
         targets = self.sharded_module_state()
-        agree_on(self, lambda: mismatch(targets, state, strict=strict))
+        agree_on(self, lambda: misfit(self.module, targets, state, strict=strict))
         rest = deal_out(targets, state, self)
         if rest:
             self.module.load_state_dict(rest, strict=False)
@@ -92,7 +92,9 @@ class CheckpointedStrategy(ParallelStrategy):
         if partitioned is None:
             super().load_optimizer_state(optimizer, state)
             return
-        named = by_names(state, partitioned.group_names) if self.is_global_zero else {"state": {}, "param_groups": []}
+        names = partitioned.group_names
+        agree_on(self, lambda: groups_misfit(optimizer, names, [group["params"] for group in state["param_groups"]]))
+        named = by_names(state, names) if self.is_global_zero else {"state": {}, "param_groups": []}
         entries = told_by_rank_0(named["state"], partitioned.parts, self)
         partitioned.load({"state": entries, "param_groups": self.broadcast(named["param_groups"])})
         gather_persistent(self._ready_optimizer)

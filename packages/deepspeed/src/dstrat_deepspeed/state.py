@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
+from dstrat.interfaces.fitting import groups_misfit
 from dstrat.interfaces.flat_shard import FlatShard
 from dstrat_deepspeed.optimizer_probe import state_after_one_step
 
@@ -149,6 +150,9 @@ class PartitionedState:
             missing, left_over = sorted(all_here - all_saved), sorted(all_saved - all_here)
             how = f"missing are {', '.join(missing) or 'none'}; left over are {', '.join(left_over) or 'none'}"
             if not missing and not left_over:
+                found = groups_misfit(self._optimizer, here, saved)
+                if found is not None:
+                    raise CheckpointError(found)
                 how = "they are in other groups"
             raise CheckpointError(
                 f"the optimizer's state in the checkpoint is of other parameters than those of this one: {how}"

@@ -48,15 +48,8 @@ def by_numbers(state: Mapping[str, Any], group_names: Sequence[Sequence[str]]) -
 
 
 def by_names(state: Mapping[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return the same with the names of parameters.
-
-    Raises:
-        CheckpointError: It is of another number of parameters.
-    """
+    """Return the same with the names of parameters."""
     names = [name for names in group_names for name in names]
-    saved = sum(len(group["params"]) for group in state["param_groups"])
-    if saved != len(names):
-        raise CheckpointError(f"the optimizer's state is of {saved} parameters, and this optimizer has {len(names)}")
     return {
         "state": {names[number]: entry for number, entry in state["state"].items()},
         "param_groups": [
@@ -70,20 +63,6 @@ def agree_on(strategy: Strategy, find: Callable[[], str | None]) -> None:
     found = strategy.broadcast(find() if strategy.is_global_zero else None)
     if found is not None:
         raise CheckpointError(found)
-
-
-def mismatch(targets: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool) -> str | None:
-    """Return what is wrong with the state for a module that has the targets."""
-    missing = [name for name in targets if name not in state]
-    unexpected = [name for name in state if name not in targets]
-    if strict and (missing or unexpected):
-        return (
-            f"the state does not fit the module: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
-        )
-    for name, target in targets.items():
-        if name in state and hasattr(target, "shape") and tuple(target.shape) != tuple(state[name].shape):
-            return f"{name!r} has the shape {tuple(state[name].shape)}, and the module's has {tuple(target.shape)}"
-    return None
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.fitting import groups_misfit, misfit
 from dstrat_fsdp.slices import copy_whole, shard_like, whole_of
 
 if TYPE_CHECKING:
@@ -44,13 +45,13 @@ def load_module(module: Module, state: Mapping[str, Any], strategy: Strategy, *,
         module: Sharded.
         state: By name; only that of rank 0 counts.
         strategy: Communicates.
-        strict: Whether missing and unexpected names are an error.
+        strict: Whether it is an error that names are missing or left over; otherwise that is logged.
 
     Raises:
-        CheckpointError: Names are missing or unexpected, or a tensor has another shape.
+        CheckpointError: Names are missing or left over, or a tensor has another shape.
     """
     targets = module.state_dict()
-    _agree_on(strategy, lambda: _mismatch(targets, state, strict=strict))
+    _agree_on(strategy, lambda: misfit(module, targets, state, strict=strict))
     others = {}
     for name, target in targets.items():
         if not strategy.broadcast(name in state):
@@ -89,8 +90,9 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], strategy: Str
     Raises:
         CheckpointError: It is the state of another optimizer.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    _agree_on(strategy, lambda: _optimizer_mismatch(parameters, state))
+    groups = [group["params"] for group in optimizer.param_groups]
+    _agree_on(strategy, lambda: groups_misfit(optimizer, groups, [group["params"] for group in state["param_groups"]]))
+    parameters = [parameter for group in groups for parameter in group]
     outline = strategy.broadcast(apply_to_tensors(dict(state), _described))
     entries = {
         index: {key: _loaded(value, parameters[index], state, (index, key), strategy) for key, value in entry.items()}
@@ -142,23 +144,3 @@ def _agree_on(strategy: Strategy, find: Callable[[], str | None]) -> None:
     found = strategy.broadcast(find() if strategy.is_global_zero else None)
     if found is not None:
         raise CheckpointError(found)
-
-
-def _mismatch(targets: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool) -> str | None:
-    missing = [name for name in targets if name not in state]
-    unexpected = [name for name in state if name not in targets]
-    if strict and (missing or unexpected):
-        return (
-            f"the state does not fit the module: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
-        )
-    for name, target in targets.items():
-        if name in state and isinstance(target, Tensor) and target.shape != state[name].shape:
-            return f"{name!r} has the shape {tuple(state[name].shape)}, and the module's has {tuple(target.shape)}"
-    return None
-
-
-def _optimizer_mismatch(parameters: list[Tensor], state: Mapping[str, Any]) -> str | None:
-    saved = sum(len(group["params"]) for group in state.get("param_groups", ()))
-    if saved != len(parameters):
-        return f"the optimizer's state is of {saved} parameters, and this optimizer has {len(parameters)}"
-    return None

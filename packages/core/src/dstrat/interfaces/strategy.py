@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dstrat.errors import MisuseError
+from dstrat.errors import CheckpointError, MisuseError
 from dstrat.interfaces.batch import move_to_device
+from dstrat.interfaces.fitting import check_names, groups_misfit, load_by_names
 from dstrat.interfaces.named_state import load_named_state, named_state
 from dstrat.interfaces.parts import Parts
 
@@ -365,15 +366,34 @@ class Strategy(ABC):
         return state
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what :meth:`module_state_dict` returned; collective."""
-        self.module.load_state_dict(state, strict=strict)
+        """Load what :meth:`module_state_dict` returned; collective.
+
+        Args:
+            state: Tensors by name.
+            strict: Whether it is an error that names are missing or left over; otherwise that is logged.
+
+        Raises:
+            CheckpointError: It does not fit the module.
+        """
+        missing, left_over = load_by_names(self.module, state)
+        check_names(self.module, missing, left_over, strict=strict, tells=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer; collective."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`optimizer_state` returned; collective."""
+        """Load what :meth:`optimizer_state` returned; collective.
+
+        Raises:
+            CheckpointError: It is the state of other parameters.
+        """
+        groups, saved = (
+            [group["params"] for group in side] for side in (optimizer.param_groups, state["param_groups"])
+        )
+        found = groups_misfit(optimizer, groups, saved)
+        if found is not None:
+            raise CheckpointError(found)
         optimizer.load_state_dict(dict(state))
 
     def sharded_module_state(self) -> dict[str, Any]:
@@ -400,7 +420,11 @@ class Strategy(ABC):
         return self.sharded_optimizer_state(optimizer)
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective."""
+        """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective.
+
+        Raises:
+            CheckpointError: It is the state of other parameters.
+        """
         load_named_state(optimizer, self.module, state)
 
     def state_dict(self) -> dict[str, Any]:

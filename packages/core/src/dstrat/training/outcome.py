@@ -110,9 +110,10 @@ def _restore_weights(module: TrainModule, weights: Mapping[str, Any]) -> None:
         other = weights.get(name)
         if isinstance(other, Tensor) and isinstance(tensor, Tensor) and other.dtype != tensor.dtype:
             tensor.data = tensor.data.to(other.dtype)  # the precision has converted the module
-    missing, made = module.load_state_dict(weights, strict=False)
-    if missing or made:
-        found = {"made": made, "removed": missing}
+    module.load_state_dict(weights, strict=False)
+    made, removed = ([name for name in a if name not in b] for a, b in ((weights, here), (here, weights)))
+    if made or removed:
+        found = {"made": made, "removed": removed}
         changed = "; ".join(f"{what} {', '.join(names)}" for what, names in found.items() if names)
         raise MisuseError(
             f"the run has {changed} in {type(module).__name__}, in other processes than this one, which lacks that and "

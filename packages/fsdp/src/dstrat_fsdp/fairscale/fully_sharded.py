@@ -11,6 +11,7 @@ import torch
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
+from dstrat.interfaces.fitting import check_names, load_by_names
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
 from dstrat_fsdp.optimizer_check import check_optimizers
 from dstrat_fsdp.step_module import StepModule
@@ -197,7 +198,10 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         return {name.removeprefix("module."): value for name, value in self.model.state_dict().items()}
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        self.model.load_state_dict({f"module.{name}": value for name, value in state.items()}, strict=strict)
+        """Load the whole state, which each rank has; collective."""
+        names = load_by_names(self.model, {f"module.{name}": value for name, value in state.items()})
+        missing, left_over = ([name.removeprefix("module.") for name in side] for side in names)
+        check_names(self.module, missing, left_over, strict=strict, tells=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer on global rank 0, and an empty dict on the others; collective."""

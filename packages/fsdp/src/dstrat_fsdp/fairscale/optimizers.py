@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.utils import clip_grad_value_
 
+from dstrat.errors import CheckpointError
+from dstrat.interfaces.fitting import groups_misfit
+
 with warnings.catch_warnings():  # FairScale is older than what torch deprecates
     warnings.simplefilter("ignore")
     from fairscale.optim import OSS
@@ -71,8 +74,16 @@ def gather_everywhere(optimizer: Any) -> None:
 
 
 def load_whole_state(optimizer: Any, state: Mapping[str, Any], strategy: Strategy) -> None:
-    """Load the whole state of rank 0; each rank keeps its share; collective."""
+    """Load the whole state of rank 0; each rank keeps its share; collective.
+
+    Raises:
+        CheckpointError: It is the state of other parameters.
+    """
     told = strategy.broadcast(dict(state))
+    groups, saved = ([group["params"] for group in side] for side in (optimizer.param_groups, told["param_groups"]))
+    found = groups_misfit(optimizer, groups, saved)
+    if found is not None:
+        raise CheckpointError(found)
     optimizer.load_state_dict({**told, "state": dict(told["state"])})  # FairScale empties what is not its own
 
 

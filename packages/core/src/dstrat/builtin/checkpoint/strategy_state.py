@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import CheckpointError
+from dstrat.interfaces.checkpoint_io import OptionalTensors
+from dstrat.interfaces.fitting import check_names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from torch.optim import Optimizer
 
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.strategy import Strategy
@@ -17,6 +22,11 @@ if TYPE_CHECKING:
 
 _SHARDED = ("state_dict", "optimizers")
 """Where a checkpoint has tensors that may be sharded."""
+
+_OTHER_OPTIMIZERS = (
+    ". Make the optimizers as they were trained; or load the weights alone into the module (load_from_checkpoint does) "
+    "and begin a new training"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -82,16 +92,45 @@ def load_module(
         path: Of the checkpoint.
         values: What :func:`read_values` returned.
         has_optimizers: Whether the state of the optimizers is going to be loaded too.
+
+    Raises:
+        CheckpointError: It does not fit the module; names that differ are logged instead where ``strict_loading`` of
+            the module is False.
     """
+    strict = getattr(strategy.module, "strict_loading", True)
     if not _shards(strategy, io):
-        strategy.load_module_state_dict(values["state_dict"])
+        with _telling_of(path):
+            strategy.load_module_state_dict(values["state_dict"], strict=strict)
         return dict(values)
-    template: dict[str, Any] = {**dict.fromkeys(values), "state_dict": strategy.sharded_module_state()}
+    state = OptionalTensors(strategy.sharded_module_state())
+    template: dict[str, Any] = {**dict.fromkeys(values), "state_dict": state}
     if has_optimizers and "optimizers" in values:
         check_same_number("optimizers", strategy.optimizers, values["optimizers"], path)
         template["optimizers"] = [strategy.optimizer_template(optimizer) for optimizer in strategy.optimizers]
     filled = io.load_into(path, template)
+    with _telling_of(path):
+        _check_all_names(strategy, state, filled["state_dict"], strict=strict)
     return {**values, **{key: filled[key] for key in _SHARDED if key in filled}}
+
+
+def _check_all_names(strategy: Strategy, targets: Mapping[str, Any], found: Mapping[str, Any], *, strict: bool) -> None:
+    """Compare the names of what a checkpoint has with those of all processes; collective."""
+    if not strategy.reduce_boolean_decision(targets.keys() != found.keys(), all=False):
+        return
+    names: set[str] = set()
+    for rank in range(strategy.world_size):  # a strategy may give each of them another part of the module
+        names |= strategy.broadcast(set(targets), src=rank)
+    missing, left_over = sorted(names - found.keys()), sorted(found.keys() - names)
+    check_names(strategy.module, missing, left_over, strict=strict, tells=strategy.is_global_zero)
+
+
+@contextlib.contextmanager
+def _telling_of(path: str | Path, which: str = "", advice: str = "") -> Iterator[None]:
+    """Say in errors which checkpoint does not fit, and what to do."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {str(path)!r} cannot be loaded: {which}{error}{advice}") from error
 
 
 def _shards(strategy: Strategy, io: CheckpointIO) -> bool:
@@ -102,15 +141,18 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
     """Load the state of optimizers, schedulers and precision; collective.
 
     Raises:
-        CheckpointError: Their numbers differ.
+        CheckpointError: They are others than those that were saved.
     """
     is_named = "optimizers" in checkpoint
     states = checkpoint["optimizers" if is_named else "optimizer_states"]
     check_same_number("optimizers", strategy.optimizers, states, path)
     check_same_number("schedulers", strategy.lr_schedulers, checkpoint["lr_schedulers"], path)
-    for optimizer, state in zip(strategy.optimizers, states, strict=True):
-        load = strategy.load_sharded_optimizer_state if is_named else strategy.load_optimizer_state
-        load(optimizer, state)
+    load = strategy.load_sharded_optimizer_state if is_named else strategy.load_optimizer_state
+    for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
+        which = f"of optimizer {number}, " if len(states) > 1 else ""
+        with _telling_of(path, which, _OTHER_OPTIMIZERS):
+            load(optimizer, state)
+            _check_options(optimizer)
     for config, state in zip(strategy.lr_schedulers, checkpoint["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     strategy.precision_plugin.load_state_dict(checkpoint["precision"])
@@ -119,6 +161,16 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
     elif checkpoint.get("strategy", {}).get("state") and strategy.is_global_zero:
         saved, own = checkpoint["strategy"]["name"], type(strategy).__name__
         _log.warning("%s has a state of %s, which %s begins without", path, saved, own)
+
+
+def _check_options(optimizer: Optimizer) -> None:
+    """Raise CheckpointError where a state that was loaded lacks options, so that no step is possible."""
+    lacking = [name for name in optimizer.defaults if any(name not in group for group in optimizer.param_groups)]
+    if lacking:
+        raise CheckpointError(
+            f"the optimizer's state in the checkpoint has no {', '.join(lacking)}, which {type(optimizer).__name__} "
+            "needs: it is the state of another kind of optimizer"
+        )
 
 
 def is_of_same_strategy(strategy: Strategy, checkpoint: Mapping[str, Any]) -> bool:

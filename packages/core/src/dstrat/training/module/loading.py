@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dstrat.builtin.checkpoint.formats import io_for
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError
+from dstrat.interfaces.fitting import check_names, load_by_names
 from dstrat.training.module.constructor import Constructor
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS
 from dstrat.training.module.plain_values import from_plain
@@ -23,18 +23,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
-
 
 class ModuleLoading:
-    """``load_from_checkpoint`` of a module."""
+    """``load_from_checkpoint`` of a module.
+
+    Attributes:
+        strict_loading: Whether it is an error that a checkpoint lacks weights of the module, or has others, when a run
+            goes on from it.  A module that leaves some out of its checkpoints, such as frozen ones, sets it to False:
+            then what differs is logged, and the others are loaded.
+    """
+
+    strict_loading: bool = True
 
     @classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path,
         map_location: torch.device | str | None = None,
-        strict: bool = True,
+        strict: bool | None = None,
         **overrides: Any,
     ) -> Self:
         """Make the module with the hyperparameters of a checkpoint, and load its weights.
@@ -44,7 +50,8 @@ class ModuleLoading:
         Args:
             checkpoint_path: A checkpoint of a Trainer.
             map_location: The device of the module; by default the CPU.
-            strict: Whether it is an error that weights are missing or left over; otherwise that is logged.
+            strict: Whether it is an error that weights are missing or left over; otherwise that is logged.  None takes
+                the module's ``strict_loading``.
             **overrides: Arguments for ``__init__``, which come before the checkpoint's.
 
         Raises:
@@ -55,7 +62,8 @@ class ModuleLoading:
         module: Any = construct(cls, checkpoint, MODULE_KEYS, overrides, checkpoint_path)
         configure_for(module, checkpoint["state_dict"])
         module.on_load_checkpoint(checkpoint)
-        load_weights(module, checkpoint["state_dict"], checkpoint_path, strict=strict)
+        is_strict = module.strict_loading if strict is None else strict
+        load_weights(module, checkpoint["state_dict"], checkpoint_path, strict=is_strict)
         loaded: Self = module if map_location is None else module.to(map_location)
         return loaded
 
@@ -167,15 +175,6 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], path: str | Path, 
     Raises:
         CheckpointError: The weights do not fit.
     """
-    try:
-        missing, unexpected = module.load_state_dict(state, strict=False)
-    except RuntimeError as error:  # sizes that differ
-        reasons = "; ".join(line.strip().rstrip(".") for line in str(error).splitlines()[1:]) or str(error)
-        raise CheckpointError(f"the weights in {str(path)!r} do not fit {type(module).__name__}: {reasons}") from error
-    found = [f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("left over", unexpected)) if names]
-    if not found:
-        return
-    message = f"the weights in {str(path)!r} do not fit {type(module).__name__}: {'; '.join(found)}"
-    if strict:
-        raise CheckpointError(f"{message}. Make the module as it was trained, or pass strict=False to load the others")
-    _log.warning("%s; the others are loaded", message)
+    what = f"the weights in {str(path)!r}"
+    missing, left_over = load_by_names(module, state, what=what)
+    check_names(module, missing, left_over, strict=strict, what=what, advice="pass strict=False")
