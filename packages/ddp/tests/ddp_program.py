@@ -61,7 +61,7 @@ def loader(batch_size):
     return DataLoader(TensorDataset(inputs, inputs[:, :3] - inputs[:, 3:]), batch_size=batch_size)
 
 
-def run(out, name, devices, fails_on=None, unused=False, **arguments):
+def run(out, name, devices, fails_on=None, unused=False, callbacks=(), **arguments):
     """Fit and validate; write the weights that came back."""
     model = Model(fails_on, unused)
     trainer = Trainer(
@@ -69,7 +69,7 @@ def run(out, name, devices, fails_on=None, unused=False, **arguments):
         devices=devices,
         max_epochs=1,
         logger=False,
-        callbacks=[Losses(f"{out}/{name}.json")],
+        callbacks=[Losses(f"{out}/{name}.json"), *callbacks],
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,

@@ -4,10 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from packages.ddp.tests import ddp_program
+
+from dstrat import Callback
+from dstrat.training import meeting
+from dstrat_ddp import DDPStrategy
 
 PROGRAM = Path(ddp_program.__file__)
 ROOT = PROGRAM.parents[3]
@@ -69,3 +74,20 @@ def test_other_start_methods_bring_the_weights_back_also_after_failures(tmp_path
     assert "MisuseError: the loss does not depend on unused.weight, unused.bias" in failure(tmp_path, "unused")
     for name in ("searched", *aliases):
         check(tmp_path, name, one_device)
+
+
+class SavesAlone(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.is_global_zero:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_rank_that_saves_alone_says_that_it_waits_until_the_job_ends(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(meeting, "SECONDS_UNTOLD", 0.5)
+    strategy = DDPStrategy(start_method="fork", timeout=timedelta(seconds=2))
+    ddp_program.run(tmp_path, "alone", devices=2, strategy=strategy, callbacks=[SavesAlone(tmp_path / "saved")])
+    assert failure(tmp_path, "alone").startswith("RankFailedError: rank ")
+    assert "rank 0 has waited 0.5 s in save_checkpoint for the others: every process calls it" in capfd.readouterr().err

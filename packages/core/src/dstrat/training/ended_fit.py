@@ -10,6 +10,7 @@ from torch import Tensor
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.checkpoint import collect_checkpoint, own_state
+from dstrat.training.meeting import waiting_is_told
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +50,8 @@ class EndedFit:
         try:
             for part in attached:
                 part.attach(trainer)  # for on_save_checkpoint
-            strategy.setup_environment()
+            with waiting_is_told(trainer, "save_checkpoint"):
+                strategy.setup_environment()
             strategy.save_checkpoint(collect_checkpoint(trainer, weights_only=weights_only, ended=self), path)
         except BaseException as error:
             strategy.on_exception(error)
