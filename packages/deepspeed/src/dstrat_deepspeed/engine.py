@@ -15,6 +15,7 @@ from dstrat_deepspeed.backward import ReplacedBackward
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.ending import release_groups
 from dstrat_deepspeed.nvme import let_go_unused, with_files
+from dstrat_deepspeed.unused import UnusedGradients, unused_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,10 +63,12 @@ class Engine:
             model=steps, optimizer=optimizer, config=config, dist_init_required=False
         )
         self._with_files = with_files(steps)
+        self._unused: UnusedGradients | None = None
         self.optimizer: Optimizer | None = self.engine.basic_optimizer
         if self.optimizer is not None:
             self.optimizer.zero_grad = self._zero_grad  # it has shards of parameters now
             self._is_sharded = self.engine.optimizer is not self.optimizer
+            self._unused = unused_gradients(self.engine.optimizer, sends_in_step=is_manual)
             _undo_first_step(self.engine.optimizer)
             self._set_clipping(0.0)
             self.set_boundary(is_boundary=True)
@@ -96,6 +99,8 @@ class Engine:
         with nullcontext() if compute is None else ReplacedBackward(compute):
             # not the tensor that a step returned, whose gradient stage 0 divides by the batches of a whole group
             self.engine.backward(loss.view_as(loss), scale_wrt_gas=False)
+        if self._unused is not None:
+            self._unused.after_backward()
 
     def _prepare_manual_backward(self, loss: Tensor) -> None:
         """Do what DeepSpeed's forward does for a backward pass that comes after it: this one comes within."""
@@ -122,6 +127,8 @@ class Engine:
             for partial in ("averaged_gradients", "all_grad_tensors"):
                 for group in getattr(optimizer, partial, {}):
                     getattr(optimizer, partial)[group] = None
+        if self._unused is not None:
+            self._unused.forget()
         self._has_gradients = False
 
     # Updates
@@ -142,6 +149,8 @@ class Engine:
         """Apply the gradients, and clear them; a step whose gradients are not finite is left out, and logged."""
         engine = self.engine
         let_go_unused(self._with_files)
+        if self._unused is not None:
+            self._unused.before_step()
         engine.step()
         self._has_gradients = False
         if self._is_sharded:
