@@ -88,3 +88,17 @@ def test_json_has_every_test(run):
 def test_a_file_without_a_class_for_the_alias_is_an_error(run, mine):
     done = run("cpu", mine(WRITTEN % {}), "--kind", "accelerator")
     assert "there is no test class with alias = 'cpu'" in str(done.exception)
+
+
+def test_the_settings_of_the_authors_project_do_not_stand_in_the_way(run, tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -ra -q --tb=short -n 2 --import-mode=importlib\n")
+    (tmp_path / "test_of_mine.py").write_text(WRITTEN % {"test_its_flag_is_its_alias": "it is called so"})
+    done = run("32-true", tmp_path, "--kind", "precision")
+    assert done.output.startswith("capability  passed"), done.output
+    assert done.exit_code == 0
+
+
+def test_a_project_with_which_pytest_cannot_begin_is_an_error(run, tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    done = run("32-true", tmp_path, "--kind", "precision")
+    assert f"pytest cannot begin with {tmp_path}: what it says is above" in str(done.exception)

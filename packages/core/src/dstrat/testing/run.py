@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,8 +88,12 @@ def run_suite(
         file = Path(folder) / f"{Path(folder).name}.py"  # a name that no earlier run has imported
         file.write_text(_FILE.format(suite=_SUITES[kind], alias=alias))
         own = ["--rootdir", folder, "-c", _empty(folder), "--import-mode=importlib"] if path is None else []
-        arguments = [str(path or file), *own, "-p", "no:terminal", "-p", "no:cacheprovider"]
-        pytest.main(arguments, plugins=[collector])
+        arguments = [str(path or file), *own, "-p", "no:cacheprovider", *_in_this_process()]
+        # Without its plugin for the terminal pytest would refuse a project's addopts, such as -ra.
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = pytest.main(arguments, plugins=[collector])
+    if code == pytest.ExitCode.USAGE_ERROR:
+        raise RequestError(f"pytest cannot begin with {path or alias}: what it says is above")
     if collector.errors:
         raise RequestError(f"{path or alias} cannot be collected: {collector.errors[0]}")
     if not collector.results:
@@ -99,6 +106,11 @@ def _empty(folder: str) -> str:
     settings = Path(folder) / "pytest.ini"
     settings.write_text("[pytest]\n")
     return str(settings)
+
+
+def _in_this_process() -> list[str]:
+    """Return the option that undoes a project's own, which would run its tests in other processes."""
+    return ["--numprocesses=0"] if find_spec("xdist") else []
 
 
 def _tell_nobody(done: int, total: int) -> None:
