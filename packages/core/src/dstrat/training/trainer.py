@@ -305,6 +305,7 @@ class Trainer(RunState):
         model: TrainModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | Path | None = None,
+        verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the validation data; return the logged values, a dict for each loader.
@@ -313,21 +314,31 @@ class Trainer(RunState):
             model: The module; by default that of the last run, as it is now.
             dataloaders: One or several; by default the data module's or the module's own.
             ckpt_path: A checkpoint whose weights are loaded first: its path, ``"best"`` or ``"last"``.
+            verbose: Whether the values are shown as a table on stderr, once for the job.
             datamodule: Gives the loaders.
         """
-        results: list[dict[str, float]] = self._evaluate("validate", model, datamodule, dataloaders, ckpt_path)
-        return results
+        results = self._evaluate("validate", model, datamodule, dataloaders, ckpt_path)
+        return self._shown("validate", results) if verbose else results
 
     def test(
         self,
         model: TrainModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | Path | None = None,
+        verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the test data; return the logged values, a dict for each loader."""
-        results: list[dict[str, float]] = self._evaluate("test", model, datamodule, dataloaders, ckpt_path)
-        return results
+        """Run ``test_step`` over the test data; return the logged values, a dict for each loader.
+
+        Args:
+            model: The module; by default that of the last run, as it is now.
+            dataloaders: One or several; by default the data module's or the module's own.
+            ckpt_path: A checkpoint whose weights are loaded first: its path, ``"best"`` or ``"last"``.
+            verbose: Whether the values are shown as a table on stderr, once for the job.
+            datamodule: Gives the loaders.
+        """
+        results = self._evaluate("test", model, datamodule, dataloaders, ckpt_path)
+        return self._shown("test", results) if verbose else results
 
     def predict(
         self,
@@ -425,6 +436,14 @@ class Trainer(RunState):
         sources = Sources(module, datamodule, {source: dataloaders})
         sources.require(source, step)
         return self._launch(stage, module, sources, ckpt_path)
+
+    def _shown(self, stage: str, results: list[dict[str, float]]) -> list[dict[str, float]]:
+        """Show what an evaluation came to, and return it."""
+        from dstrat.training.results_table import show_results
+
+        if self.is_global_zero and not self.barebones and results:  # there are none on a machine without rank 0
+            show_results(stage, results)
+        return results
 
     def _launch(self, stage: Stage, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Any:
         from dstrat.training.run import execute, execute_elsewhere

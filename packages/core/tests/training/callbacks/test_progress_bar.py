@@ -142,8 +142,8 @@ def test_evaluation_and_prediction_have_a_line_each_with_their_own_values(
 ):
     trainer = quiet_trainer(enable_progress_bar=True)
     module = telling()
-    trainer.validate(module, [loader(), loader(count=8)])
-    trainer.test(module, loader())
+    trainer.validate(module, [loader(), loader(count=8)], verbose=False)
+    trainer.test(module, loader(), verbose=False)
     trainer.predict(module, loader())
     assert matches(
         capfd.readouterr().err.splitlines(),
@@ -270,7 +270,7 @@ def test_rich_is_not_loaded_where_no_bar_moves(tmp_path):
 
 def test_of_several_loaders_it_is_said_which_one_is_read(quiet_trainer, telling, loader, capfd):
     bar = ProgressBar(refresh_seconds=0)
-    quiet_trainer(enable_progress_bar=True, callbacks=bar).validate(telling(), [loader(24), loader(48)])
+    quiet_trainer(enable_progress_bar=True, callbacks=bar).validate(telling(), [loader(24), loader(48)], verbose=False)
     done = [line.split(" batches")[0] for line in capfd.readouterr().err.splitlines()]
     assert done == [
         "Validation 1 of 2: 0/3", "Validation 1 of 2: 1/3", "Validation 2 of 2: 2/3", "Validation 2 of 2: 3/3",
@@ -521,7 +521,7 @@ def test_on_a_terminal_bars_end_with_the_last_state_below_what_was_written(termi
         log.addHandler(handler := logging.StreamHandler())
         trainer = bar_trainer()
         trainer.fit(Chatty(), loader(1), loader(2))
-        trainer.validate(Chatty(), loader(2))
+        trainer.validate(Chatty(), loader(2), verbose=False)
         print("after")
         log.warning("afterwards")
         assert handler.stream is sys.stderr
