@@ -6,7 +6,12 @@ from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT, WAYS
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from dstrat_fsdp import ModelParallelStrategy
 
@@ -71,6 +76,24 @@ def test_either_dimension_may_be_one():
     expected = pytest.approx(single_device_losses(BlockNet(), **SHORT), rel=1e-6)
     for found in in_ranks(each, function=losses, cases=cases):
         assert found == dict.fromkeys(cases, expected)
+
+
+def trained_of_frozen(cluster):
+    strategy = ModelParallelStrategy()
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    with strategy.model_sharded_context():
+        block = BlockNet().blocks[0]
+        for layer in (block.norm, block.up):
+            layer.requires_grad_(False)
+        plan = {"norm": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, strategy.device_mesh["tensor_parallel"], plan)
+    strategy.teardown()
+    return [name for name, parameter in block.named_parameters() if parameter.requires_grad]
+
+
+def test_frozen_layers_that_are_split_stay_frozen():
+    assert in_ranks(trained_of_frozen, 1) == [["down.weight", "down.bias"]]
 
 
 class Different(BlockNet):

@@ -29,12 +29,16 @@ _RESETS = ("reset_parameters", "_reset_parameters")  # torch's own layers have e
 def parameters_on_meta() -> Iterator[None]:
     """Let parameters that a module registers be on the meta device; buffers are made as always.
 
-    Only one parameter at a time is ever in memory, as it is left behind when it is registered.
+    Only one parameter at a time is ever in memory, as it is left behind when it is registered.  One that is split in
+    the place of a frozen one is frozen too, which torch's tensor parallelism forgets.
     """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta and not isinstance(param, DTensor):
+        if isinstance(param, DTensor):
+            replaced = module._parameters.get(name)  # noqa: SLF001 - getattr would need it to be there
+            param.requires_grad_(param.requires_grad and (replaced is None or replaced.requires_grad))
+        elif param is not None and not param.is_meta:
             param = type(param)(param.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
