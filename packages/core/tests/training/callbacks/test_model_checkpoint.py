@@ -50,6 +50,24 @@ def test_the_best_k_by_a_monitored_value_are_kept(fit, tmp_path, mode, kept, bes
     assert f"{callback.best_model_score:.3f}" == best[2:]
 
 
+class NotRemoving(TorchCheckpointIO):
+    """Removes nothing, as a run that is killed between a save and what follows."""
+
+    def remove_checkpoint(self, path):
+        pass
+
+
+@pytest.mark.parametrize(("is_newer", "left"), [(False, ["0", "3"]), (True, ["0", "1", "3"])])
+def test_what_a_killed_run_did_not_remove_goes_unless_a_later_run_wrote_it(fit, tmp_path, is_newer, left):
+    fit(ModelCheckpoint(tmp_path, "{epoch}"), validates=False, plugins=[NotRemoving()])
+    assert names(tmp_path) == ["0.ckpt", "1.ckpt", "2.ckpt"]
+    written = (tmp_path / "2.ckpt").stat().st_mtime_ns + (1 if is_newer else -1) * 10**9
+    os.utime(tmp_path / "1.ckpt", ns=(written, written))
+    resumed = {"ckpt_path": tmp_path / "2.ckpt", "max_epochs": 4, "plugins": [TorchCheckpointIO()]}
+    fit(ModelCheckpoint(tmp_path, "{epoch}"), validates=False, **resumed)
+    assert names(tmp_path) == [f"{name}.ckpt" for name in left]
+
+
 def test_nan_is_never_the_best(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
     fit(callback, [math.nan, 0.5, math.nan])

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dstrat.builtin.checkpoint.place import place
 from dstrat.errors import CheckpointError
 from dstrat.training.callbacks.checkpoint_name import unused_path
 from dstrat.training.callbacks.ranking import Mode, Ranking
+from dstrat.training.checkpoint_path import written_ns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -151,6 +153,13 @@ class KeptCheckpoints:
             driven_out += self._ranking.add(decision.path, decision.score)
         kept = self._ranking.scores
         return [path for path in dict.fromkeys(driven_out) if path not in kept]
+
+    def older_ones(self, paths: list[str]) -> list[str]:
+        """Return those of some paths that are there, and are older than the newest one that is kept."""
+        kept = [path for path in (*self._ranking.scores, self.last_path) if path and place(path).exists()]
+        newest = max((written_ns(place(path)) for path in kept), default=0)
+        there = [path for path in paths if path not in kept and place(path).exists()]
+        return [path for path in there if written_ns(place(path)) < newest]
 
     def update_link(self) -> None:
         """Let the link lead to the last one, which is complete.

@@ -150,6 +150,7 @@ class ModelCheckpoint(Callback):
         self._saved_paths: list[str] = []
         self._saved_for = ""
         self._driven_out: list[str] = []
+        self._left_over: list[str] = []
         self._safe_state: dict[str, Any] | None = None
         self._current_score: float | None = None
 
@@ -220,6 +221,7 @@ class ModelCheckpoint(Callback):
         return {
             "dirpath": "" if self.dirpath is None else str(self.dirpath),
             "current_score": self._current_score,
+            "driven_out": list(self._driven_out),
             **self._kept.state_dict(),
         }
 
@@ -233,7 +235,9 @@ class ModelCheckpoint(Callback):
         if not self._is_running:  # the state is what a run in other processes has come to
             self.dirpath = place(state_dict["dirpath"])
         self._current_score = state_dict.get("current_score")
-        self._kept.load_state_dict(state_dict, are_here=str(self.dirpath) == state_dict["dirpath"])
+        are_here = str(self.dirpath) == state_dict["dirpath"]
+        self._kept.load_state_dict(state_dict, are_here=are_here)
+        self._left_over = list(state_dict.get("driven_out", ())) if are_here else []  # which older ones lack
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
@@ -287,6 +291,7 @@ class ModelCheckpoint(Callback):
         if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO) and self._background is None:
             self._background = BackgroundSaves(trainer.strategy)  # as the user or another callback wants it
         self._times.begin(trainer)
+        self._remove_left_over(trainer)
         if self._rescue is not None:
             self._rescue.on_train_start(trainer, module)
 
@@ -416,6 +421,14 @@ class ModelCheckpoint(Callback):
         driven_out, self._driven_out = self._driven_out, []
         for path in driven_out:
             remove_checkpoint(trainer.strategy, path)
+
+    def _remove_left_over(self, trainer: Trainer) -> None:
+        """Remove what the run that saved the checkpoint was killed before it removed; collective."""
+        left_over, self._left_over = self._left_over, []
+        if left_over:
+            old = self._kept.older_ones(left_over) if trainer.is_global_zero else []
+            for path in trainer.strategy.broadcast(old):
+                remove_checkpoint(trainer.strategy, path)
 
     def _surface(self, wait: Callable[[], None]) -> None:
         """Do something that saves or waits for it; where that failed, the callback's state is that of before."""
