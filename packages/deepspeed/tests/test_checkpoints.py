@@ -2,16 +2,17 @@
 
 import io
 import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from deepspeed_loop import parts, start, train
+from tests.trainer_runs import quiet_trainer, same_when_resumed, shuffled_loader
 from tied_net import Tied, assert_close
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import Callback, Trainer, TrainModule
+from dstrat import TrainModule
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import CheckpointError
@@ -31,17 +32,6 @@ MOMENTS = {  # batches, of which 3 are a step and 10 an epoch
 }
 
 
-class Saves(Callback):
-    saves_checkpoints = runs_last = True
-
-    def __init__(self, folder, moments):
-        self.folder, self.moments = folder, moments
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.fit_loop.batches_seen in self.moments:
-            trainer.save_checkpoint(self.folder / str(trainer.fit_loop.batches_seen))
-
-
 class WithDropout(TrainModule):
     def __init__(self):
         super().__init__()
@@ -56,47 +46,36 @@ class WithDropout(TrainModule):
 
 
 def fit(cluster, folder, stage, precision, *, callbacks=(), ckpt_path=None):
-    inputs = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
     module = WithDropout()
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=DeepSpeedStrategy(stage=stage),
-        devices=cluster.world_size,
+    trainer = quiet_trainer(
+        DeepSpeedStrategy(stage=stage),
+        cluster,
+        max_epochs=2,
         max_steps=5,
         accumulate_grad_batches=3,
         gradient_clip_val=1.0,
         precision=precision,
-        plugins=[cluster, PortableCheckpointIO()],
-        callbacks=list(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+        plugins=[PortableCheckpointIO()],
+        callbacks=callbacks,
         default_root_dir=folder,
     )
-    torch.manual_seed(3)
-    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    trainer.fit(module, DataLoader(data, batch_size=3, shuffle=True), ckpt_path=ckpt_path)
+    trainer.fit(module, shuffled_loader(60, batch_size=3), ckpt_path=ckpt_path)
     state = module.state_dict()  # of stage 3 on rank 0 only
     return {name: value.clone() for name, value in state.items() if not value.is_meta}
 
 
 def stopped_and_resumed(cluster, folder, stage):
     """Stop and resume at some moments; return for each whether it made no difference."""
-    outcomes = {}
-    for precision, moments in MOMENTS.items():
-        saved = Path(folder, precision)
-        whole = fit(cluster, folder, stage, precision, callbacks=[Saves(saved, moments)])
-        for moment in moments:
-            again = fit(cluster, folder, stage, precision, ckpt_path=saved / str(moment))
-            outcomes[precision, moment] = all(torch.equal(again[name], whole[name]) for name in whole)
-    return outcomes
+    return {
+        precision: same_when_resumed(partial(fit, cluster, folder, stage, precision), Path(folder, precision), moments)
+        for precision, moments in MOMENTS.items()
+    }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(ranks, tmp_path, stage):
     for outcomes in ranks(stopped_and_resumed, folder=str(tmp_path), stage=stage):
-        assert outcomes == {(precision, moment): True for precision in MOMENTS for moment in MOMENTS[precision]}
+        assert outcomes == {precision: dict.fromkeys(moments, True) for precision, moments in MOMENTS.items()}
 
 
 def checkpoint_of(strategy):
