@@ -30,6 +30,15 @@ class Early(BlockNet):
         return self.optimizer
 
 
+class PartlyEarly(BlockNet):
+    def __init__(self):
+        super().__init__()
+        self.taken = [self.last.weight]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([{"params": self.first.parameters()}, {"params": self.taken}], lr=0.1)
+
+
 class ReturnsViews(BlockNet):
     class ViewBlock(Block):
         def forward(self, x):
@@ -67,12 +76,35 @@ class ChangesABlock(BlockNet):
         self.blocks = nn.ModuleList(self.Changing(10) for _ in range(3))
 
 
+class ChangesLater(BlockNet):
+    steps = 0
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        if self.steps == 2:
+            with torch.no_grad():
+                self.first.weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+class ChangesABlockLater(ChangesABlock):
+    class Changing(Block):
+        steps = 0
+
+        def forward(self, x):
+            self.steps += 1
+            if self.steps == 2:
+                with torch.no_grad():
+                    self.up.weight.clamp_(-0.01, 0.01)
+            return super().forward(x)
+
+
 def complaint(cluster, module="BlockNet", **options):
-    """What setting up and training for two steps says."""
+    """What setting up and training for three steps says."""
     strategy = FSDPStrategy(**options)
     try:
         start(strategy, globals()[module](), parts(cluster))
-        train(strategy, steps=2)
+        train(strategy, steps=3)
     except DstratError as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -111,12 +143,15 @@ def test_two_optimizers_may_not_share_a_parameter():
 
 
 def test_modules_that_cannot_work_are_told_of():
-    modules = ("Early", "ChangesItself", "ChangesABlock")
+    modules = ("Early", "PartlyEarly", "ChangesItself", "ChangesABlock", "ChangesLater", "ChangesABlockLater")
     for found in in_ranks(each, function=complaint, cases={name: {"module": name} for name in modules}):
-        early, *changed = found.values()
-        assert early.startswith("MisuseError: the SGD has none of the parameters of Early: it was built before")
+        early, partly, *changed, outside, in_a_block = found.values()
+        assert early.startswith("MisuseError: the SGD has 22 of 22 parameters that are none of Early's: they were")
+        assert partly.startswith("MisuseError: the SGD has 1 of 3 parameters that are none of PartlyEarly's")
         for message, name in zip(changed, ("first.weight", "blocks.0.up.weight"), strict=True):
             assert message.startswith(f"MisuseError: parameter {name!r} was changed in a forward pass")
+        assert outside.startswith("MisuseError: parameter 'first.weight' was changed in the step before, while it was")
+        assert in_a_block.startswith("MisuseError: parameter 'blocks.0.up.weight' was changed in the step before")
 
 
 def replaced(cluster):

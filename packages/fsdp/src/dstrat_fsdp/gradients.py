@@ -32,7 +32,7 @@ def waiting_gradients(units: Sequence[FSDPModule], module: Module, *, has_shards
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     whole, placements = {}, {}
-    for param in _fsdp_params(units):
+    for param in fsdp_params(units):
         gradient = _accumulated(param)
         if gradient is None:
             continue
@@ -55,7 +55,7 @@ def put_back(units: Sequence[FSDPModule], module: Module, saved: Mapping[str, An
     """
     _gather_once(units)
     parameters = dict(module.named_parameters())
-    places = {id(param.sharded_param): param for param in _fsdp_params(units)}
+    places = {id(param.sharded_param): param for param in fsdp_params(units)}
     for name, gradient in saved.get("whole", {}).items():
         param = places[id(parameters[name])]
         like = param.unsharded_param
@@ -78,14 +78,14 @@ def drop_waiting(units: Sequence[FSDPModule], parameters: Container[int]) -> Non
         units: The module's.
         parameters: The ids of their shards.
     """
-    for param in _fsdp_params(units):
+    for param in fsdp_params(units):
         if id(param.sharded_param) in parameters:
             param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param.unsharded_param.grad = None
 
 
-def _fsdp_params(units: Sequence[FSDPModule]) -> Iterator[Any]:
+def fsdp_params(units: Sequence[FSDPModule]) -> Iterator[Any]:
     """Yield what torch keeps of each parameter."""
     for unit in units:
         for group in parameter_groups(unit):

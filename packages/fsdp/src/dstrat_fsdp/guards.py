@@ -12,7 +12,7 @@ from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
     from torch.nn import Module
@@ -60,10 +60,12 @@ class ParameterGuard:
 
     Args:
         module: The user's module, sharded; nothing of it is gathered.
+        kept: What torch keeps of its parameters.
     """
 
-    def __init__(self, module: Module) -> None:
-        self._module = module
+    def __init__(self, module: Module, kept: Iterable[Any]) -> None:
+        self._module, self._kept = module, list(kept)
+        self._versions: list[int | None] = [None] * len(self._kept)
         self._sharded = [
             (layer, name, parameter)
             for layer in module.modules()
@@ -84,6 +86,21 @@ class ParameterGuard:
                     "had then is what is trained: change its values in place, or replace it in configure_model"
                 )
 
+    def check_not_changed(self) -> None:
+        """Compare how often each parameter has been changed in place while it was gathered with the last time.
+
+        Torch's gathering does not count as a change, nor does one of ``parameter.data``.
+
+        Raises:
+            MisuseError: One of them was changed in between.
+        """
+        versions = [getattr(getattr(kept, "_unsharded_param", None), "_version", None) for kept in self._kept]
+        before, self._versions = self._versions, versions
+        for kept, old, new in zip(self._kept, before, versions, strict=True):
+            if old not in (None, new):
+                index = next(i for i, (_, _, one) in enumerate(self._sharded) if one is kept.sharded_param)
+                raise self._lost(index, "in the step before")
+
     def gathered(self, unit: Module) -> dict[int, Tensor]:
         """Return a sum of each parameter of a unit that is gathered at this moment, by its place."""
         layers = {id(layer) for layer in unit.modules()}
@@ -103,10 +120,13 @@ class ParameterGuard:
         """
         for index, value in before.items():
             if index in after and not torch.equal(value, after[index]):
-                raise MisuseError(
-                    f"parameter {self._name(index)!r} was changed in a forward pass, while it was gathered: freeing it "
-                    "loses the change; change it where it is sharded, such as in on_train_batch_end"
-                )
+                raise self._lost(index, "in a forward pass")
+
+    def _lost(self, index: int, when: str) -> MisuseError:
+        return MisuseError(
+            f"parameter {self._name(index)!r} was changed {when}, while it was gathered: freeing it loses the change; "
+            "change it where it is sharded, such as in on_train_batch_end"
+        )
 
     def _name(self, index: int) -> str:
         layer, name, _ = self._sharded[index]

@@ -17,16 +17,18 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: Module) -> None:
     """Check the optimizers of a module that has been sharded.
 
     Raises:
-        MisuseError: Two of them share a parameter, or one was built before the module was sharded.
+        MisuseError: Two of them share a parameter, or one has parameters of before the module was sharded.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     owners: dict[int, int] = {}
     for index, optimizer in enumerate(optimizers):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if parameters and not any(id(parameter) in names for parameter in parameters):
+        strange = sum(id(parameter) not in names for parameter in parameters)
+        if strange:
             raise MisuseError(
-                f"the {type(optimizer).__name__} has none of the parameters of {type(module).__name__}: it was built "
-                "before the module was sharded, which replaces them; build it in configure_optimizers"
+                f"the {type(optimizer).__name__} has {strange} of {len(parameters)} parameters that are none of "
+                f"{type(module).__name__}'s: they were taken before the module was sharded, which replaces them; take "
+                "all of them in configure_optimizers, from self.parameters()"
             )
         for parameter in parameters:
             first = owners.setdefault(id(parameter), index)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from dstrat_fsdp.gradients import drop_waiting, put_back, waiting_gradients
+from dstrat_fsdp.gradients import drop_waiting, fsdp_params, put_back, waiting_gradients
 from dstrat_fsdp.guards import ChangesInForward, OwnOutputs, ParameterGuard
 from dstrat_fsdp.step_module import StepModule
 from dstrat_fsdp.unwrapping import unwrap
@@ -94,21 +94,24 @@ class ShardedModule:
         """Run a step of the module, a backward pass of which will follow.
 
         Raises:
-            MisuseError: A parameter was replaced, or the first step changes one that is gathered.
+            MisuseError: A parameter was replaced, or changed while it was gathered.
         """
         if self._guard is None:
             return self._train_first(step, *args, **kwargs)
         self._guard.check_not_replaced()
+        self._guard.check_not_changed()
         return self.root(step, *args, **kwargs)
 
     def _train_first(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.free()
-        self._guard = ParameterGuard(self._module)
+        self._guard = ParameterGuard(self._module, fsdp_params(self._units))
         changes = ChangesInForward(self._guard, self._units)
         try:
-            return self.root(step, *args, **kwargs)
+            outputs = self.root(step, *args, **kwargs)
         finally:
             changes.end()
+        self._guard.check_not_changed()  # for the first time
+        return outputs
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module without gradients; nothing is gathered after it."""
