@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,35 @@ def test_a_second_fit_goes_on_from_the_first(quiet_trainer, elsewhere, make_line
         quiet_trainer(max_epochs=1).fit(here, loader(batch_size=16))
         elsewhere(method, max_epochs=1).fit(there, loader())
     assert torch.allclose(weights(here), weights(there), atol=1e-6)
+
+
+def test_a_run_that_a_signal_ends_leaves_what_it_has_come_to(elsewhere, make_line, line_class, loader):
+    class Stopping(line_class):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.trainer.global_step == 2 and self.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    trainer, module, before = elsewhere(max_epochs=20), make_line(Stopping), weights(make_line())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(module, loader())
+    assert trainer.interrupted
+    assert 2 <= trainer.global_step < 60
+    assert trainer.num_training_batches == 3
+    assert "loss" in {name.removesuffix("_step") for name in trainer.callback_metrics}
+    assert not torch.equal(weights(module), before)
+
+
+def test_a_signal_before_the_run_has_begun_is_known_too(elsewhere, line_class, loader):
+    class Stopping(line_class):
+        def setup(self, stage):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = elsewhere(max_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Stopping(), loader())
+    assert trainer.interrupted
+    trainer.fit(line_class(), loader())
+    assert not trainer.interrupted
 
 
 def test_random_numbers_after_a_run_are_those_that_follow_it(elsewhere, line_class, loader):

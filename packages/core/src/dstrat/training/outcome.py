@@ -27,6 +27,8 @@ class Changes:
     Attributes:
         weights: The module's state; None where the run did not train it.
         counters: The state of the training loop.
+        num_training_batches: Number of training batches in an epoch, None where it is unknown.
+        ckpt_path: The checkpoint that the run has begun with, None without one.
         metrics: The values that were logged.
         callbacks: The states of the callbacks, by their keys.
         hparams: The module's hyperparameters, as far as they are plain values.
@@ -35,6 +37,8 @@ class Changes:
 
     weights: dict[str, Any] | None
     counters: dict[str, int]
+    num_training_batches: int | None
+    ckpt_path: str | None
     metrics: dict[str, Any]
     callbacks: dict[str, dict[str, Any]]
     hparams: dict[str, Any]
@@ -48,13 +52,15 @@ class Outcome:
     Attributes:
         result: What the Trainer's method returns.
         changes: What the run has changed; None where it is here already, and in ranks that are not asked.
+        stopped_by: Number of the signal on which all processes have ended the run together; 0 where none did.
     """
 
     result: Any
     changes: Changes | None = None
+    stopped_by: int = 0
 
     @classmethod
-    def of(cls, trainer: Trainer, result: Any) -> Outcome:
+    def of(cls, trainer: Trainer, result: Any, *, stopped_by: int = 0) -> Outcome:
         """Collect the outcome; collective."""
         if not trainer.ran_elsewhere:
             return cls(result=result)
@@ -64,12 +70,14 @@ class Outcome:
         changes = Changes(
             weights=_on_cpu(weights),
             counters=trainer.fit_loop.state_dict(),
+            num_training_batches=trainer.num_training_batches,
+            ckpt_path=trainer.ckpt_path,
             metrics=trainer.metrics.state_dict(),
             callbacks={callback.state_key: _on_cpu(callback.state_dict()) for callback in trainer.called_callbacks},
             hparams={name: value for name, value in trainer.strategy.module.hparams.items() if _is_plain(value)},
             random_state=RandomState.capture(),
         )
-        return cls(result=_on_cpu(result), changes=changes)
+        return cls(result=_on_cpu(result), changes=changes, stopped_by=stopped_by)
 
     def restore(self, trainer: Trainer, module: TrainModule) -> None:
         """Bring the outcome of another process into this one.
@@ -80,6 +88,8 @@ class Outcome:
         if self.changes is None:
             return
         trainer.fit_loop.load_state_dict(self.changes.counters)
+        trainer.fit_loop.data.num_batches = self.changes.num_training_batches
+        trainer.ckpt_path = self.changes.ckpt_path
         trainer.metrics.load_state_dict(self.changes.metrics)
         trainer.callbacks = with_callbacks_of(module, trainer.callbacks)  # as the run did, in its own copy
         for callback in trainer.callbacks:

@@ -58,8 +58,12 @@ def _work(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: As
         _prepare(trainer, module, sources, ckpt_path)
         result = work(trainer, module, sources)
         trainer.strategy.barrier("end")  # what a rank prints after its run is not to land in the bar of rank 0
-    except Interrupted as exception:
-        _on_exception(trainer, exception)
+    except (Interrupted, Terminated) as exception:
+        outcome = _stopped(trainer, exception)
+        if outcome is not None:
+            return outcome  # and the process that asked for the run raises it
+        if isinstance(exception, Terminated):
+            raise
         raise KeyboardInterrupt from None  # Python ends as a shell expects only for this very class
     except BaseException as exception:
         _on_exception(trainer, exception)
@@ -179,8 +183,14 @@ def _predict(trainer: Trainer, module: TrainModule, sources: Sources) -> list[An
     return predictions[0] if len(predictions) == 1 else predictions
 
 
-def _on_exception(trainer: Trainer, exception: BaseException) -> None:
-    """Tell everyone, and free what would keep other processes waiting; the exception itself goes on."""
+def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable[[], None] | None = None) -> None:
+    """Tell everyone, and free what would keep other processes waiting; the exception itself goes on.
+
+    Args:
+        trainer: Of the run that breaks.
+        exception: What breaks it.
+        leave: Is called while every process is still here, and can communicate.
+    """
     trainer.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
     status = "interrupted" if trainer.interrupted else "failed"
     tell: list[Callable[[], None]] = [
@@ -189,7 +199,8 @@ def _on_exception(trainer: Trainer, exception: BaseException) -> None:
         *([partial(trainer.datamodule.on_exception, exception)] if trainer.datamodule else []),
     ]
     if isinstance(exception, Interrupted | Terminated):
-        tell.append(tell.pop(0))  # every process is here, so that callbacks may still communicate
+        free = tell.pop(0)  # later, as every process is here, so that callbacks may still communicate
+        tell += [leave, free] if leave else [free]
     steps: list[Callable[[], None]] = [
         *tell,
         *_last_steps(trainer, status),
@@ -203,6 +214,17 @@ def _in_turn(trainer: Trainer, name: Literal["setup", "teardown"]) -> list[Calla
     assert trainer.module is not None  # noqa: S101 - there is one in every run
     of_data = [] if trainer.datamodule is None else [getattr(trainer.datamodule, name)]
     return [*of_data, *trainer.dispatch.of_callbacks(name), getattr(trainer.module, name)]
+
+
+def _stopped(trainer: Trainer, exception: Interrupted | Terminated) -> Outcome | None:
+    """Clean up after a signal; return what the run has come to, where another process asked for it; collective."""
+    outcomes: list[Outcome] = []
+
+    def leave() -> None:
+        outcomes.append(Outcome.of(trainer, None, stopped_by=exception.signal))
+
+    _on_exception(trainer, exception, leave=leave if trainer.ran_elsewhere else None)
+    return outcomes[0] if outcomes else None
 
 
 def _finish(trainer: Trainer) -> None:

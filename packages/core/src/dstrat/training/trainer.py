@@ -14,7 +14,7 @@ from dstrat.resolve import Request, build, make_plan
 from dstrat.training.arguments import check_arguments, check_count, check_fast_dev_run, choose_surroundings
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.loggers.defaults import complete_loggers
-from dstrat.training.loops.interruption import Interruption
+from dstrat.training.loops.interruption import Interruption, end_by, is_by_signal
 from dstrat.training.metrics.latest import Metrics
 from dstrat.training.metrics.logged import LoggedValues
 from dstrat.training.metrics.publisher import Publisher
@@ -465,12 +465,19 @@ class Trainer(RunState):
             # Here rather than in rank 0, so that this process knows the folder afterwards.
             folders = [logger.log_dir for logger in self.loggers]
             self.agreed_log_dir = next(filter(None, folders), None)
-        outcome: Outcome | None = launcher.launch(
-            execute_elsewhere, RandomState.capture(), self, module, sources, ckpt_path
-        )
+        try:
+            outcome: Outcome | None = launcher.launch(
+                execute_elsewhere, RandomState.capture(), self, module, sources, ckpt_path
+            )
+        except (KeyboardInterrupt, SystemExit) as error:  # at once, so that there is no outcome
+            self.interrupted = is_by_signal(error)
+            raise
         if outcome is None:  # on machines without global rank 0
             return None
         outcome.restore(self, module)
+        if outcome.stopped_by:
+            self.interrupted, self.interruption.requested = True, outcome.stopped_by
+            end_by(outcome.stopped_by)
         return outcome.result
 
 

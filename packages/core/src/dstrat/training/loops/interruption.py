@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import Self
 
@@ -17,9 +17,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupted(KeyboardInterrupt):
     """A SIGINT on which all processes agreed: they have stopped after the same step, and can still communicate."""
 
+    signal: int = signal.SIGINT
+
 
 class Terminated(SystemExit):
     """A SIGTERM on which all processes agreed."""
+
+    signal: int = signal.SIGTERM
 
 
 class Interruption:
@@ -83,3 +87,20 @@ def stop_by(number: int) -> None:
     if number == signal.SIGINT:
         raise Interrupted
     raise Terminated(128 + number)
+
+
+def end_by(number: int) -> NoReturn:
+    """Raise what Python ends with as a shell expects, in the process that asked for a run that a signal has ended.
+
+    Raises:
+        KeyboardInterrupt: For SIGINT.
+        SystemExit: For another one.
+    """
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+def is_by_signal(error: KeyboardInterrupt | SystemExit) -> bool:
+    """Return whether a run ended by a signal, rather than by ``sys.exit``."""
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error.code, int) and error.code > 128)  # as in a shell
