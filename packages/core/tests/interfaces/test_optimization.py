@@ -15,6 +15,20 @@ ONE, OTHER = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _
 STEPPED, WATCHING = StepLR(ONE, 1), ReduceLROnPlateau(OTHER)
 
 
+class Own:
+    """A scheduler that is none of torch's."""
+
+    def step(self, value):
+        """Do nothing."""
+
+
+OWN = Own()
+
+
+def watched(scheduler, reduce_on_plateau):
+    return {"scheduler": scheduler, "monitor": "x", "reduce_on_plateau": reduce_on_plateau}
+
+
 def configs(*given):
     return [(config.scheduler, config.interval, config.frequency, config.monitor) for config in given]
 
@@ -41,7 +55,15 @@ def configs(*given):
             [ONE, OTHER],
             [(STEPPED, "epoch", 3, None)],
         ),
-        (([ONE], [SchedulerConfig(scheduler=STEPPED, monitor="x")]), [ONE], [(STEPPED, "epoch", 1, "x")]),
+        (([OTHER], [SchedulerConfig(scheduler=WATCHING, monitor="x")]), [OTHER], [(WATCHING, "epoch", 1, "x")]),
+        (([ONE], {"scheduler": STEPPED, "interval": "step"}), [ONE], [(STEPPED, "step", 1, None)]),
+        (([ONE], STEPPED), [ONE], [(STEPPED, "epoch", 1, None)]),
+        (([ONE], None), [ONE], []),
+        (([ONE], OTHER), [ONE, OTHER], []),
+        (([ONE], [{"scheduler": OWN, "monitor": "x"}]), [ONE], [(OWN, "epoch", 1, "x")]),
+        (([ONE], [watched(STEPPED, True)]), [ONE], [(STEPPED, "epoch", 1, "x")]),
+        (([ONE], [watched(STEPPED, False)]), [ONE], [(STEPPED, "epoch", 1, None)]),
+        (([OTHER], [watched(WATCHING, True)]), [OTHER], [(WATCHING, "epoch", 1, "x")]),
     ],
 )
 def test_shapes_that_are_known(returned, optimizers, schedulers):
@@ -65,6 +87,10 @@ def test_shapes_that_are_known(returned, optimizers, schedulers):
         (([ONE], [{"scheduler": STEPPED, "frequency": 0}]), "frequency 0 of a scheduler must be an int of at least 1"),
         (([ONE], [{"scheduler": STEPPED, "frequency": "2"}]), "frequency '2' of a scheduler must be an int"),
         (([OTHER], [WATCHING]), "ReduceLROnPlateau needs a value to watch"),
+        (([ONE], [{"scheduler": STEPPED, "reduce_on_plateau": True}]), "StepLR needs a value to watch"),
+        (([OTHER], [watched(WATCHING, False)]), "ReduceLROnPlateau takes the monitored value, and has reduce_on_pl"),
+        (([ONE], [{"scheduler": STEPPED, "monitor": "x"}]), "StepLR takes no value, and has monitor='x': leave it out"),
+        ({"optimizer": ONE, "lr_scheduler": STEPPED, "monitor": "x"}, "StepLR takes no value, and has monitor='x'"),
     ],
 )
 def test_other_shapes_are_errors_that_say_what_is_possible(returned, message):

@@ -28,6 +28,8 @@ class SchedulerConfig:
         monitor: Name of the logged value that is passed to ``step``; None passes nothing.
         strict: Whether a missing monitored value is an error.
         name: Name under which its learning rate is logged.
+        reduce_on_plateau: Whether ``step`` takes the monitored value.  None leaves it to the scheduler: those of torch
+            do not take one, but for ReduceLROnPlateau; others do where ``monitor`` is given.
     """
 
     scheduler: Any
@@ -36,6 +38,7 @@ class SchedulerConfig:
     monitor: str | None = None
     strict: bool = True
     name: str | None = None
+    reduce_on_plateau: bool | None = None
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.scheduler, "step", None)):
@@ -65,7 +68,7 @@ def read_optimizers(returned: Any) -> Optimization:
     """
     optimization = _read(returned)
     for config in optimization.schedulers:
-        _check_monitor(config)
+        _settle_monitor(config)
     return optimization
 
 
@@ -82,8 +85,10 @@ def _read(returned: Any) -> Optimization:
 
 
 def _read_sequence(returned: Sequence[Any]) -> Optimization:
-    if len(returned) == 2 and all(isinstance(part, list | tuple) for part in returned):
+    if len(returned) == 2 and isinstance(returned[0], list | tuple) and not _has_optimizer(returned[1]):
         optimizers, schedulers = returned
+        if not isinstance(schedulers, list | tuple):
+            schedulers = [] if schedulers is None else [schedulers]
         return Optimization(
             optimizers=tuple(map(_optimizer, optimizers)), schedulers=tuple(map(_scheduler, schedulers))
         )
@@ -92,6 +97,10 @@ def _read_sequence(returned: Sequence[Any]) -> Optimization:
         optimizers=tuple(optimizer for part in parts for optimizer in part.optimizers),
         schedulers=tuple(scheduler for part in parts for scheduler in part.schedulers),
     )
+
+
+def _has_optimizer(part: Any) -> bool:
+    return _is_optimizer(part) or (isinstance(part, Mapping) and "optimizer" in part)
 
 
 def _read_dict(returned: Mapping[str, Any]) -> Optimization:
@@ -120,14 +129,28 @@ def _scheduler(given: Any) -> SchedulerConfig:
     return SchedulerConfig(**given)
 
 
-def _check_monitor(config: SchedulerConfig) -> None:
-    from torch.optim.lr_scheduler import ReduceLROnPlateau
+def _settle_monitor(config: SchedulerConfig) -> None:
+    """Settle whether the scheduler takes the monitored value; it has no ``monitor`` afterwards where it does not."""
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-    if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None:
+    name, asked = type(config.scheduler).__name__, config.reduce_on_plateau
+    must_watch = isinstance(config.scheduler, ReduceLROnPlateau)
+    watches = asked is True or must_watch or not isinstance(config.scheduler, LRScheduler)
+    if config.monitor is None and (asked or must_watch):
         raise MisuseError(
-            "ReduceLROnPlateau needs a value to watch: return "
+            f"{name} needs a value to watch: return "
             '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}} from configure_optimizers'
         )
+    if asked is False and must_watch:
+        raise MisuseError(f"{name} takes the monitored value, and has reduce_on_plateau=False: leave it out")
+    if config.monitor is not None and asked is None and not watches:
+        raise MisuseError(
+            f"{name} takes no value, and has monitor={config.monitor!r}: leave it out, "
+            "or pass reduce_on_plateau=True where its step takes one"
+        )
+    if asked is False:
+        config.monitor = None
+    config.reduce_on_plateau = config.monitor is not None
 
 
 def _optimizer(given: Any) -> Optimizer:

@@ -116,6 +116,7 @@ def test_a_trainer_takes_a_profiler_by_name_or_as_an_instance():
     assert make_profiler(None) is None
     assert isinstance(make_profiler("simple"), SimpleProfiler)
     assert isinstance(make_profiler("torch"), TorchProfiler)
+    assert isinstance(make_profiler("pytorch"), TorchProfiler)
     mine = SimpleProfiler()
     assert make_profiler(mine) is mine
 
@@ -123,7 +124,7 @@ def test_a_trainer_takes_a_profiler_by_name_or_as_an_instance():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("pytorch", r"profiler='pytorch' is not 'simple', 'torch', .* None \(did you mean 'torch'\?\)$"),
+        ("torched", r"profiler='torched' is not 'simple', 'torch', .* None \(did you mean 'torch'\?\)$"),
         ("advanced", r"profiler='advanced' is not 'simple', 'torch', a Profiler \(an instance, not a class\) or None$"),
         (SimpleProfiler, r"profiler=<class .*SimpleProfiler'> is not"),
         (True, "profiler=True is not"),

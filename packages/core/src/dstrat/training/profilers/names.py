@@ -18,7 +18,7 @@ def make_profiler(given: Any) -> Profiler | None:
     """Return the profiler that is meant; None for None.
 
     Args:
-        given: ``"simple"``, ``"torch"``, a Profiler, or None.
+        given: ``"simple"``, ``"torch"`` (also ``"pytorch"``), a Profiler, or None.
 
     Raises:
         RequestError: It is none of these.
@@ -29,7 +29,7 @@ def make_profiler(given: Any) -> Profiler | None:
         from dstrat.training.profilers.simple import SimpleProfiler
 
         return SimpleProfiler()
-    if given == "torch":
+    if given in ("torch", "pytorch"):
         from dstrat.training.profilers.torch_profiler import TorchProfiler
 
         return TorchProfiler()
