@@ -1,6 +1,10 @@
 """``dstrat checkpoint`` and what is below it."""
 
+import argparse
+import enum
 import json
+import os
+import pathlib
 import subprocess
 import sys
 from collections import OrderedDict
@@ -202,6 +206,57 @@ def test_a_lightning_checkpoint_is_converted(tmp_path, invoke, model, optimizer)
     for name, parameter in model.named_parameters():
         assert torch.equal(converted["state_dict"][name], parameter)
         assert torch.equal(state["state"][name]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+class Size(enum.Enum):
+    SMALL = 1
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return eval, (f"open({str(self.path)!r}, 'w')",)
+
+
+def test_hyperparameters_of_unknown_classes_are_left_out_and_named(tmp_path, invoke, model, optimizer):
+    args = argparse.Namespace(depth=2, size=Size.SMALL, where=pathlib.PurePosixPath("a/b"))
+    settings = {"lr": 0.1, "args": args, "act": torch.nn.ReLU, "sizes": [Size.SMALL], "bomb": Bomb(tmp_path / "hit")}
+    source = lightning(model, optimizer) | {"hyper_parameters": settings, "callbacks": {"Early": Size.SMALL}}
+    torch.save(source, tmp_path / "l.ckpt")
+    code, output = invoke("convert", tmp_path / "l.ckpt", tmp_path / "c")
+    assert code == 0
+    assert output.splitlines()[1:] == [
+        "left out: 'callbacks' (Lightning's own)",
+        f"left out: 'hyper_parameters/args/size' (of {__name__}.Size)",
+        "left out: 'hyper_parameters/act' (of torch.nn.modules.activation.ReLU)",
+        f"left out: 'hyper_parameters/sizes/0' (of {__name__}.Size)",
+        "left out: 'hyper_parameters/bomb' (of builtins.eval)",
+    ]
+    converted = PortableCheckpointIO().load_checkpoint(tmp_path / "c")
+    assert converted["hyper_parameters"] == {"lr": 0.1, "args": {"depth": 2, "where": "a/b"}}
+    assert not (tmp_path / "hit").exists()
+
+
+def test_what_a_training_needs_is_not_converted_without_what_cannot_be_read(tmp_path, invoke, model, optimizer):
+    source = lightning(model, optimizer)
+    source["optimizer_states"][0]["param_groups"][0]["mode"] = Bomb(tmp_path / "hit")
+    torch.save(source, tmp_path / "l.ckpt")
+    with pytest.raises(CheckpointError, match=r"'optimizer_states/0/param_groups/0/mode' is of builtins\.eval, which"):
+        invoke("convert", tmp_path / "l.ckpt", tmp_path / "c")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["l.ckpt"]
+
+
+def test_a_file_that_would_run_a_command_is_refused(tmp_path, invoke, model, optimizer):
+    class Command:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/hit",)
+
+    torch.save(lightning(model, optimizer) | {"callbacks": {"a": Command()}}, tmp_path / "l.ckpt")
+    with pytest.raises(CheckpointError, match=r"is not read: it holds \w+\.system that cannot be read without running"):
+        invoke("convert", tmp_path / "l.ckpt", tmp_path / "c")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["l.ckpt"]
 
 
 def test_an_optimizer_whose_parameters_are_not_certain_goes_by_their_order(tmp_path, invoke, model):

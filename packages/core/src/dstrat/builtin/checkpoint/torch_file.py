@@ -83,8 +83,8 @@ class TorchCheckpointIO(CheckpointIO):
             with contextlib.suppress(OSError):  # the folder may not be there
                 temporary.unlink(missing_ok=True)
 
-    @staticmethod
-    def _load(file: Path, path: Place) -> dict[str, Any]:
+    @classmethod
+    def _load(cls, file: Path, path: Place) -> dict[str, Any]:
         """Read a file; errors name the path that was asked for."""
         _check_whole(file, path)
         checkpoint = _load(file, path, doing="cannot be read")
@@ -187,11 +187,16 @@ def _damaged(file: Path, path: Place) -> CheckpointError:
     )
 
 
-def _refusal(message: str) -> str:
+def refused_name(message: str) -> str:
+    """Return the name of the class or function that torch refuses to load; empty where its message has none."""
     found = _REFUSED.search(message)
-    if not found:
+    return (found.group(1) or found.group(2)) if found else ""
+
+
+def _refusal(message: str) -> str:
+    name = refused_name(message)
+    if not name:
         return "it holds something else than tensors and plain values"
-    name = found.group(1) or found.group(2)
     return (
         f"it holds {name}, and only tensors and plain values are loaded without running code; "
         f"to trust that class, call torch.serialization.add_safe_globals([{name}]) first"

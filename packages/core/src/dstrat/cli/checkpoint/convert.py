@@ -21,13 +21,14 @@ def convert(path: Place, output: Place, as_json: bool) -> None:
     """Convert a .ckpt file of PyTorch Lightning, or what an installed plugin can read.
 
     Weights, the states of optimizers by the names of their parameters, schedulers, counters and hyperparameters are
-    taken over.  Files are read without running code from them.
+    taken over.  Files are read without running code from them: hyperparameters of other classes than Python's own are
+    left out.
     """
     from rich.console import Console
 
     from dstrat.builtin.checkpoint.foreign import reader_of
     from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-    from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+    from dstrat.builtin.checkpoint.stand_ins import StandInCheckpointIO
     from dstrat.cli.catalog import loaded_catalog
     from dstrat.cli.checkpoint.conversion import as_conversion
     from dstrat.cli.checkpoint.lightning import converted
@@ -35,7 +36,7 @@ def convert(path: Place, output: Place, as_json: bool) -> None:
     with Console(stderr=True).status("reading ..."):  # shown in terminals only
         found = reader_of(str(path), loaded_catalog())
         if found is None:
-            conversion = converted(TorchCheckpointIO().load_checkpoint(str(path)), path)
+            conversion = converted(StandInCheckpointIO().load_checkpoint(str(path)), path)
         else:
             conversion = as_conversion(found[1].load_checkpoint(str(path)))
     with Console(stderr=True).status("writing ..."):

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dstrat.builtin.checkpoint.portable.marks import split
+from dstrat.builtin.checkpoint.stand_ins import without_stand_ins
 from dstrat.cli.checkpoint.conversion import Conversion
 from dstrat.errors import CheckpointError
+from dstrat.interfaces.fitting import listed
 from dstrat.training.converted import training_entries
 
 if TYPE_CHECKING:
@@ -25,11 +28,17 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 def converted(source: Mapping[str, Any], path: Place) -> Conversion:
     """Convert what a Lightning checkpoint holds.
 
+    Args:
+        source: Its content, which may have stand-ins for objects of other classes.
+        path: Its place, for messages.
+
     Raises:
-        CheckpointError: It is none.
+        CheckpointError: It is none, or has stand-ins in what a training needs.
     """
     if _VERSION_KEY not in source or "state_dict" not in source:
         raise CheckpointError(f"{str(path)!r} is no checkpoint of PyTorch Lightning: it has no {_VERSION_KEY!r}")
+    whole, (source, unknown) = source, without_stand_ins(dict(source))
+    _check_known(unknown, path)
     weights = dict(source["state_dict"])
     checkpoint: dict[str, Any] = {
         "dstrat_checkpoint_version": _CHECKPOINT_VERSION,
@@ -48,8 +57,19 @@ def converted(source: Mapping[str, Any], path: Place) -> Conversion:
     known = {"epoch", "global_step", "state_dict", _VERSION_KEY, *_KEPT}
     if "loops" in checkpoint:
         known |= {"loops", "optimizer_states", "lr_schedulers", _SCALER_KEY}
-    left_out = [f"{key!r} (Lightning's own)" for key in source if key not in known and source[key]]
+    left_out = [f"{key!r} (Lightning's own)" for key in whole if key not in known and whole[key]]
+    left_out += [f"{name!r} (of {kind})" for name, kind in unknown.items() if split(name)[0] in _KEPT]
     return Conversion(checkpoint=checkpoint, taken=taken, left_out=left_out)
+
+
+def _check_known(unknown: Mapping[str, str], path: Place) -> None:
+    needed = ("state_dict", "optimizer_states", "lr_schedulers", "loops", _SCALER_KEY)
+    found = [f"{name!r} is of {kind}" for name, kind in unknown.items() if split(name)[0] in needed]
+    if found:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} is not converted: {listed(found)}, which cannot be read without running code; "
+            "write it again with tensors and plain values there"
+        )
 
 
 def _training(source: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
