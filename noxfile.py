@@ -78,7 +78,7 @@ nox.options.sessions = ["lint", "types", "layers", "wheels", "tests"]
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
-DEFAULT = "not wheels and not builds and not variant"
+DEFAULT = "not wheels and not variant and not (builds and slow)"
 NEW_PIP = ("--upgrade", "pip>=25.1")  # several times as fast as the one that Python 3.10 or 3.11 brings
 BUILD_TOOLS = ("editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or pip makes an environment for each build
 FAIRSCALE = "fairscale==0.4.13"  # after torch: built elsewhere it would bring another one
@@ -125,10 +125,22 @@ def layers(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The tests of all packages, in several processes; or with arguments after --, which go to pytest, in one.
 
-    ``-- -m builds`` runs those that compile for minutes, ``-- -m variant`` those of further aliases.
+    ``-- -m variant`` runs those of further aliases.  Those marked ``builds`` run where that session has been before.
     """
     one_thread = {"OMP_NUM_THREADS": "1"}  # in each process, of which there are several for each core
     run(session, workspace(), "pytest", "-m", DEFAULT, *(session.posargs or workers()), **one_thread)
+
+
+@nox.session
+def builds(session: nox.Session) -> None:
+    """Compile what DeepSpeed offloads with, once for each torch and processor (minutes), and run the tests of it.
+
+    It is kept in ``~/.cache/dstrat``, or the folder that ``DSTRAT_TEST_EXTENSIONS`` names: from then on the session
+    ``tests`` runs these tests too, also in other clones.
+    """
+    tests_of_deepspeed = ROOT / "packages" / "deepspeed" / "tests"
+    run(session, workspace(), "python", str(tests_of_deepspeed / "compiled.py"))
+    run(session, workspace(), "pytest", "-m", "builds", *(session.posargs or [str(tests_of_deepspeed)]))
 
 
 def workers() -> list[str]:

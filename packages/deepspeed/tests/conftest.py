@@ -1,4 +1,4 @@
-"""The fixture that runs a function of a test file in several ranks."""
+"""The fixture that runs a function of a test file in several ranks, and what is said of tests of compiled parts."""
 
 import sys
 from pathlib import Path
@@ -13,3 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds n
 def ranks():
     """Run a function on ranks 0, 1, ...; return what each returned."""
     return in_ranks
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say which tests ran with what DeepSpeed compiles; those that did not are skipped with the reason."""
+    ended = (report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, []))
+    names = [report.nodeid for report in ended if "builds" in report.keywords and report.when == "call"]
+    if names:
+        terminalreporter.write_line(f"{len(names)} tests ran with parts of DeepSpeed that were compiled before:")
+        for name in sorted(names):
+            terminalreporter.write_line(f"  {name}")

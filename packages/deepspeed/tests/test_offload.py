@@ -1,23 +1,16 @@
-"""Offloading, with what DeepSpeed compiles for it: run where that has been compiled before, as it takes minutes."""
+"""Offloading to the CPU, with what DeepSpeed compiles for it: run where that has been compiled before."""
 
 import logging
-import os
 
 import pytest
 import torch
+from compiled import needs_compiled, use_compiled
 from deepspeed_loop import Net, losses_of, parts, single_device_losses
+from tests.ranks import each
 
 from dstrat_deepspeed import DeepSpeedStrategy
-from dstrat_deepspeed.prerequisites import build_folder, is_compiled
 
-pytestmark = [
-    pytest.mark.builds,
-    pytest.mark.skipif(
-        not is_compiled("cpu_adam", os.environ),
-        reason=f"cpu_adam has not been compiled in {build_folder('cpu_adam', os.environ)}: "
-        "train once with deepspeed_stage_2_offload",
-    ),
-]
+pytestmark = needs_compiled("cpu_adam")
 TRAINING = {"plain": {}, "accumulation and clipping": {"accumulate": 2, "clip": 0.05}}
 WHERE = {
     "stage 1": {"stage": 1, "offload_optimizer": True},
@@ -44,7 +37,7 @@ def offloaded(cluster, options):
     records = []
     handler = logging.Handler()
     handler.emit = records.append
-    logger = logging.getLogger("dstrat_deepspeed")
+    logger = logging.getLogger("dstrat_deepspeed.optimizers")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     found = {
@@ -55,11 +48,19 @@ def offloaded(cluster, options):
     return found, {record.getMessage() for record in records}
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_losses_are_those_of_one_device_and_adamw_becomes_that_of_the_cpu(ranks, where):
+def offloaded_in_each(cluster, stages):
+    use_compiled("cpu_adam")
+    return each(cluster, offloaded, {stage: {"options": WHERE[stage]} for stage in stages})
+
+
+@pytest.mark.parametrize(
+    "stages", [["stage 3"], pytest.param(["stage 1", "stage 2"], marks=pytest.mark.slow)], ids=" and ".join
+)
+def test_losses_are_those_of_one_device_and_adamw_becomes_that_of_the_cpu(ranks, stages):
     expected = {way: single_device_losses(**training) for way, training in TRAINING.items()}
     expected["scheduled"] = single_device_losses(Scheduled())
-    for found, logged in ranks(offloaded, options=WHERE[where]):
-        for way, losses in expected.items():
-            assert found[way] == pytest.approx(losses, rel=1e-5, abs=0), way
-        assert logged == {"AdamW becomes DeepSpeedCPUAdam, as its state is on the CPU (offload_optimizer)"}
+    for everywhere in ranks(offloaded_in_each, stages=stages):
+        for where, (found, logged) in everywhere.items():
+            for way, losses in expected.items():
+                assert found[way] == pytest.approx(losses, rel=1e-5, abs=0), (where, way)
+            assert logged == {"AdamW becomes DeepSpeedCPUAdam, as its state is on the CPU (offload_optimizer)"}

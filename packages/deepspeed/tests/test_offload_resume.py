@@ -1,23 +1,14 @@
 """Checkpoints of a training whose optimizer is on the CPU; run where that has been compiled before."""
 
-import os
-
 import pytest
 import torch
+from compiled import needs_compiled, use_compiled
 from deepspeed_fit import Model, fit
 
 from dstrat import Callback
 from dstrat_deepspeed import DeepSpeedStrategy
-from dstrat_deepspeed.prerequisites import build_folder, is_compiled
 
-pytestmark = [
-    pytest.mark.builds,
-    pytest.mark.skipif(
-        not is_compiled("cpu_adam", os.environ),
-        reason=f"cpu_adam has not been compiled in {build_folder('cpu_adam', os.environ)}: "
-        "train once with deepspeed_stage_2_offload",
-    ),
-]
+pytestmark = [pytest.mark.slow, *needs_compiled("cpu_adam")]
 WHERE = {
     "stage 1": {"stage": 1, "offload_optimizer": True},
     "stage 2": {"stage": 2, "offload_optimizer": True},
@@ -44,6 +35,7 @@ class Saves(Callback):
 
 
 def stopped_and_resumed(cluster, folder):
+    use_compiled("cpu_adam")
     found = {}
     for name, options in WHERE.items():
         saves = Saves(f"{folder}/{name}")

@@ -1,14 +1,12 @@
 """Layers that some batches use and others do not: an unused one has a gradient of zero, in each stage."""
 
-import os
-
 import pytest
 import torch
+from compiled import needs_compiled, use_compiled
 from deepspeed_fit import Model, fit
 from torch import nn
 
 from dstrat_deepspeed import DeepSpeedStrategy
-from dstrat_deepspeed.prerequisites import is_compiled
 
 STAGES = (0, 1, 2, 3)
 
@@ -93,10 +91,17 @@ def test_losses_are_those_of_one_device_where_batches_leave_layers_out(ranks):
             assert losses == pytest.approx(expected[way], rel=2e-6, abs=0), (stage, way)
 
 
-@pytest.mark.builds
-@pytest.mark.skipif(not is_compiled("cpu_adam", os.environ), reason="cpu_adam has not been compiled")
-def test_they_are_where_the_optimizer_is_on_the_cpu(ranks):
-    expected = {way: on_one_device(way) for way in OFFLOADED}
-    for found in ranks(each_way, stages=STAGES[1:], ways=OFFLOADED, offload_optimizer=True):
-        for (stage, way), losses in found.items():
-            assert losses == pytest.approx(expected[way], rel=1e-5, abs=0), (stage, way)
+def each_way_on_the_cpu(cluster, stages, ways):
+    use_compiled("cpu_adam")
+    return each_way(cluster, stages, ways, offload_optimizer=True)
+
+
+class TestWithWhatIsCompiled:
+    pytestmark = needs_compiled("cpu_adam")
+
+    @pytest.mark.slow
+    def test_they_are_where_the_optimizer_is_on_the_cpu(self, ranks):
+        expected = {way: on_one_device(way) for way in OFFLOADED}
+        for found in ranks(each_way_on_the_cpu, stages=STAGES[1:], ways=OFFLOADED):
+            for (stage, way), losses in found.items():
+                assert losses == pytest.approx(expected[way], rel=1e-5, abs=0), (stage, way)

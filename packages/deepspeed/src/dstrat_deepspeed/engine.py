@@ -12,9 +12,10 @@ import torch
 
 from dstrat.errors import MisuseError
 from dstrat_deepspeed.backward import ReplacedBackward
+from dstrat_deepspeed.changes import share_memory
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.ending import release_groups
-from dstrat_deepspeed.nvme import let_go_unused, with_files
+from dstrat_deepspeed.nvme import free_buffers_of_state, let_go_unused, with_files
 from dstrat_deepspeed.unused import UnusedGradients, unused_gradients
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Engine:
             self._is_sharded = self.engine.optimizer is not self.optimizer
             self._unused = unused_gradients(self.engine.optimizer, sends_in_step=is_manual)
             _undo_first_step(self.engine.optimizer)
+            share_memory(self.engine.optimizer)
             self._set_clipping(0.0)
             self.set_boundary(is_boundary=True)
 
@@ -193,10 +195,12 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine, its process groups, and what it has hooked to the module."""
+        sharded = self.engine.optimizer
         try:
             self.engine.destroy()
         finally:
             release_groups(self.engine)
+            free_buffers_of_state(sharded)
             if self.optimizer is not None:
                 self.optimizer.__dict__.pop("zero_grad", None)
 

@@ -141,6 +141,16 @@ def free_buffers(swappers: Iterable[Any]) -> None:
                 swapper.aio_read_handle.free_cpu_locked_tensor(buffer)
 
 
+def free_buffers_of_state(optimizer: Any) -> None:
+    """Free those through which the optimizer's state was read, of which a step may hold views no more."""
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    if swapper is not None:
+        manager = swapper.swap_buffer_manager
+        for buffer in manager.all_buffers:
+            manager.aio_handle.free_cpu_locked_tensor(buffer)
+        manager.all_buffers = []
+
+
 # Optimizer
 
 
