@@ -42,8 +42,10 @@ def with_scheduler(module, interval):
 
 
 def test_a_rate_is_written_with_the_step_that_uses_it(rates):
-    written = rates(lambda module: with_scheduler(module, "step"))
+    monitor = LearningRateMonitor()
+    written = rates(lambda module: with_scheduler(module, "step"), monitor=monitor)
     assert written == {1: {"lr-SGD": 1.0}, 2: {"lr-SGD": 0.5}, 3: {"lr-SGD": 0.25}, 4: {"lr-SGD": 0.125}}
+    assert monitor.lrs == {"lr-SGD": [1.0, 0.5, 0.25, 0.125]}
 
 
 def test_only_steps_that_the_loggers_write_are_written(rates):

@@ -41,6 +41,9 @@ class LearningRateMonitor(Callback):
         log_momentum: Whether the momentum (of Adam and its kind the first beta) is written too, as ``...-momentum``.
         log_weight_decay: Whether the weight decay is written too, as ``...-weight_decay``.
 
+    Attributes:
+        lrs: The rates that this process has written in the last fit, by their names, from the first to the last.
+
     Raises:
         RequestError: The interval is another.
     """
@@ -55,6 +58,7 @@ class LearningRateMonitor(Callback):
             raise RequestError(f"logging_interval={logging_interval!r} must be 'step', 'epoch' or None")
         self.logging_interval = logging_interval
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
         self._groups: list[_Group] = []
         self._due_at_step: float = math.inf
 
@@ -63,6 +67,7 @@ class LearningRateMonitor(Callback):
         if not trainer.loggers and trainer.is_global_zero:
             _log.warning("LearningRateMonitor writes nothing, as the Trainer has no logger")
         self._groups = list(_groups(trainer.strategy)) if trainer.writing_loggers else []
+        self.lrs = {group.name: [] for group in self._groups}
         self._set_due(trainer, trainer.global_step)
 
     @override
@@ -85,6 +90,7 @@ class LearningRateMonitor(Callback):
         for group in self._groups:
             if (self.logging_interval or group.interval) == interval:
                 values |= self._values(group)
+                self.lrs[group.name].append(values[group.name])
         if values:
             call_loggers(trainer.loggers, "log_metrics", {"epoch": trainer.current_epoch, **values}, step)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dstrat.training.module.hooks import DataHooks
@@ -9,8 +11,9 @@ from dstrat.training.module.hyperparameters import HyperparameterMethods
 from dstrat.training.module.loading import DataModuleLoading
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from typing import Any
+
+    from typing_extensions import Self
 
     from dstrat.training.trainer import Trainer
 
@@ -36,6 +39,37 @@ class DataModule(DataHooks, HyperparameterMethods, DataModuleLoading):
 
     trainer: Trainer | None = None
 
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **init_kwargs: Any,
+    ) -> Self:
+        """Return a data module whose loaders read these datasets.
+
+        Args:
+            train_dataset: What to train on, shuffled unless it is an iterable dataset; also a list or dict of several,
+                and so for the others.
+            val_dataset: What to validate on.
+            test_dataset: What to test on.
+            predict_dataset: What to predict.
+            batch_size: Samples of a batch.
+            num_workers: Processes that read each dataset.
+            **init_kwargs: Arguments of the class.
+        """
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        module = cls(**init_kwargs)
+        for source, datasets in given.items():
+            if datasets is not None:
+                make = partial(_loaders, datasets, source == "train", batch_size=batch_size, num_workers=num_workers)
+                setattr(module, f"{source}_dataloader", make)
+        return module
+
     def on_exception(self, exception: BaseException) -> None:
         """Called when the run breaks, also by Ctrl-C."""
 
@@ -52,3 +86,14 @@ class DataModule(DataHooks, HyperparameterMethods, DataModuleLoading):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned."""
+
+
+def _loaders(datasets: Any, shuffled: bool, **options: Any) -> Any:
+    """Return the loader of a dataset, or of each in a list or dict."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    if isinstance(datasets, Mapping):
+        return {name: _loaders(dataset, shuffled, **options) for name, dataset in datasets.items()}
+    if isinstance(datasets, list | tuple):
+        return [_loaders(dataset, shuffled, **options) for dataset in datasets]
+    return DataLoader(datasets, shuffle=shuffled and not isinstance(datasets, IterableDataset), **options)
