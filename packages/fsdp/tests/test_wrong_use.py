@@ -308,7 +308,6 @@ def test_the_mesh_follows_from_the_sharding_strategy_or_is_given(sharding, mesh,
     [
         (None, (3, 2), RequestError, r"device_mesh \(3, 2\) has 6 processes, and the job has 8"),
         (None, (2, 2, 2), RequestError, r"has 3 dimensions: give \(shards,\) or \(replicas, shards\)"),
-        (None, (0, 8), RequestError, "is not a tuple of positive numbers"),
         ("FULL_SHARD", (2, 4), ConflictError, "'FULL_SHARD' does not fit device_mesh"),
         ("HYBRID_SHARD", (8,), ConflictError, "'HYBRID_SHARD' does not fit device_mesh"),
         ("NO_SHARD", (8,), ConflictError, "'NO_SHARD' does not fit device_mesh"),
@@ -317,6 +316,36 @@ def test_the_mesh_follows_from_the_sharding_strategy_or_is_given(sharding, mesh,
 def test_a_mesh_that_does_not_fit_is_refused(sharding, mesh, kind, message):
     with pytest.raises(kind, match=message):
         sharding_mesh_shape(sharding, mesh, world_size=8, per_machine=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"auto_wrap_policy": "Block"}, "auto_wrap_policy 'Block' is not a class of layers such as"),
+        ({"auto_wrap_policy": [nn.Linear(1, 1)]}, "a function that says of a module whether it is meant, or the least"),
+        ({"auto_wrap_policy": True}, "auto_wrap_policy True is not"),
+        ({"activation_checkpointing": 3}, "activation_checkpointing 3 is not a class of layers"),
+        ({"activation_checkpointing_policy": "x"}, "activation_checkpointing_policy 'x' is not"),
+        ({"device_mesh": 2}, r"device_mesh 2 is not a tuple of positive numbers, such as \(2, 4\)"),
+        ({"device_mesh": (0, 8)}, "is not a tuple of positive numbers"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward 'yes' is not True, False or a number of ranks"),
+        ({"auto_wrap_polcy": None}, "has no option 'auto_wrap_polcy': did you mean 'auto_wrap_policy'"),
+        ({"use_orig_params": True}, "has no option 'use_orig_params': with torch's fully_shard parameters always"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_at_once(options, message):
+    with pytest.raises(RequestError, match=message):
+        FSDPStrategy(**options)
+
+
+def test_a_smaller_mesh_has_to_divide_the_ranks():
+    for message in in_ranks(complaint, reshard_after_forward=3):
+        assert message.startswith("RequestError: reshard_after_forward 3 does not divide the 2 ranks")
+
+
+def test_one_class_of_layers_is_a_policy():
+    [(chosen,)] = [FSDPStrategy(auto_wrap_policy=Block)._auto_wrap_policy]
+    assert chosen is Block
 
 
 @pytest.mark.parametrize(

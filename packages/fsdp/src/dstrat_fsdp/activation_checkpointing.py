@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch.utils.checkpoint import checkpoint
 
 from dstrat.errors import ConflictError, RequestError
-from dstrat_fsdp.wrap_policy import parts_of_classes
+from dstrat_fsdp.wrap_policy import checked_policy, parts_of_classes
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -29,6 +29,7 @@ class ActivationCheckpointing:
 
     Raises:
         ConflictError: Both are given.
+        RequestError: They are something else.
     """
 
     def __init__(self, classes: LayerClasses | None, policy: LayerPolicy | None) -> None:
@@ -37,8 +38,8 @@ class ActivationCheckpointing:
                 "activation_checkpointing and activation_checkpointing_policy both say which layers are meant: "
                 "leave one out"
             )
-        chosen = policy if classes is None else classes
-        self._chosen = (chosen,) if isinstance(chosen, type) else chosen
+        name = "activation_checkpointing" if policy is None else "activation_checkpointing_policy"
+        self._chosen = checked_policy(name, policy if classes is None else classes, or_size=False)
         self._layers: list[Module] = []
 
     def apply(self, module: Module) -> None:

@@ -34,7 +34,7 @@ def parameters_on_meta() -> Iterator[None]:
     """
     register = nn.Module.register_parameter
 
-    def register_on_meta(module: Module, name: str, param: nn.Parameter | None) -> None:
+    def register_on_meta(module: Module, name: str, param: Any) -> None:
         if isinstance(param, DTensor):
             replaced = module._parameters.get(name)  # noqa: SLF001 - getattr would need it to be there
             param.requires_grad_(param.requires_grad and (replaced is None or replaced.requires_grad))

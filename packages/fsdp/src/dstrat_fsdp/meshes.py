@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,6 +18,19 @@ if TYPE_CHECKING:
 
 REPLICATE, SHARD = "replicate", "shard"
 DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
+
+
+def checked_mesh(given: Any) -> DeviceMesh | tuple[int, ...] | None:
+    """Return a mesh as it was given, a shape as a tuple.
+
+    Raises:
+        RequestError: It is neither a mesh nor the shape of one.
+    """
+    if given is None or isinstance(given, DeviceMesh):
+        return given
+    if isinstance(given, tuple | list) and given and all(type(size) is int and size > 0 for size in given):
+        return tuple(given)
+    raise RequestError(f"device_mesh {given!r} is not a tuple of positive numbers, such as (2, 4), or a DeviceMesh")
 
 
 def sharding_mesh_shape(
@@ -39,7 +52,7 @@ def sharding_mesh_shape(
         if sharding == "HYBRID_SHARD":
             return (world_size // per_machine, per_machine)
         return (world_size, 1) if sharding == "NO_SHARD" else (world_size,)
-    shape = tuple(device_mesh.shape) if isinstance(device_mesh, DeviceMesh) else tuple(device_mesh)
+    shape = tuple(device_mesh.shape if isinstance(device_mesh, DeviceMesh) else device_mesh)
     _check_shape(shape, world_size)
     if len(shape) > 2:
         raise RequestError(f"device_mesh {shape} has {len(shape)} dimensions: give (shards,) or (replicas, shards)")
@@ -54,8 +67,6 @@ def sharding_mesh_shape(
 
 def _check_shape(shape: tuple[int, ...], world_size: int) -> None:
     """Raise RequestError unless the mesh has as many processes as the job."""
-    if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
-        raise RequestError(f"device_mesh {shape!r} is not a tuple of positive numbers, such as (2, 4)")
     if math.prod(shape) != world_size:
         raise RequestError(
             f"device_mesh {shape} has {math.prod(shape)} processes, and the job has {world_size}: "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,6 +18,8 @@ from torch.distributed.fsdp import (
 from dstrat.errors import ConflictError, RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from dstrat.interfaces.precision import Precision
 
 ShardingName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
@@ -23,6 +27,14 @@ StateDictType = Literal["sharded", "full"]
 
 _SHARDING: tuple[ShardingName, ...] = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 _STATE_DICT: tuple[StateDictType, ...] = ("sharded", "full")
+_OF_EARLIER_FSDP = {
+    "use_orig_params": "with torch's fully_shard parameters always are the original ones; leave it out",
+    "forward_prefetch": "torch's fully_shard gathers the next block early by itself; leave it out",
+    "limit_all_gathers": "torch's fully_shard limits them by itself; leave it out",
+    "sync_module_states": "all ranks always begin with the values of rank 0; leave it out",
+    "param_init_fn": "layers that are made in configure_model are computed by their reset_parameters; leave it out",
+    "ignored_modules": "torch's fully_shard has no such choice here; call it on parts of the module in configure_model",
+}
 _PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST")
 
 
@@ -96,6 +108,19 @@ def precision_policy(given: Any, precision: Precision) -> MixedPrecisionPolicy:
         reduce_dtype=given.reduce_dtype,
         cast_forward_inputs=given.cast_forward_inputs,
     )
+
+
+def check_known(strategy: type, unknown: Iterable[str]) -> None:
+    """Check that no option was given that a strategy does not have.
+
+    Raises:
+        RequestError: One was; the message says what takes its place.
+    """
+    for name in unknown:
+        known = [*inspect.signature(strategy).parameters][:-1]  # the last one takes unknown ones
+        near = difflib.get_close_matches(name, known, n=1)
+        instead = _OF_EARLIER_FSDP.get(name) or (f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}")
+        raise RequestError(f"{strategy.__name__} has no option {name!r}: {instead}")
 
 
 def _one_of(option: str, given: Any, names: tuple[Any, ...]) -> Any:

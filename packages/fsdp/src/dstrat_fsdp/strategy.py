@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from dstrat.errors import ConflictError
+from dstrat.errors import ConflictError, RequestError
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT
 from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
-from dstrat_fsdp.meshes import REPLICATE, SHARD, open_mesh, sharding_mesh_shape
+from dstrat_fsdp.meshes import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
+    check_known,
     gathers_early,
     offload_policy,
     precision_policy,
@@ -20,7 +21,7 @@ from dstrat_fsdp.options import (
 )
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.sharded_strategy import ShardedStrategy
-from dstrat_fsdp.wrap_policy import blocks_of
+from dstrat_fsdp.wrap_policy import blocks_of, checked_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,6 +81,7 @@ class FSDPStrategy(ShardedStrategy):
             mesh of that size.  None follows from the sharding strategy.
         timeout: How long a collective waits for the other ranks before the job fails.
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        **unknown: Anything else is an error, with a hint for the options of torch's earlier FSDP.
 
     Raises:
         RequestError: An option has a value that is none of its own.
@@ -106,7 +108,9 @@ class FSDPStrategy(ShardedStrategy):
         reshard_after_forward: bool | int | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: str = "popen",
+        **unknown: Any,
     ) -> None:
+        check_known(FSDPStrategy, unknown)
         super().__init__(
             accelerator,
             parallel_devices,
@@ -121,10 +125,10 @@ class FSDPStrategy(ShardedStrategy):
         self._gathers_early = gathers_early(backward_prefetch)
         self._mixed_precision = mixed_precision
         self._checkpointing = ActivationCheckpointing(activation_checkpointing, activation_checkpointing_policy)
-        self._auto_wrap_policy = auto_wrap_policy
+        self._auto_wrap_policy = checked_policy("auto_wrap_policy", auto_wrap_policy, or_size=True)
         self._sharding_strategy = sharding_name(sharding_strategy)
         self._state_dict_type = state_dict_type_name(state_dict_type)
-        self._asked_mesh = device_mesh
+        self._asked_mesh = checked_mesh(device_mesh)
         self._reshard_after_forward = _reshards(reshard_after_forward, self._sharding_strategy)
 
     def setup_environment(self) -> None:
@@ -148,9 +152,15 @@ class FSDPStrategy(ShardedStrategy):
         return open_mesh(self.root_device.type, shape, names, self.timeout)
 
     def _sharding(self) -> Sharding:
+        mesh, smaller = self.device_mesh, self._reshard_after_forward
+        if not isinstance(smaller, bool) and mesh.shape[-1] % smaller:
+            raise RequestError(
+                f"reshard_after_forward {smaller} does not divide the {mesh.shape[-1]} ranks that parameters are "
+                "sharded over: give a number that does, or True or False"
+            )
         return Sharding(
-            mesh=self.device_mesh,
-            reshard_after_forward=self._reshard_after_forward,
+            mesh=mesh,
+            reshard_after_forward=smaller,
             precision_policy=precision_policy(self._mixed_precision, self.precision_plugin),
             offload_policy=offload_policy(self._cpu_offload, self.root_device),
             gathers_early=self._gathers_early,
@@ -171,4 +181,6 @@ def _reshards(given: bool | int | None, sharding: ShardingName | None) -> bool |
             f"sharding_strategy {sharding!r} frees blocks after their forward pass, and reshard_after_forward=False "
             "keeps them: leave one of them out"
         )
-    return given  # torch checks numbers against the mesh
+    if not isinstance(given, int) or (given is not False and given < 1):
+        raise RequestError(f"reshard_after_forward {given!r} is not True, False or a number of ranks, such as 8")
+    return given

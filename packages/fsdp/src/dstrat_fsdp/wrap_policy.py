@@ -18,7 +18,34 @@ if TYPE_CHECKING:
 _SMALL = 0.01
 """A layer without children is a block by itself from this share of all parameters on."""
 
-WrapPolicy = Iterable[type] | Callable[..., bool] | int
+WrapPolicy = type | Iterable[type] | Callable[..., bool] | int
+
+
+def checked_policy(option: str, given: Any, *, or_size: bool) -> Any:
+    """Return a policy of layers as it was given, classes as a tuple of them.
+
+    Args:
+        option: Whose value it is.
+        given: A class of layers, or several; a function of a module; None.
+        or_size: Whether it may be a number of parameters too.
+
+    Raises:
+        RequestError: It is none of these.
+    """
+    if given is None or (or_size and isinstance(given, int) and not isinstance(given, bool) and given > 0):
+        return given
+    classes = (given,) if isinstance(given, type) else given
+    if isinstance(classes, Iterable) and not isinstance(classes, str | nn.Module):
+        classes = tuple(classes)
+        if classes and all(isinstance(one, type) and issubclass(one, nn.Module) for one in classes):
+            return classes
+    elif callable(given) and not isinstance(given, nn.Module):
+        return given
+    size = ", or the least number of parameters of a block" if or_size else ""
+    raise RequestError(
+        f"{option} {given!r} is not a class of layers such as torch.nn.TransformerEncoderLayer, several of them, a "
+        f"function that says of a module whether it is meant{size}"
+    )
 
 
 def blocks_of(module: Module, policy: WrapPolicy | None) -> list[Module]:
