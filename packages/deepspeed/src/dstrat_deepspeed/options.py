@@ -55,7 +55,7 @@ class OffloadOptions:
         offload_params_device: ``"cpu"`` or ``"nvme"``.
         remote_device: Where ``configure_model`` puts parameters under stage 3: ``"cpu"`` or ``"nvme"``; None follows
             from ``offload_parameters``.
-        nvme_path: Folder of the files.
+        nvme_path: Folder in which each rank makes one for its files, until the end of a run.
         params_buffer_count: Buffers for parameters that are read from files.
         params_buffer_size: Elements in each of them.
         max_in_cpu: Elements of parameters that stay in memory when the rest is in files.
