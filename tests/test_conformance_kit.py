@@ -189,7 +189,9 @@ FAULTS = [
         case=TWO,
         words="already draws other random numbers",
     ),
-    Fault(target="checkpoints:KeepsMomentumToItself", test=RESUMES, case=TWO, words="something that is not saved"),
+    Fault(
+        target="checkpoints:KeepsMomentumToItself", test=RESUMES, case=TWO, words="add what is not saved to state_dict"
+    ),
     Fault(
         target="processes:LeaksAProcess",
         test="test_no_process_is_left_after_a_training",

@@ -153,13 +153,18 @@ def _check_same_losses(one: Fitted, other: Fitted, rank: int) -> None:
     if not wrong:
         return
     left, right = pairs[wrong[0]]
-    begins = "the first step after it already draws other random numbers (or has other weights)"
-    later = f"the first {wrong[0]} steps after it are the same: what follows depends on something that is not saved"
+    begins = (
+        "the first step after it already draws other random numbers (or has other weights): draw none in setup or in "
+        "the first step"
+    )
+    later = (
+        f"before that the losses are the same ({wrong[0]} after the checkpoint): add what is not saved to state_dict"
+    )
     fail(
         f"a resumed training is not the one that was never stopped: in rank {rank} the loss of step "
         f"{_SAVE_AT + wrong[0]} is {right!r}, and would have been {left!r}",
         expected="the same bits: weights, optimizer, random state and data position come back.",
-        cure=f"{later if wrong[0] else begins}; draw no random numbers in setup or in the first step.",
+        cure=f"{later if wrong[0] else begins}.",
     )
 
 
