@@ -17,7 +17,7 @@ from dstrat.errors import MisuseError
 from dstrat.training.data.batches import batch_mover, device_batches, device_to_copy_ahead_to
 from dstrat.training.loops.evaluation_votes import EvaluationVotes
 from dstrat.training.loops.interruption import stop_by
-from dstrat.training.loops.steps import bind_step, count_arguments
+from dstrat.training.loops.steps import bind_step, count_arguments, requires_arguments
 from dstrat.training.loops.uncounted_steps import uncounted, with_company
 from dstrat.training.metrics.logged import LoggedValues
 
@@ -59,7 +59,9 @@ class EvaluationLoop:
         self._limit_name = _LIMITS[purpose]
         self._limit = getattr(trainer, self._limit_name)
         self._step = trainer.profiled(f"{purpose}_step", bind_step(trainer.strategy, module, f"{purpose}_step"))
-        self._num_arguments = count_arguments(getattr(module, f"{purpose}_step"))
+        own_step = getattr(module, f"{purpose}_step")
+        self._num_arguments = count_arguments(own_step)
+        self._requires_index = requires_arguments(own_step) > 2
         self._mover = trainer.profiled("transfer_batch", batch_mover(trainer, module))
         self.logged = LoggedValues(training=False)
         self.keeps_outputs = purpose == "predict"
@@ -174,23 +176,24 @@ class EvaluationLoop:
         self._outputs.append(outputs_of_loader)
         index_of_loader = (dataloader_idx,) if len(self.loaders) > 1 else ()
         takes_index = self._num_arguments > 1
-        index_for_step = index_of_loader if self._num_arguments > 2 else ()
+        takes_loader = self._num_arguments > 2 and (index_of_loader or self._requires_index)
+        index_for_step = (dataloader_idx,) if takes_loader else ()
         logged, step, keeps = self.logged, self._step, self.keeps_outputs
         is_alone, interruption = self._votes is None, self._trainer.interruption
         publishes = bool(self._trainer.log_every_n_steps and self._trainer.loggers)
-        batch_start = self._trainer.dispatch.of(f"on_{self._purpose}_batch_start")
-        batch_end = self._trainer.dispatch.of(f"on_{self._purpose}_batch_end")
+        batch_start = self._with_index(f"on_{self._purpose}_batch_start", 2, dataloader_idx)
+        batch_end = self._with_index(f"on_{self._purpose}_batch_end", 3, dataloader_idx)
         profiler = None if self._trainer.is_fitting else self._trainer.profiler  # a fit counts batches of training
         logged.in_step, logged.dataloader_idx = True, dataloader_idx if index_of_loader else None
         for batch_idx, batch in enumerate(self._batches(dataloader_idx, loader, count)):
             logged.batch = batch
             if self._records_indices:
                 self.batch_indices = take_indices(loader)
-            for hook in batch_start:
-                hook(batch, batch_idx, *index_of_loader)
+            for hook, index in batch_start:
+                hook(batch, batch_idx, *index)
             outputs = step(batch, batch_idx, *index_for_step) if takes_index else step(batch)
-            for hook in batch_end:
-                hook(outputs, batch, batch_idx, *index_of_loader)
+            for hook, index in batch_end:
+                hook(outputs, batch, batch_idx, *index)
             if keeps:
                 outputs_of_loader.append(outputs)
             if logged.writes_steps and publishes:
@@ -200,6 +203,19 @@ class EvaluationLoop:
             if is_alone and interruption.requested:
                 stop_by(interruption.requested)
         logged.in_step, logged.dataloader_idx, logged.batch = False, None, None
+
+    def _with_index(
+        self, name: str, others: int, dataloader_idx: int
+    ) -> list[tuple[Callable[..., Any], tuple[int, ...]]]:
+        """Return what is called of a hook, each with the index of the loader where there are several, or it needs it.
+
+        Args:
+            name: Of the hook.
+            others: Number of arguments before the index.
+            dataloader_idx: The index.
+        """
+        hooks, several = self._trainer.dispatch.of(name), len(self.loaders) > 1
+        return [(hook, (dataloader_idx,) if several or requires_arguments(hook) > others else ()) for hook in hooks]
 
     def _publish_step(self, dataloader_idx: int) -> None:
         self._batches_seen[dataloader_idx] += not self._trainer.sanity_checking

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from dstrat.training.module.train_module import TrainModule
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 
 def bind_step(strategy: Strategy, module: TrainModule, name: str) -> Callable[..., Any]:
     """Return what runs a step of the module: training_step, validation_step, test_step or predict_step."""
@@ -75,5 +77,10 @@ def count_arguments(step: Any) -> int:
     parameters = inspect.signature(step).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return 3
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return min(3, sum(parameter.kind in positional for parameter in parameters))
+    return min(3, sum(parameter.kind in _POSITIONAL for parameter in parameters))
+
+
+def requires_arguments(step: Any) -> int:
+    """Return how many arguments a step or hook cannot be called without, as they have no default."""
+    parameters = inspect.signature(step).parameters.values()
+    return sum(p.kind in _POSITIONAL and p.default is p.empty for p in parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Profiler(ABC):
         """Return a function that does the same, and whose calls count for an action."""
         profile = self.profile
 
+        @wraps(function)
         def timed_function(*args: Any, **kwargs: Any) -> R:
             with profile(name):
                 return function(*args, **kwargs)

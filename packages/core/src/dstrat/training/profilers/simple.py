@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import wraps
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,6 +48,7 @@ class SimpleProfiler(Profiler):
     def timed(self, name: str, function: Callable[..., R]) -> Callable[..., R]:
         record, stack = self._record(name), self._open
 
+        @wraps(function)
         def timed_function(*args: Any, **kwargs: Any) -> R:
             stack.append(0.0)
             start = perf_counter()
