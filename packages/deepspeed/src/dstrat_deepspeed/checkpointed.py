@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat.interfaces.parts import TrainerLike
+    from dstrat_deepspeed.changes import OutsideChanges
     from dstrat_deepspeed.configuration import Configuration
     from dstrat_deepspeed.engine import Engine
 
@@ -49,6 +50,7 @@ class CheckpointedStrategy(ParallelStrategy):
     _group_names: list[list[str]] | None = None
     _state: PartitionedState | None = None
     _state_of: Engine | None = None
+    _changes: OutsideChanges | None = None
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
@@ -76,10 +78,12 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def sharded_module_state(self) -> dict[str, Any]:
         """Return the state of the module under its own names, of stage 3 in this rank's elements of each parameter."""
+        self._accept_changes()
         return sharded_state(self.module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of the optimizer on global rank 0, and an empty dict on the others; collective."""
+        self._accept_changes()
         partitioned = self._partitioned(optimizer)
         if partitioned is None:
             return super().optimizer_state(optimizer)
@@ -97,10 +101,11 @@ class CheckpointedStrategy(ParallelStrategy):
         named = by_names(state, names) if self.is_global_zero else {"state": {}, "param_groups": []}
         entries = told_by_rank_0(named["state"], partitioned.parts, self)
         partitioned.load({"state": entries, "param_groups": self.broadcast(named["param_groups"])})
-        gather_persistent(self._ready_optimizer)
+        self._after_loading()
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer by the names of its parameters, each rank its own elements."""
+        self._accept_changes()
         partitioned = self._partitioned(optimizer)
         return super().sharded_optimizer_state(optimizer) if partitioned is None else partitioned.get()
 
@@ -120,7 +125,7 @@ class CheckpointedStrategy(ParallelStrategy):
             super().load_sharded_optimizer_state(optimizer, state)
             return
         partitioned.load(state)
-        gather_persistent(self._ready_optimizer)
+        self._after_loading()
 
     def rank_state(self) -> dict[str, Any]:
         """Return the gradients that this rank has accumulated, where they wait for a step."""
@@ -181,7 +186,17 @@ class CheckpointedStrategy(ParallelStrategy):
             partitioned = self._partitioned(self.optimizers[0])
             if partitioned is not None:
                 partitioned.take_weights()
+        self._after_loading()
+
+    def _after_loading(self) -> None:
         gather_persistent(self._ready_optimizer)
+        if self._changes is not None:
+            self._changes.ignore()
+
+    def _accept_changes(self) -> None:
+        """Let the optimizer go on with weights that hooks have changed."""
+        if self._changes is not None:
+            self._changes.accept()
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name.replace("_orig_mod.", "") for name, parameter in self.module.named_parameters()}

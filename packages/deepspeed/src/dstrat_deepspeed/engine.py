@@ -12,6 +12,7 @@ import torch
 
 from dstrat.errors import MisuseError
 from dstrat_deepspeed.backward import ReplacedBackward
+from dstrat_deepspeed.changes import share_memory
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.ending import release_groups
 from dstrat_deepspeed.nvme import free_buffers_of_state, let_go_unused, with_files
@@ -70,6 +71,7 @@ class Engine:
             self._is_sharded = self.engine.optimizer is not self.optimizer
             self._unused = unused_gradients(self.engine.optimizer, sends_in_step=is_manual)
             _undo_first_step(self.engine.optimizer)
+            share_memory(self.engine.optimizer)
             self._set_clipping(0.0)
             self.set_boundary(is_boundary=True)
 

@@ -14,7 +14,7 @@ from dstrat.interfaces.flat_shard import FlatShard
 from dstrat_deepspeed.optimizer_probe import state_after_one_step
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch.optim import Optimizer
 
@@ -102,10 +102,14 @@ class PartitionedState:
             self._load_weights(partition, state.get(MASTER, {}))
         self._buffers.clear()
 
-    def take_weights(self) -> None:
-        """Let the optimizer go on with the module's weights, which were loaded."""
+    def take_weights(self, names: Collection[str] | None = None) -> None:
+        """Let the optimizer go on with the module's weights, which were loaded or changed.
+
+        Args:
+            names: Of parameters; None is all.
+        """
         for partition in self._partitions:
-            self._load_weights(partition, {})
+            self._load_weights(partition, {}, names)
 
     # What there is
 
@@ -182,9 +186,13 @@ class PartitionedState:
                 new[key] = _filled(self._buffer(number, key, like), entries, key)
         partition.set_state(self._optimizer, new)
 
-    def _load_weights(self, partition: Partition, masters: Mapping[str, Any]) -> None:
+    def _load_weights(
+        self, partition: Partition, masters: Mapping[str, Any], names: Collection[str] | None = None
+    ) -> None:
         weights = partition.weights
         for extent in partition.extents:
+            if names is not None and extent.name not in names:
+                continue
             if extent.name in masters and weights.dtype != extent.parameter.dtype:
                 _copy(weights, extent, masters[extent.name], repr(extent.name))
             else:

@@ -14,6 +14,7 @@ from dstrat.errors import MisuseError
 from dstrat.parallel.collectives import take_from_first_rank
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT
 from dstrat_deepspeed.activations import activation_checkpointing
+from dstrat_deepspeed.changes import OutsideChanges
 from dstrat_deepspeed.checkpointed import CheckpointedStrategy
 from dstrat_deepspeed.configuration import Configuration
 from dstrat_deepspeed.creation import shard, sharded_creation
@@ -140,6 +141,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             **super().__getstate__(),
             "_deepspeed": None,
             "_engine": None,
+            "_changes": None,
             "_footprint": None,
             "_running": ExitStack(),
         }
@@ -211,6 +213,14 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         resume_exactly(self._engine.optimizer)
         self.model = self._engine.engine
         self.optimizers = [] if self._engine.optimizer is None else [self._engine.optimizer]
+        self._watch_weights()
+
+    def _watch_weights(self) -> None:
+        state = self._partitioned(self.optimizers[0]) if self.optimizers else None
+        if state is not None:
+            names = self._names()
+            parameters = [p for p in self.module.parameters() if p.requires_grad or self.stage == 3]
+            self._changes = OutsideChanges({names[id(parameter)]: parameter for parameter in parameters}, state)
 
     def on_exception(self, exception: BaseException) -> None:
         self._has_failed = True
@@ -221,6 +231,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             super().on_exception(exception)
 
     def teardown(self) -> None:
+        if not self._has_failed:
+            self._accept_changes()
         self._close_engine(can_gather=not self._has_failed)
         super().teardown()
         if self._footprint is not None:
@@ -230,6 +242,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
     def _close_engine(self, *, can_gather: bool) -> None:
         """Give the module back, of stage 3 to rank 0, unless other ranks may be gone; collective where it gathers."""
         engine, self._engine = self._engine, None
+        self._changes = None
         self._is_first_batch = True
         with ExitStack() as ending:  # does the last one first, and the others also where one fails
             ending.callback(self._running.close)
@@ -249,6 +262,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if self._is_first_batch:
             self._is_first_batch = False
             self._configuration.check_batch(args[0])
+        self._accept_changes()
         return self._ready.train(self.module.training_step, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -298,6 +312,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         **kwargs: Any,  # noqa: ARG002 - the engine's step takes none
     ) -> Any:
         output = closure()
+        self._accept_changes()
         self._ready.step()
         return output
 

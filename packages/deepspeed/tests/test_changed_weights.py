@@ -1,0 +1,127 @@
+"""Weights that hooks change: the training goes on with them, or says that stage 3 has lost the change."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from deepspeed_fit import Model, fit
+from torch import nn
+
+from dstrat.errors import MisuseError
+from dstrat_deepspeed import DeepSpeedStrategy
+
+STAGES = (0, 1, 2, 3)
+
+
+class Changing(Model):
+    """Sets and clips its weights in the hooks that it is told."""
+
+    def __init__(self, *hooks, gathers=False):
+        super().__init__()
+        self.hooks, self.gathers = hooks, gathers
+
+    def gathered(self):
+        if not self.gathers:
+            return nullcontext()
+        import deepspeed  # only in ranks, as it is slow
+
+        return deepspeed.zero.GatheredParameters(list(self.parameters()), modifier_rank=0)
+
+    @torch.no_grad()
+    def change(self, hook, how):
+        if hook in self.hooks:
+            with self.gathered():
+                for parameter in self.parameters():
+                    how(parameter)
+
+    def on_train_start(self):
+        self.change("start", lambda parameter: nn.init.constant_(parameter, 0.1))
+
+    def on_train_batch_start(self, batch, batch_idx) -> None:
+        self.change("batch start", lambda parameter: parameter.mul_(0.97))
+
+    def on_after_backward(self):
+        self.change("backward", lambda parameter: parameter.mul_(0.98))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.change("batch end", lambda parameter: parameter.clamp_(-0.2, 0.2))
+        self.change("data", lambda parameter: parameter.data.clamp_(-0.2, 0.2))
+        self.change("replaced", lambda parameter: setattr(parameter, "data", parameter.data * 0.9))
+
+    def on_train_end(self):
+        self.change("end", lambda parameter: parameter.fill_(3.0))
+
+
+class Teacher(Model):
+    """Keeps a mean of its weights, from which it learns too."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        inputs, _ = batch
+        distance = nn.functional.mse_loss(self.net.layers(inputs), self.teacher.layers(inputs))
+        return super().training_step(batch, batch_idx) + distance
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for mean, parameter in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.5)
+
+
+HOOKS = {
+    "at the start": ("start",),
+    "before and after a batch": ("start", "batch start", "batch end"),
+    "within a batch": ("start", "backward"),
+    "as plain data": ("start", "data", "replaced"),
+}
+
+
+def in_each_stage(cluster):
+    found = {}
+    for stage in STAGES[:3]:
+        for name, hooks in HOOKS.items():
+            found[stage, name] = fit(Changing(*hooks), DeepSpeedStrategy(stage=stage), cluster)
+        found[stage, "bf16"] = fit(
+            Changing(*HOOKS["before and after a batch"]), DeepSpeedStrategy(stage=stage), cluster, precision="bf16-true"
+        )
+        found[stage, "teacher"] = fit(Teacher(), DeepSpeedStrategy(stage=stage), cluster)
+    for name in ("at the start", "before and after a batch"):
+        module = Changing(*HOOKS[name], gathers=True)
+        found[3, name] = fit(module, DeepSpeedStrategy(stage=3), cluster)
+    module = Changing(*HOOKS["before and after a batch"], gathers=True)
+    found[3, "bf16"] = fit(module, DeepSpeedStrategy(stage=3), cluster, precision="bf16-true")
+    module = Changing("end")
+    fit(module, DeepSpeedStrategy(stage=3), cluster)  # small parameters are whole, outside of their layers too
+    found[3, "end"] = {float(value) for p in module.parameters() if not p.is_meta for value in p.detach().unique()}
+    return found
+
+
+def lost(cluster):
+    large = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}  # as all of a real model
+    found = {}
+    for name, module in {"batch end": Changing("batch end"), "teacher": Teacher()}.items():
+        with pytest.raises(MisuseError) as raised:
+            fit(module, DeepSpeedStrategy(config=large), cluster)
+        found[name] = str(raised.value)
+    return found
+
+
+def test_the_training_goes_on_with_changed_weights(ranks):
+    expected = {name: fit(Changing(*hooks), "single_device") for name, hooks in HOOKS.items()}
+    expected["teacher"] = fit(Teacher(), "single_device")
+    expected["bf16"] = expected["before and after a batch"]
+    assert expected["bf16"] != expected["at the start"]
+    first, _ = ranks(in_each_stage)
+    assert first.pop((3, "end")) == {3.0}
+    for (stage, name), losses in first.items():
+        within = 0.05 if name == "bf16" else 2e-6
+        assert losses == pytest.approx(expected[name], rel=within, abs=0), (stage, name)
+
+
+def test_a_change_that_stage_3_loses_is_an_error_that_names_the_parameter_and_the_way(ranks):
+    for found in ranks(lost):
+        assert "net.scale was changed" in found["batch end"]
+        assert "GatheredParameters" in found["batch end"]
+        assert "teacher.scale was changed" in found["teacher"]
