@@ -13,7 +13,9 @@ from deepspeed_fit import Model, fit, loader, trainer_of
 from torch import nn
 
 from dstrat import Callback
+from dstrat.errors import CheckpointError
 from dstrat_deepspeed import DeepSpeedStrategy
+from dstrat_deepspeed.native_files import find_files
 from dstrat_deepspeed.nvme import folder_in, mapped
 
 OPTIMIZER = {"offload_optimizer": True, "offload_optimizer_device": "nvme"}
@@ -157,6 +159,13 @@ def killed_with_files(cluster, path):
     with folder_in(path) as folder:
         Path(folder, "1.tensor.swp").touch()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_deepspeeds_own_checkpoint_of_files_is_not_read_which_is_said(tmp_path):
+    (tmp_path / "offloaded_tensors").mkdir()
+    (tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match=r"as NVMe had them .*go on from the portable checkpoint beside it"):
+        find_files(tmp_path)
 
 
 def test_what_is_written_into_a_mapped_tensor_is_in_the_file_and_the_other_way_round(tmp_path):

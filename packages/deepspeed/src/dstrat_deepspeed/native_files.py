@@ -49,7 +49,7 @@ def find_files(path: Path) -> NativeFiles | None:
         path: Its folder, or the one above, which says in a file which is the latest.
 
     Raises:
-        CheckpointError: It is of several models in parallel, or files are missing.
+        CheckpointError: It is of several models in parallel, or of files on NVMe, or files are missing.
     """
     folder = _pointed_to(path)
     if not folder.is_dir():
@@ -63,6 +63,11 @@ def find_files(path: Path) -> NativeFiles | None:
         raise CheckpointError(
             f"{str(folder)!r} is of a model that is split over several ranks beside ZeRO (mp_rank_01 ...), which "
             "cannot be read: gather it with the program that has split it"
+        )
+    if "offloaded_tensors" in names:
+        raise CheckpointError(
+            f"{str(folder)!r} has weights and optimizer state as NVMe had them (offloaded_tensors), which DeepSpeed "
+            "alone can read: go on from the portable checkpoint beside it, or save without offload_optimizer to 'nvme'"
         )
     numbers = [rank for rank, _, _ in states]
     if sorted(numbers) != list(range(len(numbers))):
