@@ -5,6 +5,7 @@ import statistics
 import pytest
 import torch
 
+from dstrat import CSVLogger
 from dstrat.errors import MisuseError
 
 
@@ -142,3 +143,31 @@ def test_prediction_cannot(quiet_trainer, make_line, loader):
 
     with pytest.raises(MisuseError, match="neither here nor in prediction"):
         quiet_trainer().predict(make_line(Net), loader())
+
+
+@pytest.mark.parametrize("name", [3, None, ["a"]])
+def test_a_name_that_is_no_text_is_an_error(test_with, name):
+    with pytest.raises(MisuseError, match=r"log\(.*\) got a (int|NoneType|list) as the name: give a str"):
+        test_with(lambda self, batch, idx: self.log(name, 1.0))
+
+
+@pytest.mark.parametrize("name", ["step", "epoch"])
+def test_a_name_that_loggers_write_themselves_is_an_error_where_there_are_some(
+    quiet_trainer, line_class, loader, tmp_path, name
+):
+    class Naming(line_class):
+        def training_step(self, batch, batch_idx):
+            self.log(name, 5.0, prog_bar=True, **options)
+            return super().training_step(batch, batch_idx)
+
+    def fit(logger):
+        quiet_trainer(logger=logger, max_epochs=1, log_every_n_steps=1).fit(Naming(), loader())
+
+    options = {"logger": False}
+    fit(CSVLogger(tmp_path))
+    options = {}
+    fit(False)
+    with pytest.raises(MisuseError, match=rf"log\('{name}'\): loggers write the {name} with every value"):
+        fit(CSVLogger(tmp_path))
+    with pytest.raises(MisuseError, match="CSVLogger has the steps in the column 'step': give the value another name"):
+        CSVLogger(tmp_path).log_metrics({"step": 1.0}, 3)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from dstrat.errors import MisuseError
 from dstrat.training.loggers.folder_logger import FolderLogger
 from dstrat.training.loggers.parameters import as_mapping
 from dstrat.training.loggers.writer import writer_only
@@ -41,6 +42,13 @@ class CSVLogger(FolderLogger):
 
     @writer_only
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write a row.
+
+        Raises:
+            MisuseError: A value is named as the column of the steps.
+        """
+        if "step" in metrics:
+            raise MisuseError("CSVLogger has the steps in the column 'step': give the value another name")
         if self._table is None:
             self._table = CSVTable(self.claimed_dir / "metrics.csv")
         self._table.add({"step": step, **metrics})

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from dstrat.training.metrics.entry import Entry
     from dstrat.training.module.train_module import TrainModule
 
+_OF_LOGGERS = {"step", "epoch"}
+"""What a row of the loggers has beside the values."""
+
 _ADD_DATALOADER_IDX = Options._fields.index("add_dataloader_idx")
 
 
@@ -129,6 +132,12 @@ class LoggedValues:
             has_peers = module.trainer.world_size > 1
             self._entries[name] = NumberEntry(name, options, **where, has_peers=has_peers)
         entry = self._entries[name]
+        if entry.is_written and module.trainer.loggers and _OF_LOGGERS & {entry.step_name, entry.epoch_name}:
+            del self._entries[name]
+            raise MisuseError(
+                f"log({name!r}): loggers write the {name} with every value, and this one would take its place: choose "
+                "another name, or pass logger=False"
+            )
         self.writes_steps = self.writes_steps or (entry.on_step and entry.is_written)
         if resumed := self._resumed.pop(name, None):
             entry.load_state_dict(resumed.state_dict())

@@ -42,8 +42,9 @@ class LoggingMethods:
         time.
 
         Args:
-            name: Its name; with both ``on_step`` and ``on_epoch`` loggers write ``<name>_step`` and ``<name>_epoch``,
-                and callbacks know the value over the epoch by the plain name too.
+            name: Its name, other than ``step`` and ``epoch``, which loggers write with every value.  With both
+                ``on_step`` and ``on_epoch`` they write ``<name>_step`` and ``<name>_epoch``, and callbacks know the
+                value over the epoch by the plain name too.
             value: A number, a tensor with one element, or a ``torchmetrics.Metric`` that is an attribute of this
                 module: what it returned for the batch counts per step; over the epoch it reduces itself, over
                 all processes too, and is reset then, so that training and validation need one each.
@@ -67,11 +68,13 @@ class LoggingMethods:
             rank_zero_only: Whether only rank 0 logs it; it is not reduced then.
 
         Raises:
-            MisuseError: The value, its options or the place cannot be logged.
+            MisuseError: The value, its name, its options or the place cannot be logged.
         """
         trainer = self._trainer
         if trainer is None or trainer.barebones or (rank_zero_only and trainer.global_rank != 0):
             return
+        if not isinstance(name, str):
+            raise MisuseError(f"log({name!r}, ...) got a {type(name).__name__} as the name: give a str")
         trainer.logged.log(
             name,
             value,
