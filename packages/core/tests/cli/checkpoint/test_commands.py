@@ -14,6 +14,7 @@ import torch
 
 from dstrat.builtin.checkpoint.place import place
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.cli.checkpoint.sizes import readable_size
 from dstrat.errors import CheckpointError
 
@@ -25,6 +26,18 @@ try:
 finally:
     print("torch" in sys.modules, file=sys.stderr)
 """
+
+
+class Size(enum.Enum):
+    SMALL = 1
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return eval, (f"open({str(self.path)!r}, 'w')",)
 
 
 @pytest.fixture
@@ -139,6 +152,72 @@ def test_diff_shows_values_and_tensors(path, invoke, tmp_path, model):
     assert "state_dict/2.weight" not in rows
 
 
+@pytest.fixture
+def single(tmp_path, model):
+    """A checkpoint in one file, as TorchCheckpointIO writes it."""
+    weights = {**model.state_dict(), "tied": model[0].weight}
+    content = {"epoch": 2, "global_step": 30, "saved_with": "ddp", "world_size": 2, "state_dict": weights}
+    TorchCheckpointIO().save_checkpoint(content, tmp_path / "one.ckpt")
+    return tmp_path / "one.ckpt"
+
+
+def test_inspect_shows_what_a_single_file_has(single, invoke):
+    code, output = invoke("inspect", single)
+    assert code == 0
+    assert "\nstep        30\nepoch       2\nsaved by    ddp on 2 ranks\n" in output
+    assert "in one file of torch\n" in output
+    assert "state_dict/0.weight               3 x 4   float32  48 B" in output
+    assert "the same as state_dict/0.weight" in output
+
+
+def test_inspect_names_what_a_single_file_has_of_other_classes(single, invoke, tmp_path):
+    torch.save({"state_dict": {}, "size": Size.SMALL, "bomb": Bomb(tmp_path / "hit")}, single)
+    assert f"not read    size (of {__name__}.Size), bomb (of builtins.eval)\n" in invoke("inspect", single)[1]
+    assert not (tmp_path / "hit").exists()
+
+
+def test_diff_compares_single_files_with_each_other_and_with_folders(single, path, invoke, tmp_path, model):
+    assert invoke("diff", single, single) == (0, "both hold the same values and tensors\n")
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1
+    torch.save({"epoch": 2, "global_step": 31, "state_dict": model.state_dict()}, tmp_path / "other.ckpt")
+    for first in (single, path):
+        code, output = invoke("diff", first, tmp_path / "other.ckpt", "--json")
+        rows = {row["name"]: row["difference"] for row in json.loads(output)["differences"]}
+        assert code == 1
+        assert rows.pop("global_step") == "+1"
+        assert rows.pop("state_dict/0.weight") == "1 of 12 elements, at most 1 apart"
+        assert all(difference == "" for difference in rows.values())
+
+
+def test_verify_reads_a_single_file_and_finds_damage(single, invoke):
+    assert (
+        "one.ckpt: the file can be read, and its checksums, those of torch.save, are right"
+        in invoke("verify", single)[1]
+    )
+    data = bytearray(single.read_bytes())
+    at = data.index(b"global_step")
+    data[at] ^= 1
+    single.write_bytes(data)
+    code, output = invoke("verify", single)
+    assert code == 1
+    assert "one.ckpt' is damaged" in output
+    assert json.loads(invoke("verify", single, "--json")[1])["problems"] == [output.strip()]
+
+
+def test_what_is_neither_a_folder_nor_a_file_of_torch_is_said_to_be_so(tmp_path, invoke):
+    (tmp_path / "notes.txt").write_text("mine")
+    for command in ("inspect", "convert"):
+        with pytest.raises(CheckpointError, match=r"is damaged, or was not written by torch\.save"):
+            invoke(command, tmp_path / "notes.txt", *([tmp_path / "new"] if command == "convert" else []))
+    assert invoke("verify", tmp_path / "notes.txt")[0] == 1
+
+
+def test_consolidate_says_that_a_file_is_one_already(single, invoke, tmp_path):
+    with pytest.raises(CheckpointError, match="is one file already"):
+        invoke("consolidate", single, tmp_path / "x.safetensors")
+
+
 def test_consolidate_into_a_file_of_torch(path, invoke, tmp_path, model):
     code, _ = invoke("consolidate", path, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
@@ -206,18 +285,6 @@ def test_a_lightning_checkpoint_is_converted(tmp_path, invoke, model, optimizer)
     for name, parameter in model.named_parameters():
         assert torch.equal(converted["state_dict"][name], parameter)
         assert torch.equal(state["state"][name]["exp_avg"], optimizer.state[parameter]["exp_avg"])
-
-
-class Size(enum.Enum):
-    SMALL = 1
-
-
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return eval, (f"open({str(self.path)!r}, 'w')",)
 
 
 def test_hyperparameters_of_unknown_classes_are_left_out_and_named(tmp_path, invoke, model, optimizer):

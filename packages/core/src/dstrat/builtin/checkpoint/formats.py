@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zipfile
 from typing import TYPE_CHECKING
 
 from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
-from dstrat.builtin.checkpoint.place import RemotePath, place
+from dstrat.builtin.checkpoint.place import place
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.checkpoint.portable.layout import LAST
+from dstrat.builtin.checkpoint.portable.newest import is_portable
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 
 if TYPE_CHECKING:
@@ -20,16 +19,8 @@ if TYPE_CHECKING:
 def io_for(path: str | Path, own: CheckpointIO) -> CheckpointIO:
     """Return what handles a checkpoint: the run's own, unless that is one of ours and the checkpoint the other's."""
     inner = own.checkpoint_io if isinstance(own, AsyncCheckpointIO) else own
-    if type(inner) is TorchCheckpointIO and is_portable(path):
+    if type(inner) is TorchCheckpointIO and is_portable(place(path)):
         return PortableCheckpointIO()
-    if type(inner) is PortableCheckpointIO and place(path).is_file() and not is_portable(path):
+    if type(inner) is PortableCheckpointIO and place(path).is_file() and not is_portable(place(path)):
         return TorchCheckpointIO()
     return own
-
-
-def is_portable(path: str | Path) -> bool:
-    """Return whether a path is a checkpoint's folder, or the pointer to the newest one beside it."""
-    where = place(path)
-    if where.is_dir():
-        return True
-    return where.name == LAST and (isinstance(where, RemotePath) or not zipfile.is_zipfile(where))

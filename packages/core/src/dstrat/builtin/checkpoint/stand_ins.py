@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from dstrat.builtin.checkpoint.portable.marks import joined
-from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO, refused_name
+from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO, read_content, refused_name
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -41,16 +42,23 @@ class StandInCheckpointIO(TorchCheckpointIO):
     """Reads files of torch.save; what is no tensor and no plain value is a :class:`StandIn` then.
 
     A namespace of argparse, a path and a dict of another class are what they consist of.
+
+    Args:
+        is_mapped: Whether tensors are read when they are used, without comparing checksums.
     """
 
+    def __init__(self, is_mapped: bool = False) -> None:
+        self._is_mapped = is_mapped
+
     @override
-    @classmethod
-    def _load(cls, file: Path, path: Place) -> dict[str, Any]:
+    def _content(self, file: Path, path: Place) -> Any:
         try:
             with torch.serialization.safe_globals(stand_ins(file)):
-                return super()._load(file, path)
+                if self._is_mapped and zipfile.is_zipfile(file):
+                    return read_content(file, path, mmap=True)
+                return super()._content(file, path)
         except CheckpointError as error:
-            if isinstance(error.__cause__, pickle.UnpicklingError):
+            if isinstance(error.__cause__, pickle.UnpicklingError) and zipfile.is_zipfile(file):
                 name = refused_name(str(error.__cause__))
                 raise CheckpointError(
                     f"checkpoint {str(path)!r} is not read: it holds {name or 'something'} that cannot be read without "

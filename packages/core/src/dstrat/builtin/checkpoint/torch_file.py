@@ -83,17 +83,19 @@ class TorchCheckpointIO(CheckpointIO):
             with contextlib.suppress(OSError):  # the folder may not be there
                 temporary.unlink(missing_ok=True)
 
-    @classmethod
-    def _load(cls, file: Path, path: Place) -> dict[str, Any]:
+    def _load(self, file: Path, path: Place) -> dict[str, Any]:
         """Read a file; errors name the path that was asked for."""
-        _check_whole(file, path)
-        checkpoint = _load(file, path, doing="cannot be read")
+        checkpoint = self._content(file, path)
         if not isinstance(checkpoint, dict):
             raise CheckpointError(
                 f"checkpoint {str(path)!r} holds a {type(checkpoint).__name__} and not a dict: "
                 "load it with torch.load, or choose another file"
             )
         return checkpoint
+
+    def _content(self, file: Path, path: Place) -> Any:
+        _check_whole(file, path)
+        return read_content(file, path)
 
 
 @contextlib.contextmanager
@@ -111,10 +113,21 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 def _check_loads(temporary: Path, path: Place) -> None:
     """Read the structure of what was written, without its tensors' values."""
-    _load(temporary, path, doing="is not written, because it could not be read back", mmap=True)
+    read_content(temporary, path, doing="is not written, because it could not be read back", mmap=True)
 
 
-def _load(file: Path, path: Place, *, doing: str, mmap: bool = False) -> Any:
+def read_content(file: Path, path: Place, *, doing: str = "cannot be read", mmap: bool = False) -> Any:
+    """Return what torch.save has written, without running code from it.
+
+    Args:
+        file: On this machine.
+        path: What was asked for, for messages.
+        doing: What is not possible where this fails.
+        mmap: Whether tensors are read when they are used.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:

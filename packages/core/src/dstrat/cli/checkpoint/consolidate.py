@@ -9,6 +9,7 @@ import click
 from dstrat.builtin.checkpoint.portable.newest import resolved
 from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
 from dstrat.builtin.checkpoint.portable.storage import file_size, is_taken, written
+from dstrat.cli.checkpoint.content import is_single_file
 from dstrat.cli.checkpoint.place import PLACE
 from dstrat.cli.checkpoint.progress import progress_bar
 from dstrat.cli.checkpoint.sizes import readable_size
@@ -34,6 +35,10 @@ def consolidate(path: Place, output: Place, as_json: bool) -> None:
     OUTPUT ends in .safetensors for the module's weights, under their own names; or in .pt, .pth, .ckpt or .bin for
     the whole checkpoint as a file of torch, which loads with weights_only=True.
     """
+    if is_single_file(path):
+        raise CheckpointError(
+            f"{str(path)!r} is one file already, and 'dstrat checkpoint consolidate' takes the folder of a checkpoint"
+        )
     check_absent(output)
     write = _write_weights if output.suffix == ".safetensors" else _write_all
     if output.suffix not in (".safetensors", *_TORCH_SUFFIXES):

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dstrat.builtin.checkpoint.portable.layout import STATE
 from dstrat.builtin.checkpoint.portable.marks import joined
-from dstrat.builtin.checkpoint.portable.newest import resolved
-from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
+from dstrat.cli.checkpoint.content import content_of
 from dstrat.cli.checkpoint.place import PLACE
 from dstrat.cli.checkpoint.progress import progress_bar
 from dstrat.cli.output import json_option, print_json, print_table
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dstrat.builtin.checkpoint.place import Place
+    from dstrat.cli.checkpoint.content import Content
 
 _ABSENT = "-"
 Difference = tuple[str, str, str, str]
@@ -34,11 +33,12 @@ Difference = tuple[str, str, str, str]
 def diff(ctx: click.Context, first: Place, second: Place, as_json: bool) -> None:
     """Show where two checkpoints differ in values and tensors; exit with 1 if they do.
 
+    Each is a folder or a single file.
     How they are cut into pieces, and what each rank has for itself, is not compared.
     """
-    with OpenedFolder(resolved(first)) as one, OpenedFolder(resolved(second)) as other:
-        values = list(_values("", one.document(STATE), other.document(STATE)))
-        size = sum(entry.num_bytes for entry in one.index().values())
+    with content_of(first) as one, content_of(second) as other:
+        values = [*_values("", one.values, other.values), *_values("", dict(one.unknown), dict(other.unknown))]
+        size = sum(entry.num_bytes for entry in one.tensors.values())
         with progress_bar("comparing", size) as advance:
             tensors = list(_tensors(one, other, advance))
     found = [*values, *tensors]
@@ -77,21 +77,18 @@ def _distance(one: Any, other: Any) -> str:
     return f"{numbers[1] - numbers[0]:+g}" if len(numbers) == 2 else ""
 
 
-def _tensors(one: OpenedFolder, other: OpenedFolder, advance: Callable[[int], None]) -> Iterator[Difference]:
-    from dstrat.builtin.checkpoint.portable.loading import read_tensors
-
+def _tensors(one: Content, other: Content, advance: Callable[[int], None]) -> Iterator[Difference]:
     ours, theirs = (
-        {name: entry for name, entry in folder.index().items() if not name.startswith("per_rank/")}
-        for folder in (one, other)
+        {name: entry for name, entry in content.tensors.items() if not name.startswith("per_rank/")}
+        for content in (one, other)
     )
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         facts = [f"{side[name].dtype} {list(side[name].shape)}" if name in side else _ABSENT for side in (ours, theirs)]
         if facts[0] != facts[1]:
             yield name, facts[0], facts[1], ""
             continue
-        (a,), (b,) = (read_tensors(folder, [name]).values() for folder in (one, other))
+        distance = _tensor_distance(one.read(name), other.read(name))
         advance(ours[name].num_bytes)
-        distance = _tensor_distance(a, b)
         if distance is not None:
             yield name, facts[0], facts[1], distance
 

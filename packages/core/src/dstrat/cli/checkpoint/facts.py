@@ -6,10 +6,11 @@ import datetime as dt
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dstrat.builtin.checkpoint.portable.layout import MANIFEST, STATE
+from dstrat.builtin.checkpoint.portable.layout import MANIFEST, SAVED_WITH, STATE
 from dstrat.builtin.checkpoint.portable.newest import resolved
 from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
 from dstrat.builtin.checkpoint.portable.storage import file_size
+from dstrat.cli.checkpoint.content import content_of_file, is_single_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,18 +25,20 @@ class CheckpointFacts:
     """A checkpoint, its tensors by name, shape and dtype only.
 
     Attributes:
-        path: The folder.
-        manifest: What wrote it, and its files.
+        path: The folder or file.
+        manifest: What wrote it, and its files; None of a single file.
         values: The plain values, as JSON holds them.
         tensors: The tensors, by name.
         num_bytes: Size of all files.
+        unknown: The classes of what cannot be read, by the names of the places.
     """
 
     path: Place
-    manifest: Manifest
+    manifest: Manifest | None
     values: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
     num_bytes: int
+    unknown: Mapping[str, str]
 
     @property
     def step(self) -> int | None:
@@ -48,13 +51,28 @@ class CheckpointFacts:
         return self._count("epoch")
 
     @property
+    def strategy(self) -> str:
+        """Alias of the strategy that wrote it; empty where it was not said."""
+        if self.manifest is not None:
+            return self.manifest.strategy
+        value = self.values.get(SAVED_WITH) if isinstance(self.values, dict) else None
+        return value if isinstance(value, str) else ""
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks that wrote it; None where it was not said."""
+        return self._count("world_size") if self.manifest is None else self.manifest.world_size
+
+    @property
     def num_tensor_bytes(self) -> int:
         """Size of the tensors that are stored."""
         return sum(entry.num_bytes for entry in self.tensors.values() if entry.same_as is None)
 
     @property
     def created(self) -> str:
-        """When it was completed."""
+        """When it was completed; empty where it was not said."""
+        if self.manifest is None:
+            return ""
         moment = dt.datetime.fromtimestamp(self.manifest.created_ns / 1e9, tz=dt.timezone.utc)
         return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
 
@@ -69,6 +87,16 @@ def facts_of(path: Place) -> CheckpointFacts:
     Raises:
         CheckpointError: It is none, or is damaged.
     """
+    if is_single_file(path):
+        content = content_of_file(path)
+        return CheckpointFacts(
+            path=path,
+            manifest=None,
+            values=content.values,
+            tensors=content.tensors,
+            num_bytes=file_size(path),
+            unknown=content.unknown,
+        )
     with OpenedFolder(resolved(path)) as folder:
         size = sum(folder.sizes.values()) + file_size(folder.path / MANIFEST)
         return CheckpointFacts(
@@ -77,4 +105,5 @@ def facts_of(path: Place) -> CheckpointFacts:
             values=folder.document(STATE),
             tensors=folder.index(),
             num_bytes=size,
+            unknown={},
         )

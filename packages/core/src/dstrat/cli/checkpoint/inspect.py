@@ -45,13 +45,19 @@ def _summary(facts: CheckpointFacts) -> Iterator[tuple[str, str]]:
         yield "step", str(facts.step)
     if facts.epoch is not None:
         yield "epoch", str(facts.epoch)
-    ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size != 1)}"
-    yield "saved by", f"{manifest.strategy} on {ranks}" if manifest.strategy else ranks
-    yield "saved at", facts.created
-    yield "versions", f"dstrat {manifest.dstrat}, torch {manifest.torch}"
-    yield "size", f"{readable_size(facts.num_bytes)} in {len(manifest.files) + 1} files"
+    if facts.world_size is not None:
+        ranks = f"{facts.world_size} rank{'s' * (facts.world_size != 1)}"
+        yield "saved by", f"{facts.strategy} on {ranks}" if facts.strategy else ranks
+    if manifest is None:
+        yield "size", f"{readable_size(facts.num_bytes)} in one file of torch"
+    else:
+        yield "saved at", facts.created
+        yield "versions", f"dstrat {manifest.dstrat}, torch {manifest.torch}"
+        yield "size", f"{readable_size(facts.num_bytes)} in {len(manifest.files) + 1} files"
     yield "tensors", f"{len(facts.tensors)} of {readable_size(facts.num_tensor_bytes)}"
     yield "values", ", ".join(facts.values) if isinstance(facts.values, dict) else ""
+    if facts.unknown:
+        yield "not read", ", ".join(f"{name} (of {kind})" for name, kind in facts.unknown.items())
 
 
 def _shape(entry: TensorEntry) -> str:
@@ -70,14 +76,15 @@ def _as_dict(facts: CheckpointFacts) -> dict[str, Any]:
         "path": str(facts.path),
         "step": facts.step,
         "epoch": facts.epoch,
-        "strategy": manifest.strategy,
-        "world_size": manifest.world_size,
-        "created_ns": manifest.created_ns,
-        "dstrat": manifest.dstrat,
-        "torch": manifest.torch,
+        "strategy": facts.strategy,
+        "world_size": facts.world_size,
+        "created_ns": manifest and manifest.created_ns,
+        "dstrat": manifest and manifest.dstrat,
+        "torch": manifest and manifest.torch,
         "bytes": facts.num_bytes,
         "tensor_bytes": facts.num_tensor_bytes,
-        "files": {name: record.size for name, record in manifest.files.items()},
+        "files": {name: record.size for name, record in manifest.files.items()} if manifest else {},
+        "not_read": dict(facts.unknown),
         "tensors": {
             name: {
                 "dtype": entry.dtype,

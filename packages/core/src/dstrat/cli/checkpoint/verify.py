@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dstrat.builtin.checkpoint.place import RemotePath
 from dstrat.builtin.checkpoint.portable.layout import BUCKET, MANIFEST, STATE
 from dstrat.builtin.checkpoint.portable.newest import resolved
 from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
 from dstrat.builtin.checkpoint.portable.parallel import map_in_threads
+from dstrat.builtin.checkpoint.portable.storage import file_size
+from dstrat.cli.checkpoint.content import is_single_file
 from dstrat.cli.checkpoint.place import PLACE
 from dstrat.cli.checkpoint.progress import progress_bar
 from dstrat.cli.checkpoint.sizes import readable_size
@@ -27,7 +31,12 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
-    """Read a checkpoint and compare all checksums; exit with 1 if something is wrong."""
+    """Read a checkpoint and compare all checksums; exit with 1 if something is wrong.
+
+    A single file has only those that torch.save writes.
+    """
+    if is_single_file(path):
+        _verify_file(ctx, path, as_json=as_json)
     with OpenedFolder(resolved(path)) as folder:
         num_bytes = sum(folder.sizes.values())
         with progress_bar("verifying", num_bytes) as advance:
@@ -40,6 +49,23 @@ def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
         click.echo("\n".join(problems))
     else:
         click.echo(f"{folder.path}: all {len(folder.manifest.files) + 1} files are whole ({readable_size(num_bytes)})")
+    ctx.exit(1 if problems else 0)
+
+
+def _verify_file(ctx: click.Context, path: Place, *, as_json: bool) -> None:
+    """Read a file of torch, say what is wrong with it, and exit."""
+    from dstrat.builtin.checkpoint.stand_ins import StandInCheckpointIO
+
+    num_bytes = file_size(path)
+    problems = _complaints(lambda: StandInCheckpointIO().load_checkpoint(str(path)))
+    if as_json:
+        print_json({"path": str(path), "bytes": num_bytes, "problems": problems})
+    elif problems:
+        click.echo("\n".join(problems))
+    else:
+        has_checksums = isinstance(path, RemotePath) or zipfile.is_zipfile(path)
+        found = "its checksums, those of torch.save, are right" if has_checksums else "it has no checksums"
+        click.echo(f"{path}: the file can be read, and {found} ({readable_size(num_bytes)})")
     ctx.exit(1 if problems else 0)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zipfile
 from typing import TYPE_CHECKING
 
+from dstrat.builtin.checkpoint.place import RemotePath
 from dstrat.builtin.checkpoint.portable.layout import LAST
 from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
 from dstrat.builtin.checkpoint.portable.storage import file_sizes, read_start, replace
@@ -85,6 +87,13 @@ def resolved(path: Place) -> Place:
     if path.name == LAST and not path.exists():
         return newest_checkpoint(path.parent) or path
     return path
+
+
+def is_portable(path: Place) -> bool:
+    """Return whether a path is a checkpoint's folder, or the pointer to the newest one beside it."""
+    if path.is_dir():
+        return True
+    return path.name == LAST and (isinstance(path, RemotePath) or not zipfile.is_zipfile(path))
 
 
 def _is_pointer(path: Place) -> bool:
