@@ -48,7 +48,7 @@ def train(out, strategy, devices):
     )
     trainer.fit(model, loader(BATCH * STEPS, BATCH // devices), loader(EVALUATED, BATCH))
     logged = {"val_loss": float(trainer.callback_metrics["val_loss"])}
-    logged |= trainer.test(model, loader(EVALUATED, BATCH))[0]
+    logged |= trainer.test(model, loader(EVALUATED, BATCH), verbose=False)[0]
     predictions = torch.cat(trainer.predict(model, loader(EVALUATED, BATCH))).sum(1).tolist()
     found = {"losses": losses.losses, "lr": rates.found, "logged": logged, "predictions": predictions}
     Path(f"{out}/{strategy}.{trainer.global_rank}.json").write_text(json.dumps(found))
