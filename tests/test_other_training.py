@@ -50,10 +50,18 @@ class Pretrained(Net):
 
     def __init__(self):
         super().__init__()
+        self.count = 0
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.more = nn.Linear(4, 4, bias=False).requires_grad_(False)
 
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
     def training_step(self, batch, batch_idx):
+        self.count += 1
         return super().training_step([self.frozen(batch[0])], batch_idx)
 
     def on_save_checkpoint(self, checkpoint):
@@ -111,7 +119,9 @@ def attempts(cluster, strategy, kind, folder):
     path = saved(*where, Net())
     found = {type(module).__name__: refusal(*where, module, path) for module in (InGroups(), OfAnotherKind())}
     path = saved(*where, Pretrained())
-    return {**found, **{type(module).__name__: refusal(*where, module, path) for module in (Unlike(), Pretrained())}}
+    goes_on = Pretrained()
+    found |= {type(module).__name__: refusal(*where, module, path) for module in (Unlike(), goes_on)}
+    return {**found, "count": goes_on.count}
 
 
 def test_all_ranks_refuse_what_does_not_fit_and_go_on_without_what_was_left_out(tmp_path):
@@ -128,3 +138,4 @@ def test_all_ranks_refuse_what_does_not_fit_and_go_on_without_what_was_left_out(
         assert found["Unlike"].startswith("the weights do not fit Unlike: missing frozen."), case
         assert "left over more.weight. Make the module as it was trained" in found["Unlike"], case
         assert found["Pretrained"] is None, case
+        assert found["count"] == 2, case

@@ -102,14 +102,18 @@ def load_module(
         with _telling_of(path):
             strategy.load_module_state_dict(values["state_dict"], strict=strict)
         return dict(values)
-    state = OptionalTensors(strategy.sharded_module_state())
-    template: dict[str, Any] = {**dict.fromkeys(values), "state_dict": state}
+    state = strategy.sharded_module_state()
+    tensors = OptionalTensors({name: value for name, value in state.items() if not _is_extra(name)})
+    template: dict[str, Any] = {**dict.fromkeys(values), "state_dict": tensors}
     if has_optimizers and "optimizers" in values:
         check_same_number("optimizers", strategy.optimizers, values["optimizers"], path)
         template["optimizers"] = [strategy.optimizer_template(optimizer) for optimizer in strategy.optimizers]
     filled = io.load_into(path, template)
     with _telling_of(path):
         _check_all_names(strategy, state, filled["state_dict"], strict=strict)
+    extra = {name: value for name, value in filled["state_dict"].items() if _is_extra(name)}
+    if extra:
+        strategy.module.load_state_dict(extra, strict=False)
     return {**values, **{key: filled[key] for key in _SHARDED if key in filled}}
 
 
@@ -122,6 +126,11 @@ def _check_all_names(strategy: Strategy, targets: Mapping[str, Any], found: Mapp
         names |= strategy.broadcast(set(targets), src=rank)
     missing, left_over = sorted(names - found.keys()), sorted(found.keys() - names)
     check_names(strategy.module, missing, left_over, strict=strict, tells=strategy.is_global_zero)
+
+
+def _is_extra(name: str) -> bool:
+    """Return whether a name in the state of a module is of what a layer's ``get_extra_state`` has returned."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 @contextlib.contextmanager
