@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dstrat.plugins.hookspec import hookimpl as hookimpl
     from dstrat.plugins.registry import AcceleratorRegistry as AcceleratorRegistry
     from dstrat.plugins.registry import StrategyRegistry as StrategyRegistry
+    from dstrat.resolve.rank_zero import rank_zero_only as rank_zero_only
     from dstrat.training.callbacks.callback import Callback as Callback
     from dstrat.training.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from dstrat.training.callbacks.early_stopping import EarlyStopping as EarlyStopping
@@ -125,6 +126,7 @@ _HOMES = {
     "build": "dstrat.own_loop.building",
     "hookimpl": "dstrat.plugins.hookspec",
     "parse_devices": "dstrat.builtin.accelerators.devices",
+    "rank_zero_only": "dstrat.resolve.rank_zero",
     "read_predictions": "dstrat.training.callbacks.torch_prediction_writer",
     "seed_everything": "dstrat.data.random_state",
     "take_from_first_rank": "dstrat.parallel.collectives",

@@ -1,0 +1,64 @@
+"""A function that one process of the job calls."""
+
+from __future__ import annotations
+
+import pytest
+
+from dstrat import rank_zero_only
+from dstrat.builtin.launchers import history
+from dstrat.resolve.rank_zero import is_rank_zero
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "GROUP_RANK": "0",
+}
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, True),
+        ({**TORCHRUN, "RANK": "0"}, True),
+        ({**TORCHRUN, "RANK": "1"}, False),
+        ({**SLURM, "SLURM_PROCID": "0"}, True),
+        ({**SLURM, "SLURM_PROCID": "1"}, False),
+        ({"RANK": "1"}, True),  # of no job
+    ],
+)
+def test_outside_a_run_the_environment_says_which_rank_this_is(environ, expected):
+    assert is_rank_zero(environ) is expected
+
+
+def test_what_a_rank_does_again_on_its_way_to_its_launch_is_left_out(monkeypatch):
+    monkeypatch.setattr(history, "_begun", [0])
+    monkeypatch.setattr(history, "_started_for", [1])
+    assert not is_rank_zero({})
+    history.next_launch()
+    assert is_rank_zero({})
+
+
+def test_the_function_keeps_its_name_and_result():
+    @rank_zero_only
+    def double(number, *, by=2):
+        """Double."""
+        return number * by
+
+    assert (double(3, by=3), double.__name__, double.__doc__) == (9, "double", "Double.")
+
+
+def test_in_a_run_one_rank_calls_it(quiet_trainer, line_class, loader, averaging, capfd):
+    @rank_zero_only
+    def say(word):
+        print(word, flush=True)
+
+    class Saying(line_class):
+        def on_train_start(self):
+            say(f"rank {self.global_rank}")
+
+    quiet_trainer(strategy=averaging(), devices=2, max_epochs=1).fit(Saying(), loader())
+    say("after")
+    assert capfd.readouterr().out == "rank 0\nafter\n"
