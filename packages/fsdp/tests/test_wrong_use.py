@@ -99,6 +99,35 @@ class ChangesABlockLater(ChangesABlock):
             return super().forward(x)
 
 
+class HasScalar(BlockNet):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class HasNothing(BlockNet):
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.ones(0))
+
+
+class HasTwoDtypes(BlockNet):
+    def __init__(self):
+        super().__init__()
+        self.exact = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)  # which may differ
+
+
+class PenalizesWeights(BlockNet):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.parameters())
+
+
+class StepsWholeParameters(BlockNet):
+    def configure_optimizers(self):
+        return torch.optim.Rprop(self.parameters())
+
+
 def complaint(cluster, module="BlockNet", **options):
     """What setting up and training for three steps says."""
     strategy = FSDPStrategy(**options)
@@ -152,6 +181,21 @@ def test_modules_that_cannot_work_are_told_of():
             assert message.startswith(f"MisuseError: parameter {name!r} was changed in a forward pass")
         assert outside.startswith("MisuseError: parameter 'first.weight' was changed in the step before, while it was")
         assert in_a_block.startswith("MisuseError: parameter 'blocks.0.up.weight' was changed in the step before")
+
+
+CANNOT_BE_SHARDED = {
+    "HasScalar": "parameter 'scale' is a scalar, which cannot be sharded: give it the shape (1,)",
+    "HasNothing": "parameter 'nothing' has no elements",
+    "HasTwoDtypes": "parameters 'first.weight' of torch.float32 and 'exact' of torch.float64 are gathered together",
+    "PenalizesWeights": "a step computes with the parameters of a block outside of the block's forward",
+    "StepsWholeParameters": "torch's Rprop cannot step parameters that are sharded",
+}
+
+
+def test_what_torch_cannot_shard_is_told_of():
+    for found in in_ranks(each, function=complaint, cases={name: {"module": name} for name in CANNOT_BE_SHARDED}):
+        for name, message in CANNOT_BE_SHARDED.items():
+            assert found[name].startswith(f"MisuseError: {message}")
 
 
 def replaced(cluster):

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dstrat_fsdp.gradients import drop_waiting, fsdp_params, put_back, waiting_gradients
 from dstrat_fsdp.guards import ChangesInForward, OwnOutputs, ParameterGuard
+from dstrat_fsdp.shardable import check_dtypes, check_shapes, shards_explained
 from dstrat_fsdp.step_module import StepModule
 from dstrat_fsdp.unwrapping import unwrap
 
@@ -76,6 +77,7 @@ class ShardedModule:
     """
 
     def __init__(self, module: Module, sharding: Sharding, blocks: Sequence[Module], *, around_steps: bool) -> None:
+        check_shapes(module)
         names = {id(part): name for name, part in module.named_modules()}
         self._copied = [OwnOutputs(block, names[id(block)]) for block in blocks]
         own = [sharding.apply_to(block) for block in blocks]
@@ -84,6 +86,7 @@ class ShardedModule:
         if around_steps:
             sharding.apply_to_root(self.root)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
+        check_dtypes(self._units, module)
         # Training keeps these gathered after their forward, for a backward pass that evaluation does not have.
         self._kept_in_training = own if sharding.reshard_after_forward is False else []
         self._guard: ParameterGuard | None = None
@@ -94,20 +97,20 @@ class ShardedModule:
         """Run a step of the module, a backward pass of which will follow.
 
         Raises:
-            MisuseError: A parameter was replaced, or changed while it was gathered.
+            MisuseError: A parameter was replaced, changed while it was gathered, or used where it is sharded.
         """
         if self._guard is None:
             return self._train_first(step, *args, **kwargs)
         self._guard.check_not_replaced()
         self._guard.check_not_changed()
-        return self.root(step, *args, **kwargs)
+        return self._run(step, *args, **kwargs)
 
     def _train_first(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.free()
         self._guard = ParameterGuard(self._module, fsdp_params(self._units))
         changes = ChangesInForward(self._guard, self._units)
         try:
-            outputs = self.root(step, *args, **kwargs)
+            outputs = self._run(step, *args, **kwargs)
         finally:
             changes.end()
         self._guard.check_not_changed()  # for the first time
@@ -117,10 +120,14 @@ class ShardedModule:
         """Run a step of the module without gradients; nothing is gathered after it."""
         self._free_after_forward(True)
         try:
-            return self.root(step, *args, **kwargs)
+            return self._run(step, *args, **kwargs)
         finally:
             self._free_after_forward(False)
             self.free()
+
+    def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with shards_explained():
+            return self.root(step, *args, **kwargs)
 
     def free(self) -> None:
         """Free everything that is gathered."""

@@ -21,6 +21,7 @@ from dstrat_fsdp.clipping import clip_by_norm, clip_by_value
 from dstrat_fsdp.first_values import materialize, parameters_on_meta, take_from_first_rank
 from dstrat_fsdp.meshes import release_mesh
 from dstrat_fsdp.optimizer_check import check_optimizers
+from dstrat_fsdp.shardable import check_steps_shards, shards_explained
 from dstrat_fsdp.sharded_module import ShardedModule
 from dstrat_fsdp.shards_at_rest import make_whole, put_to_rest, wake
 from dstrat_fsdp.whole_state import as_shards, gathered, load_module, load_optimizer
@@ -141,6 +142,8 @@ class ShardedStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.module)
+        if self.world_size > 1:
+            check_steps_shards(self.optimizers)
         for optimizer in self.optimizers:
             optimizer.zero_grad = self._clearing(optimizer)  # type: ignore[method-assign]  # until the run ends
 
@@ -208,6 +211,10 @@ class ShardedStrategy(ParallelStrategy):
             yield
         finally:
             self._sharded_module.set_gradient_sync(True)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with shards_explained():
+            super().backward(loss, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
         """Clip the gradients of an optimizer's parameters in place, by what they are on all ranks together."""
