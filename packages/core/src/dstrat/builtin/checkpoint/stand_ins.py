@@ -121,7 +121,7 @@ def _is_plain(key: Any) -> bool:
 def _stand_in(name: str) -> Any:
     if name == "collections.defaultdict" or name.endswith(".AttributeDict"):
         return type("Dict", (), {"__new__": _new_dict})
-    if name.startswith("pathlib."):
+    if name.startswith("pathlib.") and name.endswith("Path"):
         return type("PathText", (), {"__new__": _new_path})
     return type("StandIn", (StandIn,), {"name": name})
 
