@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from dstrat import Callback, DataModule, ModelCheckpoint, ModelSummary, OnExceptionCheckpoint, ProgressBar, Trainer
+from dstrat import (
+    Callback,
+    DataModule,
+    EarlyStopping,
+    ModelCheckpoint,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    ProgressBar,
+    Trainer,
+)
 from dstrat.errors import ConflictError, MisuseError, RequestError
 
 
@@ -27,6 +36,13 @@ def test_a_callback_of_a_kind_that_is_switched_off_is_a_conflict(tmp_path, argum
 def test_checkpointing_switched_off_leaves_a_checkpoint_of_an_exception(quiet_trainer, tmp_path):
     rescue = OnExceptionCheckpoint(tmp_path)
     assert quiet_trainer(enable_checkpointing=False, callbacks=rescue).callbacks == [rescue]
+
+
+def test_barebones_is_in_conflict_with_what_waits_for_a_logged_value():
+    with pytest.raises(
+        ConflictError, match=r"barebones=True logs no values, and EarlyStopping\(monitor='val_loss'\) waits"
+    ):
+        Trainer(accelerator="cpu", barebones=True, callbacks=EarlyStopping("val_loss"))
 
 
 @pytest.mark.parametrize("asked", [{"profiler": "simple"}, {"detect_anomaly": True}, {"fast_dev_run": True}])

@@ -51,6 +51,8 @@ def complete_callbacks(
     for name, enabled in wanted.items():
         if not enabled:
             _check_none(callbacks, name, barebones=barebones)
+    if barebones:
+        _check_nothing_is_awaited(callbacks)
     if max_time is not None:
         _check_time_is_free(callbacks, max_time)
         callbacks.append(Timer(read_duration(max_time, "max_time")))
@@ -129,6 +131,18 @@ def _check_none(callbacks: Sequence[Callback], name: str, *, barebones: bool) ->
             f"{off} switches off every {_DEFAULTS[name]().__name__}, and callbacks has a {type(of_kind[0]).__name__}: "
             "leave one of the two out"
         )
+
+
+def _check_nothing_is_awaited(callbacks: Sequence[Callback]) -> None:
+    """Raise ConflictError where a callback waits for a logged value, and none is logged."""
+    from dstrat.training.callbacks.early_stopping import EarlyStopping
+
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping):
+            raise ConflictError(
+                f"barebones=True logs no values, and {type(callback).__name__}(monitor={callback.monitor!r}) waits for "
+                "one: leave one of the two out"
+            )
 
 
 def _check_keys(callbacks: Sequence[Callback]) -> None:
