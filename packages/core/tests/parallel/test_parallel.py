@@ -66,12 +66,21 @@ def test_reductions_equal_those_of_the_stacked_tensors(ranks):
     assert in_ranks(reduce_all, ranks=ranks) == [expected_reduction(operation, ranks) for operation in operations]
 
 
+def test_torch_s_own_operations_and_none_are_reductions_too():
+    given = [None, dist.ReduceOp.AVG, dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN]
+
+    def reduce_all(store):
+        return [reduce_tensor(torch.tensor(float(dist.get_rank())), reduce_op=one).item() for one in given]
+
+    assert in_ranks(reduce_all) == [0.5, 0.5, 1.0, 1.0, 0.0]
+
+
 def test_a_mean_of_integers_is_a_float():
     assert in_ranks(lambda store: reduce_tensor(torch.tensor(dist.get_rank())).item()) == 0.5
 
 
 def test_an_unknown_reduction_is_refused():
-    with pytest.raises(RequestError, match="reduce_op 'median' is not one of mean, avg, sum, max, min"):
+    with pytest.raises(RequestError, match="reduce_op 'median' is not one of avg, mean, sum, max, min"):
         reduce_tensor(torch.zeros(1), reduce_op="median")
 
 

@@ -87,7 +87,7 @@ class DataParallelStrategy(Strategy):
 
     # Communication: there is one process, and the devices' outputs are one already
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:  # noqa: ARG002 - alone
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:  # noqa: ARG002 - alone
         return tensor
 
     def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - alone

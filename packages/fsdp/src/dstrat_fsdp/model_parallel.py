@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.collectives import name_of_operation
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT
 from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
 from dstrat_fsdp.first_values import take_from_first_rank
@@ -150,10 +151,12 @@ class ModelParallelStrategy(ShardedStrategy):
 
     # Communication
 
-    def reduce(self, tensor: Any, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> Any:
+    def reduce(
+        self, tensor: Any, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp | None = "mean"
+    ) -> Any:
         """Return the tensor reduced over all batches: ranks that share one are counted once."""
         reduced = super().reduce(tensor, group=group, reduce_op=reduce_op)
-        if group is None and reduce_op.lower() == "sum" and reduced is not tensor:
+        if group is None and name_of_operation(reduce_op) == "sum" and reduced is not tensor:
             exact = None if reduced.is_floating_point() else "trunc"
             return torch.div(reduced, self.tensor_parallel_size, rounding_mode=exact)
         return reduced

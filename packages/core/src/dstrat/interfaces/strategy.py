@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
+    from torch.distributed import ReduceOp
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -323,13 +324,13 @@ class Strategy(ABC):
     # Communication
 
     @abstractmethod
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str | ReduceOp | None = "mean") -> Any:
         """Return the tensor reduced over all processes; what is not a tensor is returned as it is.
 
         Args:
             tensor: Of the same shape on every process.
             group: The processes to reduce over; None is all of them.
-            reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"max"``, ``"min"``.
+            reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"max"``, ``"min"``, or torch's; None is the mean.
         """
 
     @abstractmethod

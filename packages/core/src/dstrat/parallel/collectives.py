@@ -20,28 +20,42 @@ _BUCKET = 250 * 2**20  # bytes that are sent at once
 
 _OPERATIONS = {
     "mean": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
 
 
-def reduce_tensor(tensor: Tensor, *, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> Tensor:
+def reduce_tensor(
+    tensor: Tensor, *, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp | None = "mean"
+) -> Tensor:
     """Return the tensor reduced over the group; the argument is not changed.
 
     Args:
         tensor: Of the same shape and dtype on every rank.  A mean of integers is a float.
         group: None is all ranks.
-        reduce_op: ``"mean"`` or ``"avg"``, ``"sum"``, ``"max"``, ``"min"``.
+        reduce_op: ``"mean"`` or ``"avg"``, ``"sum"``, ``"max"``, ``"min"``, or torch's; None is the mean.
+
+    Raises:
+        RequestError: It is another one.
     """
-    try:
-        operation = _OPERATIONS[reduce_op.lower()]
-    except KeyError:
-        raise RequestError(f"reduce_op {reduce_op!r} is not one of {', '.join(_OPERATIONS)}") from None
+    name = name_of_operation(reduce_op)
     reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(reduced, op=operation, group=group)
-    return reduced / dist.get_world_size(group) if reduce_op.lower() in ("mean", "avg") else reduced
+    dist.all_reduce(reduced, op=_OPERATIONS[name], group=group)
+    return reduced / dist.get_world_size(group) if name == "mean" else reduced
+
+
+def name_of_operation(reduce_op: str | dist.ReduceOp | None) -> str:
+    """Return ``"mean"``, ``"sum"``, ``"max"`` or ``"min"`` for any of the names that ``reduce_tensor`` takes.
+
+    Raises:
+        RequestError: It is none of them.
+    """
+    name = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+    name = "mean" if name == "avg" else name
+    if name not in _OPERATIONS:
+        raise RequestError(f"reduce_op {reduce_op!r} is not one of avg, {', '.join(_OPERATIONS)}")
+    return name
 
 
 def gather_tensors(tensor: Tensor, *, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:

@@ -166,7 +166,9 @@ class ParallelStrategy(Strategy):
 
     # Communication
 
-    def reduce(self, tensor: Any, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> Any:
+    def reduce(
+        self, tensor: Any, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp | None = "mean"
+    ) -> Any:
         return reduce_tensor(tensor, group=group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
     def broadcast(self, obj: T, src: int = 0) -> T:

@@ -51,7 +51,7 @@ class SingleDeviceStrategy(Strategy):
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:  # noqa: ARG002 - alone
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:  # noqa: ARG002 - alone
         return tensor
 
     def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - alone
