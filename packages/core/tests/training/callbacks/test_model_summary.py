@@ -152,7 +152,7 @@ def test_a_trainer_writes_it_when_a_fit_starts_and_only_then(quiet_trainer, line
         "------------------------------------------",
         "total  Net              9          9  36 B",
     ]
-    quiet_trainer(enable_model_summary=True).test(line, loader())
+    quiet_trainer(enable_model_summary=True).test(line, loader(), verbose=False)
     assert capsys.readouterr().err == ""
 
 

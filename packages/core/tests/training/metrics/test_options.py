@@ -147,7 +147,7 @@ def test_prediction_cannot(quiet_trainer, make_line, loader):
 
 @pytest.mark.parametrize("name", [3, None, ["a"]])
 def test_a_name_that_is_no_text_is_an_error(test_with, name):
-    with pytest.raises(MisuseError, match=r"log\(.*\) got a (int|NoneType|list) as the name: give a str"):
+    with pytest.raises(MisuseError, match=r"log\(.*\): the name is of the type (int|NoneType|list): give a str"):
         test_with(lambda self, batch, idx: self.log(name, 1.0))
 
 

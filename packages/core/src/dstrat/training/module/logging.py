@@ -74,7 +74,7 @@ class LoggingMethods:
         if trainer is None or trainer.barebones or (rank_zero_only and trainer.global_rank != 0):
             return
         if not isinstance(name, str):
-            raise MisuseError(f"log({name!r}, ...) got a {type(name).__name__} as the name: give a str")
+            raise MisuseError(f"log({name!r}, ...): the name is of the type {type(name).__name__}: give a str")
         trainer.logged.log(
             name,
             value,
