@@ -60,6 +60,36 @@ class OutsideChanges:
         self.ignore()
 
 
+class FixedFlags:
+    """Which parameters require gradients, which DeepSpeed asks for once, when it shards what is trained.
+
+    Args:
+        parameters: Of the module, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._flags = [parameter.requires_grad for parameter in self._parameters]
+
+    def check(self) -> None:
+        """Refuse to go on with other flags.
+
+        Raises:
+            MisuseError: A parameter has been frozen or unfrozen since.
+        """
+        now = [parameter.requires_grad for parameter in self._parameters]
+        if now != self._flags:
+            [name, flag] = next(
+                (name, new) for name, new, old in zip(self._names, now, self._flags, strict=True) if new != old
+            )
+            raise MisuseError(
+                f"{name}.requires_grad has become {flag} in the course of the training, which ZeRO does not follow: "
+                "freeze parameters before fit, and let those that are to be trained later have a group of the "
+                "optimizer whose learning rate (and weight decay) is 0 until then, or choose stage 0"
+            )
+
+
 class _WholeParameter:
     """A parameter of stages 0 to 2, whose memory is a part of the memory that all ranks exchange."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,10 @@ from dstrat_deepspeed.nvme import free_buffers_of_state, let_go_unused, with_fil
 from dstrat_deepspeed.unused import UnusedGradients, unused_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
+    from torch.nn import Module
     from torch.optim import Optimizer
 
     from dstrat_deepspeed.step_module import StepModule
@@ -69,6 +70,8 @@ class Engine:
         if self.optimizer is not None:
             self.optimizer.zero_grad = self._zero_grad  # it has shards of parameters now
             self._is_sharded = self.engine.optimizer is not self.optimizer
+            if self._is_sharded:
+                self.optimizer.add_param_group = _refuse_group
             self._unused = unused_gradients(self.engine.optimizer, sends_in_step=is_manual)
             _undo_first_step(self.engine.optimizer)
             share_memory(self.engine.optimizer)
@@ -81,12 +84,14 @@ class Engine:
         """Run a training step."""
         let_go_unused(self._with_files)
         run = self._steps if self._is_manual else self.engine
-        return run(step, *args, **kwargs)
+        with _naming_new_parameters(self._steps):
+            return run(step, *args, **kwargs)
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step without gradients, for which parameters are gathered."""
         let_go_unused(self._with_files)
-        return self._steps(step, *args, **kwargs)
+        with _naming_new_parameters(self._steps):
+            return self._steps(step, *args, **kwargs)
 
     def backward(self, loss: Tensor, compute: Callable[[Tensor], None] | None = None) -> None:
         """Compute gradients of a loss (a scalar tensor).
@@ -153,7 +158,8 @@ class Engine:
         let_go_unused(self._with_files)
         if self._unused is not None:
             self._unused.before_step()
-        engine.step()
+        with _naming_new_parameters(self._steps):
+            engine.step()
         self._has_gradients = False
         if self._is_sharded:
             self._norm = engine.get_global_grad_norm()
@@ -202,7 +208,31 @@ class Engine:
             release_groups(self.engine)
             free_buffers_of_state(sharded)
             if self.optimizer is not None:
-                self.optimizer.__dict__.pop("zero_grad", None)
+                for replaced in ("zero_grad", "add_param_group"):
+                    self.optimizer.__dict__.pop(replaced, None)
+
+
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    raise MisuseError(
+        f"add_param_group got a group of {len(list(param_group['params']))} parameters after the training has begun, "
+        "which ZeRO cannot shard any more: let configure_optimizers return all groups, and set the learning rate of "
+        "one that comes later to 0 until then"
+    )
+
+
+@contextmanager
+def _naming_new_parameters(module: Module) -> Iterator[None]:
+    """Say which parameters stage 3 does not know, where it misses the attributes that it gives to others."""
+    try:
+        yield
+    except AttributeError as error:
+        if "'Parameter' object has no attribute 'ds_" not in str(error):
+            raise
+        names = [name for name, parameter in module.named_parameters() if not hasattr(parameter, "ds_id")]
+        raise MisuseError(
+            f"{', '.join(names) or 'a parameter'} came to the module after the training had begun, and stage 3 of ZeRO "
+            "has not sharded it: make layers before fit, or in configure_model"
+        ) from error
 
 
 def _undo_first_step(optimizer: Any) -> None:

@@ -14,17 +14,19 @@ from dstrat.errors import MisuseError
 from dstrat.parallel.collectives import take_from_first_rank
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT
 from dstrat_deepspeed.activations import activation_checkpointing
-from dstrat_deepspeed.changes import OutsideChanges
+from dstrat_deepspeed.changes import FixedFlags, OutsideChanges
 from dstrat_deepspeed.checkpointed import CheckpointedStrategy
 from dstrat_deepspeed.configuration import Configuration
 from dstrat_deepspeed.creation import shard, sharded_creation
 from dstrat_deepspeed.engine import Engine
 from dstrat_deepspeed.feasibility import check_clipping, uses_cpu_optimizer
+from dstrat_deepspeed.layers import check_layers
 from dstrat_deepspeed.nvme import free_buffers, read_once, swappers_of
 from dstrat_deepspeed.optimizers import only_optimizer, optimizer_for_cpu, resume_exactly
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.prerequisites import programs_path
 from dstrat_deepspeed.runtime import environment, load_deepspeed, running
+from dstrat_deepspeed.scalars import ScalarsAsBytes
 from dstrat_deepspeed.step_module import StepModule
 from dstrat_deepspeed.unwrapping import Footprint, restore_linear, take_back
 
@@ -105,8 +107,10 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self.allows_inference_mode = self.stage != 3  # a forward pass in it breaks the next training step
         self._logging_level = logging_level
         self._is_first_batch = True
+        self._skipped_steps: int | None = None
         self._deepspeed: Any = None
         self._engine: Engine | None = None
+        self._flags: FixedFlags | None = None
         self._footprint: Footprint | None = None
         self._has_failed = False
         self._running = ExitStack()
@@ -142,6 +146,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             "_deepspeed": None,
             "_engine": None,
             "_changes": None,
+            "_flags": None,
             "_footprint": None,
             "_running": ExitStack(),
         }
@@ -192,15 +197,18 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._open_engine(trainer, only_optimizer(self.optimizers))
 
     def _open_engine(self, trainer: TrainerLike, optimizer: Optimizer | None) -> None:
+        if optimizer is not None:
+            check_layers(self.module, stage=self.stage, world_size=self.world_size)
         flag = self.precision_plugin.flag
         config = self._configuration.of_run(trainer, optimizer, flag=flag, world_size=self.world_size)
         if "activation_checkpointing" in config:
             self._running.enter_context(activation_checkpointing(self._deepspeed, config["activation_checkpointing"]))
         take_from_first_rank(self.module.buffers())  # DeepSpeed sees to the parameters only
         if self.stage == 3:
-            shard(self._deepspeed, self.module, config)
+            with ScalarsAsBytes():
+                shard(self._deepspeed, self.module, config)
             read_once(self.module)
-        with environment({"PATH": programs_path(os.environ)}):  # where it may compile
+        with ScalarsAsBytes(), environment({"PATH": programs_path(os.environ)}):  # where it may compile
             if optimizer is not None and uses_cpu_optimizer(config):
                 optimizer = optimizer_for_cpu(optimizer)
             self._engine = Engine(
@@ -219,8 +227,10 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         state = self._partitioned(self.optimizers[0]) if self.optimizers else None
         if state is not None:
             names = self._names()
-            parameters = [p for p in self.module.parameters() if p.requires_grad or self.stage == 3]
-            self._changes = OutsideChanges({names[id(parameter)]: parameter for parameter in parameters}, state)
+            parameters = {names[id(parameter)]: parameter for parameter in self.module.parameters()}
+            watched = {name: p for name, p in parameters.items() if p.requires_grad or self.stage == 3}
+            self._changes = OutsideChanges(watched, state)
+            self._flags = FixedFlags(parameters)
 
     def on_exception(self, exception: BaseException) -> None:
         self._has_failed = True
@@ -242,7 +252,9 @@ class DeepSpeedStrategy(CheckpointedStrategy):
     def _close_engine(self, *, can_gather: bool) -> None:
         """Give the module back, of stage 3 to rank 0, unless other ranks may be gone; collective where it gathers."""
         engine, self._engine = self._engine, None
-        self._changes = None
+        self._changes = self._flags = None
+        if engine is not None:
+            self._skipped_steps = engine.skipped_steps
         self._is_first_batch = True
         with ExitStack() as ending:  # does the last one first, and the others also where one fails
             ending.callback(self._running.close)
@@ -262,6 +274,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if self._is_first_batch:
             self._is_first_batch = False
             self._configuration.check_batch(args[0])
+        if self._flags is not None:
+            self._flags.check()
         self._accept_changes()
         return self._ready.train(self.module.training_step, *args, **kwargs)
 
@@ -281,6 +295,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             return step(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if loss.numel() != 1 or not loss.requires_grad:  # DeepSpeed asserts it, and torch raises this
+            raise RuntimeError(f"gradients need one number that requires them, and the loss is {loss!r}")
         if self.module_backward is None and not (args or kwargs):
             self._ready.backward(loss)
             return
@@ -320,7 +336,9 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     @property
     def skipped_steps(self) -> int:
-        """Number of optimizer steps of this training that were left out, as a gradient was not finite."""
+        """Number of optimizer steps of this training, or the last one, left out as a gradient was not finite."""
+        if self._engine is None and self._skipped_steps is not None:
+            return self._skipped_steps
         return self._ready.skipped_steps
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
