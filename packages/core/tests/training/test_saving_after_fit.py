@@ -123,6 +123,24 @@ def test_several_ranks_save_together_and_leave_no_process_group(tmp_path, plugin
     assert [rank.run() for rank in ranks] == ["True\n", "True\n"]
 
 
+def test_a_state_that_cannot_be_saved_is_an_error_only_where_it_is_saved(
+    quiet_trainer, make_line, line_class, loader, tmp_path
+):
+    class Stateless(torch.optim.SGD):
+        def state_dict(self):
+            raise TypeError("nobody can have it")
+
+    class Net(line_class):
+        def configure_optimizers(self):
+            return Stateless(self.parameters(), lr=0.1)
+
+    trainer = quiet_trainer(max_epochs=1, plugins="torch")
+    trainer.fit(make_line(Net), loader())
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    with pytest.raises(TypeError, match="nobody can have it"):
+        trainer.save_checkpoint(tmp_path / "end")
+
+
 def test_there_is_nothing_to_save_before_a_fit(quiet_trainer, tmp_path):
     with pytest.raises(MisuseError, match="and there has been none: call it after fit"):
         quiet_trainer().save_checkpoint(tmp_path / "end")

@@ -27,10 +27,12 @@ class EndedFit:
     Attributes:
         optimization: The state of optimizers, schedulers and precision; empty in processes that do not write it.
         own: What belongs to this process alone.
+        error: What was wrong with the state, so that it cannot be saved; None where nothing was.
     """
 
     optimization: dict[str, Any]
     own: dict[str, Any]
+    error: Exception | None = None
 
     @classmethod
     def of(cls, trainer: Trainer) -> EndedFit | None:
@@ -39,14 +41,20 @@ class EndedFit:
             return None
         from dstrat.builtin.checkpoint.strategy_state import optimization_entries
 
-        entries, own = optimization_entries(trainer.strategy), own_state(trainer)
+        try:
+            entries, own = optimization_entries(trainer.strategy), own_state(trainer)
+        except Exception as error:  # noqa: BLE001 - a fit is no failure for what nobody may ask for
+            return cls(optimization={}, own={}, error=error)
         if not trainer.is_global_zero and not trainer.strategy.checkpoint_io.is_collective:
             entries = {}  # global rank 0 writes them alone
         return cls(optimization=apply_to_tensors(entries, Tensor.cpu), own=apply_to_tensors(own, Tensor.cpu))
 
     def save(self, trainer: Trainer, path: str | Path, *, weights_only: bool) -> None:
         """Write the checkpoint; every process of the job calls it, and they are connected until it is written."""
-        strategy, attached = trainer.strategy, [part for part in (trainer.module, trainer.datamodule) if part]
+        if self.error is not None and not weights_only:
+            raise self.error
+        strategy = trainer.strategy
+        attached = [part for part in (trainer.module, trainer.datamodule) if part is not None]
         try:
             for part in attached:
                 part.attach(trainer)  # for on_save_checkpoint
