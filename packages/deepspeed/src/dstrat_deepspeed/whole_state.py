@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dstrat.errors import CheckpointError
+from dstrat.interfaces.fitting import is_extra_state
 from dstrat.interfaces.flat_shard import FlatShard
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def deal_out(targets: Mapping[str, Any], state: Mapping[str, Any], strategy: Str
     for name, target in targets.items():
         if not strategy.broadcast(name in state):
             continue
-        if not isinstance(target, Tensor | FlatShard):
+        if not isinstance(target, Tensor | FlatShard) or is_extra_state(name):
             rest[name] = strategy.broadcast(state.get(name))
             continue
         whole = from_rank_0(state.get(name), tuple(target.shape), target.dtype, strategy)

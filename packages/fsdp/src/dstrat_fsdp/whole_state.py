@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.interfaces.fitting import groups_misfit, misfit
+from dstrat.interfaces.fitting import groups_misfit, is_extra_state, misfit
 from dstrat_fsdp.slices import copy_whole, shard_like, whole_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def load_module(module: Module, state: Mapping[str, Any], strategy: Strategy, *,
     for name, target in targets.items():
         if not strategy.broadcast(name in state):
             continue
-        if isinstance(target, Tensor):
+        if isinstance(target, Tensor) and not is_extra_state(name):
             copy_whole(target, _from_rank_0(state.get(name), target.shape, target.dtype, strategy))
         else:
             others[name] = strategy.broadcast(state.get(name))

@@ -85,6 +85,8 @@ def misfit(module: Module, targets: Mapping[str, Any], state: Mapping[str, Any],
         strict: Whether missing names and those left over are a reason; otherwise they are logged.
     """
     for name, target in targets.items():
+        if is_extra_state(name):
+            continue
         if name in state and hasattr(target, "shape") and tuple(target.shape) != tuple(state[name].shape):
             return (
                 f"the weights do not fit {type(module).__name__}: {name} has the shape {tuple(state[name].shape)}, and "
@@ -97,6 +99,11 @@ def misfit(module: Module, targets: Mapping[str, Any], state: Mapping[str, Any],
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether a name in a module's state is of what ``get_extra_state`` has made of a layer, of any kind."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def groups_misfit(optimizer: Optimizer, groups: Sequence[Sequence[Any]], saved: Sequence[Sequence[Any]]) -> str | None:

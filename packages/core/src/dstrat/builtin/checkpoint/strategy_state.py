@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
-from dstrat.interfaces.fitting import check_names
+from dstrat.interfaces.fitting import check_names, is_extra_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -103,7 +103,7 @@ def load_module(
             strategy.load_module_state_dict(values["state_dict"], strict=strict)
         return dict(values)
     state = strategy.sharded_module_state()
-    tensors = OptionalTensors({name: value for name, value in state.items() if not _is_extra(name)})
+    tensors = OptionalTensors({name: value for name, value in state.items() if not is_extra_state(name)})
     template: dict[str, Any] = {**dict.fromkeys(values), "state_dict": tensors}
     if has_optimizers and "optimizers" in values:
         check_same_number("optimizers", strategy.optimizers, values["optimizers"], path)
@@ -111,7 +111,7 @@ def load_module(
     filled = io.load_into(path, template)
     with _telling_of(path):
         _check_all_names(strategy, state, filled["state_dict"], strict=strict)
-    extra = {name: value for name, value in filled["state_dict"].items() if _is_extra(name)}
+    extra = {name: value for name, value in filled["state_dict"].items() if is_extra_state(name)}
     if extra:
         strategy.module.load_state_dict(extra, strict=False)
     return {**values, **{key: filled[key] for key in _SHARDED if key in filled}}
@@ -126,11 +126,6 @@ def _check_all_names(strategy: Strategy, targets: Mapping[str, Any], found: Mapp
         names |= strategy.broadcast(set(targets), src=rank)
     missing, left_over = sorted(names - found.keys()), sorted(found.keys() - names)
     check_names(strategy.module, missing, left_over, strict=strict, tells=strategy.is_global_zero)
-
-
-def _is_extra(name: str) -> bool:
-    """Return whether a name in the state of a module is of what a layer's ``get_extra_state`` has returned."""
-    return name.rpartition(".")[2] == "_extra_state"
 
 
 @contextlib.contextmanager
