@@ -6,6 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from dstrat.cli.main import commands
+from dstrat.testing import PrecisionSuite
+from dstrat.testing.standard import standard_tests
 
 WRITTEN = """
 from dstrat.testing import PrecisionSuite
@@ -75,7 +77,50 @@ def test_failures_that_differ_in_numbers_only_are_told_once_as_wide_as_the_termi
 def test_what_is_expected_to_fail_is_listed(run, mine):
     done = run("32-true", mine(WRITTEN % {"test_its_flag_is_its_alias": "it is called so"}), "--kind", "precision")
     assert done.exit_code == 0
-    assert done.output.rstrip().endswith("test_its_flag_is_its_alias  it is called so")
+    assert done.output.rstrip().endswith("expected to fail:\n  it is called so\n    test_its_flag_is_its_alias")
+
+
+UNDECLARED = """
+import pytest
+from dstrat.testing import PrecisionSuite
+from dstrat.testing.skips import not_declared
+from dstrat.testing.standard import standard
+
+class Mine(PrecisionSuite):
+    __module__ = "dstrat.testing.mine"
+
+    @standard("basic", "steps")
+    @pytest.mark.parametrize("size", [2, 4])
+    def test_many(self, size):
+        not_declared("it takes: one")
+
+class Test32(Mine):
+    alias = "32-true"
+"""
+
+
+def test_why_a_test_was_not_declared_is_told_once_for_all_its_cases(run, mine):
+    done = run("32-true", mine(UNDECLARED), "--kind", "precision")
+    assert done.exit_code == 0
+    assert done.output.endswith("\nnot declared:\n  it takes: one\n    test_many[2][4]\n")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pytest.ini": "[pytest]\naddopts = -x -k clips -m nothing\npython_functions = test_it_*\nmarkers = nothing"},
+        {"conftest.py": "def pytest_collection_modifyitems(items):\n    del items[1:]\n"},
+    ],
+)
+def test_a_project_that_runs_fewer_tests_does_not_make_the_table_shorter(run, mine, tmp_path, settings):
+    for name, text in settings.items():
+        (tmp_path / name).write_text(text)
+    mine(WRITTEN % {})
+    tests = json.loads(run("32-true", tmp_path, "--kind", "precision", "--json").output)["tests"]
+    assert {test["name"] for test in tests} == set(standard_tests(PrecisionSuite))
+    never_run = [test for test in tests if "it was not run: the project of the test file" in test["message"]]
+    assert len(never_run) == (len(tests) - 1 if "conftest.py" in settings else 0)
+    assert {test["outcome"] for test in never_run} <= {"failed"}
 
 
 def test_json_has_every_test(run):

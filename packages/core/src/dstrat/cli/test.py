@@ -77,15 +77,27 @@ def _print(results: Sequence[Result], failed: Sequence[Result]) -> None:
     for alike in _alike(failed):
         names = [click.style(result.name, fg="red", bold=True) for result in alike]
         click.echo("\n".join(["", *names, _fitted(alike[0].message)]))
-    expected = [result for result in results if result.outcome == "expected failure"]
-    if expected:
-        click.echo("\nexpected to fail:")
-        print_table([(f"  {result.name}", result.message) for result in expected])
+    _print_reasons("expected to fail", results, "expected failure")
+    _print_reasons("not declared", results, "not declared")
     if failed:
         click.echo(
             f"\n{len(failed)} of {len(results)} tests failed: begin with {failed[0].capability!r}, "
             "as later ones rest on earlier ones"
         )
+
+
+def _print_reasons(heading: str, results: Sequence[Result], outcome: str) -> None:
+    """Print each reason once, with the tests that it is given for."""
+    cases: dict[str, dict[str, str]] = {}
+    for result in results:
+        if result.outcome == outcome:
+            test, bracket, case = result.name.partition("[")
+            of_reason = cases.setdefault(result.message, {})
+            of_reason[test] = f"{of_reason.get(test, '')}{bracket}{case}"
+    if cases:
+        click.echo(f"\n{heading}:")
+    for reason, tests in cases.items():
+        click.echo("\n".join([_fitted(f"  {reason}"), *(f"{_INDENT}{test}{case}" for test, case in tests.items())]))
 
 
 def _alike(failed: Sequence[Result]) -> list[list[Result]]:

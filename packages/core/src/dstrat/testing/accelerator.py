@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from dstrat.errors import DeviceError
 from dstrat.plugins.catalog import get_catalog
 from dstrat.testing.advice import fail
 from dstrat.testing.light import check_light
 from dstrat.testing.record import check_record
+from dstrat.testing.skips import not_declared
 from dstrat.testing.standard import standard
 from dstrat.testing.suite import Suite
 
@@ -92,7 +91,7 @@ class AcceleratorSuite(Suite):
         accelerator.setup(device)
         state = accelerator.get_random_state(device)
         if state is None:
-            pytest.skip(f"{self.alias} has no random numbers of its own")
+            not_declared(f"{self.alias} has no random numbers of its own")
         drawn = torch.rand(4, device=device)
         accelerator.set_random_state(device, state)
         if not torch.equal(torch.rand(4, device=device), drawn):
@@ -120,7 +119,7 @@ class AcceleratorSuite(Suite):
     def _available(self) -> Accelerator:
         accelerator = self._accelerator
         if not accelerator.is_available():
-            pytest.skip(f"no {self.alias} is available here")
+            not_declared(f"no {self.alias} is available here")
         return accelerator
 
     @property

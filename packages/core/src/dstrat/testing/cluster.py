@@ -6,13 +6,12 @@ import pickle
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import pytest
-
 from dstrat.errors import ClusterError
 from dstrat.plugins.catalog import get_catalog
 from dstrat.testing.advice import fail
 from dstrat.testing.light import check_light
 from dstrat.testing.record import check_record
+from dstrat.testing.skips import not_declared
 from dstrat.testing.standard import standard
 from dstrat.testing.suite import Suite
 
@@ -102,7 +101,7 @@ class ClusterEnvironmentSuite(Suite):
     def _environ(self, rank: int) -> Mapping[str, str]:
         environ = type(self).rank_environ(rank, _RANKS)
         if environ is None:
-            pytest.skip(f"{type(self).__name__} declares no rank_environ(rank, world_size)")
+            not_declared(f"{type(self).__name__} declares no rank_environ(rank, world_size)")
         return MappingProxyType(dict(environ))  # which nobody can write to
 
     def _cluster(self, rank: int) -> ClusterEnvironment:

@@ -9,11 +9,10 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-import pytest
-
 from dstrat.plugins.names import normalized
 from dstrat.plugins.offer import THIS_PROCESS
 from dstrat.testing.advice import fail
+from dstrat.testing.skips import not_declared
 
 if TYPE_CHECKING:
     from dstrat.plugins.offer import Offer
@@ -37,7 +36,7 @@ _SECONDS = 0.5  # of processor time; ours take 1 ms
 def check_light(offer: Offer) -> None:
     """Fail the test where importing the plugin of a component imports torch, or takes long."""
     if offer.owner == THIS_PROCESS:
-        pytest.skip("registered in this process: there is no plugin to import")
+        not_declared("registered in this process: there is no plugin to import")
     for module in plugin_modules(offer.owner):
         check_module_is_light(module)
 

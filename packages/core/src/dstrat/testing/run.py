@@ -40,6 +40,9 @@ class Test(  # what an author writes
 ):
     alias = {alias!r}
 """
+_NEVER_RUN = (
+    "it was not run: the project of the test file deselects it, in a conftest.py or in pytest's addopts; take that away"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +91,7 @@ def run_suite(
         file = Path(folder) / f"{Path(folder).name}.py"  # a name that no earlier run has imported
         file.write_text(_FILE.format(suite=_SUITES[kind], alias=alias))
         own = ["--rootdir", folder, "-c", _empty(folder), "--import-mode=importlib"] if path is None else []
-        arguments = [str(path or file), *own, "-p", "no:cacheprovider", *_in_this_process()]
+        arguments = [str(path or file), *own, "-p", "no:cacheprovider", *_all_in_this_process()]
         # Without its plugin for the terminal pytest would refuse a project's addopts, such as -ra.
         with contextlib.redirect_stdout(io.StringIO()):
             code = pytest.main(arguments, plugins=[collector])
@@ -96,9 +99,11 @@ def run_suite(
         raise RequestError(f"pytest cannot begin with {path or alias}: what it says is above")
     if collector.errors:
         raise RequestError(f"{path or alias} cannot be collected: {collector.errors[0]}")
-    if not collector.results:
+    if code == pytest.ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    if not collector.tests:
         raise RequestError(f"there is no test class with alias = {alias!r} in {path}: derive one from {_SUITES[kind]}")
-    return collector.results
+    return [*collector.results, *collector.never_run()]
 
 
 def _empty(folder: str) -> str:
@@ -108,9 +113,10 @@ def _empty(folder: str) -> str:
     return str(settings)
 
 
-def _in_this_process() -> list[str]:
-    """Return the option that undoes a project's own, which would run its tests in other processes."""
-    return ["--numprocesses=0"] if find_spec("xdist") else []
+def _all_in_this_process() -> list[str]:
+    """Return the options that undo a project's own, which would run fewer tests, or in other processes."""
+    all_of_them = ["-k", "", "-m", "", "--maxfail=0", "-o", "python_functions=test"]
+    return [*all_of_them, "--numprocesses=0"] if find_spec("xdist") else all_of_them
 
 
 def _tell_nobody(done: int, total: int) -> None:
@@ -125,18 +131,20 @@ class _Collector:
         self.results: list[Result] = []
         self.errors: list[str] = []
         self.tests: dict[str, Standard] = {}
+        self._ended: set[str] = set()
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Note what was asked for, before anybody deselects any of it."""
+        cls, test = getattr(item, "cls", None), standard_of(getattr(item, "function", None))
+        if cls is None or test is None or not issubclass(cls, Suite) or cls.alias != self.alias:
+            return
+        if test.tier in self.tiers:
+            self.tests[item.nodeid] = test
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep what was asked for, in the order of capabilities."""
-        kept = [item for item in items if self._is_asked_for(item)]
+        kept = [item for item in items if item.nodeid in self.tests]
         items[:] = sorted(kept, key=lambda item: CAPABILITIES.index(self.tests[item.nodeid].capability))
-
-    def _is_asked_for(self, item: pytest.Item) -> bool:
-        cls, test = getattr(item, "cls", None), standard_of(getattr(item, "function", None))
-        if cls is None or test is None or not issubclass(cls, Suite) or cls.alias != self.alias:
-            return False
-        self.tests[item.nodeid] = test
-        return test.tier in self.tiers
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note what could not be collected."""
@@ -147,18 +155,25 @@ class _Collector:
         """Note what came of a test: of its call, or of a set-up that ended it."""
         if report.when != "call" and report.passed:
             return
-        test = self.tests[report.nodeid]
-        self.results.append(
-            Result(
-                name=report.nodeid.rpartition("::")[2],
-                tier=test.tier,
-                capability=test.capability,
-                outcome=_outcome(report),
-                message=_message(report),
-                seconds=report.duration,
-            )
+        self._ended.add(report.nodeid)
+        self.results.append(self._result(report.nodeid, _outcome(report), _message(report), report.duration))
+        self.tell(len(self.results), len(self.tests))
+
+    def never_run(self) -> list[Result]:
+        """Return a failure for each test that was collected, and that somebody kept from running."""
+        kept = [nodeid for nodeid in self.tests if nodeid not in self._ended]
+        return [self._result(nodeid, "failed", _NEVER_RUN, 0.0) for nodeid in kept]
+
+    def _result(self, nodeid: str, outcome: Outcome, message: str, seconds: float) -> Result:
+        test = self.tests[nodeid]
+        return Result(
+            name=nodeid.rpartition("::")[2],
+            tier=test.tier,
+            capability=test.capability,
+            outcome=outcome,
+            message=message,
+            seconds=seconds,
         )
-        self.tell(len(self.results), len([one for one in self.tests.values() if one.tier in self.tiers]))
 
 
 def _outcome(report: pytest.TestReport) -> Outcome:
@@ -172,6 +187,6 @@ def _message(report: pytest.TestReport) -> str:
     if hasattr(report, "wasxfail"):
         return str(report.wasxfail)
     if report.skipped:
-        reason: Any = report.longrepr
-        return str(reason[2] if isinstance(reason, tuple) else reason).removeprefix("Skipped: ")
+        reason: Any = report.longrepr  # of a path, a line, and "NotDeclared: ..."
+        return str(reason[2]).partition(": ")[2]
     return str(report.longrepr or "")

@@ -46,7 +46,6 @@ CAPABILITIES = (
 _Test = TypeVar("_Test", bound=Callable[..., None])
 
 _OURS = "dstrat.testing."
-_SELECTING_MARKS = {"skip", "skipif", "xfail"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +82,7 @@ def standard_tests(cls: type[Any]) -> dict[str, Standard]:
 
 
 def check_complete(cls: type[Any], settings: frozenset[str]) -> None:
-    """Refuse a test class that drops, replaces or marks standard tests.
+    """Refuse a test class that drops or replaces standard tests.
 
     Args:
         cls: Derived from a suite.
@@ -97,8 +96,14 @@ def check_complete(cls: type[Any], settings: frozenset[str]) -> None:
     for name, member in _members(cls):
         if name not in settings and inspect.getattr_static(cls, name, None) is not member:
             raise MisuseError(_why_not(cls, name, member))
-    _check_marks(cls)
+    _check_collected(cls)
     _check_expected(cls)
+
+
+def expected_failure(cls: type[Any], name: str) -> str | None:
+    """Return why a standard test of a class is declared to fail, by its name with or without its case."""
+    reason: str | None = cls.expected_failures.get(name) or cls.expected_failures.get(name.partition("[")[0])
+    return reason
 
 
 def _members(cls: type[Any]) -> Iterator[tuple[str, object]]:
@@ -122,15 +127,19 @@ def _why_not(cls: type[Any], name: str, member: object) -> str:
     )
 
 
-def _check_marks(cls: type[Any]) -> None:
-    given = cls.__dict__.get("pytestmark", [])
-    marks = given if isinstance(given, list | tuple) else [given]
-    found = next((mark.name for mark in marks if mark.name in _SELECTING_MARKS), None)
-    if found is not None:
+def _check_collected(cls: type[Any]) -> None:
+    """Refuse what keeps pytest from collecting a class, of which it says little or nothing."""
+    if not getattr(cls, "__test__", True):
         raise MisuseError(
-            f"{cls.__name__} is marked {found}, which would drop its standard tests: "
-            "declare each one that fails with its reason in expected_failures"
+            f"{cls.__name__}.__test__ is {cls.__test__}, which would drop its standard tests: remove it; a class that "
+            "only declares what others inherit gets a name that does not begin with Test"
         )
+    for name in ("__init__", "__new__"):
+        if getattr(cls, name) is not getattr(object, name):
+            raise MisuseError(
+                f"{cls.__name__} has {name}, and pytest collects no class that has: set class attributes, "
+                "or write a fixture"
+            )
 
 
 def _check_expected(cls: type[Any]) -> None:

@@ -11,7 +11,8 @@ except ImportError as error:
 
 from dstrat.errors import MisuseError
 from dstrat.plugins.catalog import get_catalog
-from dstrat.testing.standard import check_complete
+from dstrat.testing.skips import KeepsStandardTests
+from dstrat.testing.standard import check_complete, expected_failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,12 +48,14 @@ class Suite:
         super().__init_subclass__(**kwargs)
         check_complete(cls, cls.settings)
 
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """See to it that the test is kept; suites also give its cases here."""
+        KeepsStandardTests.of(metafunc.config).check(metafunc.definition, self.settings)
+
     @pytest.fixture(autouse=True)
     def _expect_failures(self, request: pytest.FixtureRequest) -> None:
-        """Mark what is declared to fail; also look again, as a class can be changed after it was made."""
-        check_complete(type(self), self.settings)
-        name: str = request.node.name
-        reason = self.expected_failures.get(name) or self.expected_failures.get(name.partition("[")[0])
+        """Mark what is declared to fail."""
+        reason = expected_failure(type(self), request.node.name)
         if reason is not None:
             request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 

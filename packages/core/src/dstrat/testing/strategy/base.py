@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import pytest
 
 from dstrat.testing.jobs import DEFAULT_SECONDS, end_teams, run_in_team, run_job
+from dstrat.testing.skips import not_declared
 from dstrat.testing.subject import Subject
 from dstrat.testing.suite import Suite
 from dstrat.testing.team import begin_loading
@@ -59,6 +60,7 @@ class StrategyTests(Suite):
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Try each number of processes that the author declares."""
+        super().pytest_generate_tests(metafunc)
         if "world_size" in metafunc.fixturenames:
             metafunc.parametrize("world_size", metafunc.cls.world_sizes)
         several = [size for size in metafunc.cls.world_sizes if size > 1] or [_PAIR]  # which is skipped with a reason
@@ -136,13 +138,13 @@ class StrategyTests(Suite):
         """Skip the test where the record says that there cannot be so many processes."""
         facts = self.component
         if world_size not in {1, *self.world_sizes}:
-            pytest.skip(f"{type(self).__name__} declares world_sizes = {self.world_sizes}")
+            not_declared(f"{type(self).__name__} declares world_sizes = {self.world_sizes}")
         if world_size > 1 and not facts.starts_processes:
-            pytest.skip(f"{self.alias} runs in one process (starts_processes=False)")
+            not_declared(f"{self.alias} runs in one process (starts_processes=False)")
         if facts.max_devices is not None and world_size > facts.max_devices:
-            pytest.skip(f"{self.alias} uses at most {facts.max_devices} devices (max_devices)")
+            not_declared(f"{self.alias} uses at most {facts.max_devices} devices (max_devices)")
 
     def need_losses_of_one_device(self) -> None:
         """Skip the test where the strategy declares another algorithm."""
         if not self.gives_losses_of_one_device:
-            pytest.skip(f"{self.alias} declares gives_losses_of_one_device = False")
+            not_declared(f"{self.alias} declares gives_losses_of_one_device = False")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from dstrat.plugins.catalog import get_catalog
 from dstrat.testing.advice import fail
 from dstrat.testing.reference import on_one_device
+from dstrat.testing.skips import not_declared
 from dstrat.testing.standard import standard
 from dstrat.testing.strategy.base import StrategyTests
 
@@ -40,7 +39,7 @@ class Devices(StrategyTests):
         sizes = {name: size for name, count in counts.items() if (size := self._largest_size(count))}
         if not sizes:
             those = ", ".join(names) or "the accelerators but the processor"
-            pytest.skip(f"of {those} there are too few devices here")
+            not_declared(f"of {those} there are too few devices here")
         expected = on_one_device(samples=_SAMPLES).losses
         for name, world_size in sizes.items():
             fitted = self.job(fit, world_size, subject=self.subject, work=Fit(samples=_SAMPLES, accelerator=name))

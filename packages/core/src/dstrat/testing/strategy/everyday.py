@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dstrat.testing.advice import fail
 from dstrat.testing.reference import on_one_device, one_device
+from dstrat.testing.skips import not_declared
 from dstrat.testing.standard import standard
 from dstrat.testing.strategy.training import Training
 
@@ -60,7 +59,7 @@ class Everyday(Training):
     @standard("processes", "training")
     def test_each_rank_keeps_its_own_random_numbers(self, pair: int) -> None:
         if self.readers(pair) == 1:
-            pytest.skip(f"the {pair} ranks share each batch")
+            not_declared(f"the {pair} ranks share each batch")
         drawn = [rank.drawn for rank in self._fit(pair, net="own", samples=8)]
         if len(set(drawn)) == 1:
             fail(
@@ -78,7 +77,7 @@ class Everyday(Training):
         found = self.job(use_again, pair, subject=self.subject, work=work)
         again = [rank for rank in found if rank is not None]
         if not again:
-            pytest.skip(f"{self.alias} leaves its parameters sharded")
+            not_declared(f"{self.alias} leaves its parameters sharded")
         for rank, (problem, _) in enumerate(again):
             if problem:
                 fail(

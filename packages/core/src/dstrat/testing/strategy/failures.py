@@ -5,10 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import pytest
-
 from dstrat.testing.advice import fail
 from dstrat.testing.processes import can_look
+from dstrat.testing.skips import not_declared
 from dstrat.testing.standard import standard
 from dstrat.testing.strategy.base import StrategyTests
 
@@ -45,7 +44,7 @@ class Failures(StrategyTests):
     @standard("processes", "failures")
     def test_a_rank_that_hangs_ends_the_job_after_the_timeout(self, pair: int) -> None:
         if not self.subject.takes("timeout"):
-            pytest.skip(f"{self.alias} takes no timeout")
+            not_declared(f"{self.alias} takes no timeout")
         self._check_end(self._launched(pair, "hangs"), "hung", pair, waits=_WAITS)
 
     @standard("processes", "failures")
@@ -64,7 +63,7 @@ class Failures(StrategyTests):
         from dstrat.testing.launching import WORDS, launch
 
         if self.fewest > 1:
-            pytest.skip(f"{type(self).__name__} declares world_sizes = {self.world_sizes}")
+            not_declared(f"{type(self).__name__} declares world_sizes = {self.world_sizes}")
         job = {"subject": self.subject, "accelerator": self.accelerator, "devices": 1, "misdeed": "raises"}
         outcome = self.job(launch, 1, needs_new_ranks=True, **job)[0][0]
         if WORDS not in outcome.error:
@@ -93,7 +92,7 @@ class Failures(StrategyTests):
             return subject.with_options(start_method="fork")
         method = subject.make().start_method
         if method not in _NEEDS_NO_SCRIPT:
-            pytest.skip(f"{self.alias} takes no start_method, and {method!r} starts no ranks from here")
+            not_declared(f"{self.alias} takes no start_method, and {method!r} starts no ranks from here")
         return subject
 
     def _waiting_for(self, devices: int, misdeed: Misdeed) -> float | None:
@@ -136,7 +135,7 @@ class Failures(StrategyTests):
     def _check_nothing_left(self, outcome: Outcome, when: str) -> None:
         __tracebackhide__ = True
         if not can_look():
-            pytest.skip("this system has no /proc to look for processes in")
+            not_declared("this system has no /proc to look for processes in")
         if outcome.left:
             fail(
                 f"{len(outcome.left)} processes still ran after {when}: {'; '.join(outcome.left[:3])}",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from dstrat.testing.advice import fail
 from dstrat.testing.processes import can_look
 from dstrat.testing.program import run_program
 from dstrat.testing.reference import on_one_device
+from dstrat.testing.skips import not_declared
 from dstrat.testing.standard import standard
 from dstrat.testing.strategy.failures import Failures
 
@@ -83,7 +82,7 @@ class Sessions(Failures):
         from dstrat.testing.launching import sockets
 
         if not can_look():
-            pytest.skip("this system has no /proc to look for sockets in")
+            not_declared("this system has no /proc to look for sockets in")
         job = {"subject": self.subject, "accelerator": self.accelerator}
         for rank, found in enumerate(self.job(sockets, pair, needs_new_ranks=True, **job)):
             if found:

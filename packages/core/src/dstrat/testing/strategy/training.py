@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from dstrat.testing.advice import fail
 from dstrat.testing.reference import on_one_device
+from dstrat.testing.skips import not_declared
 from dstrat.testing.standard import standard
 from dstrat.testing.strategy.base import StrategyTests
 
@@ -197,7 +196,7 @@ class Training(StrategyTests):
     def _need_whole_modules(self, fitted: Sequence[Fitted]) -> None:
         __tracebackhide__ = True
         if not self._has_whole_modules(fitted):
-            pytest.skip(f"{self.alias} leaves its parameters sharded (replicates_state=False)")
+            not_declared(f"{self.alias} leaves its parameters sharded (replicates_state=False)")
 
     def _has_whole_modules(self, fitted: Sequence[Fitted]) -> bool:
         """Return whether ranks have the whole module afterwards: they must where they hold replicas, others may."""
