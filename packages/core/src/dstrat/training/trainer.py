@@ -370,8 +370,11 @@ class Trainer(RunState):
         """
         from dstrat.training.checkpoint import collect_checkpoint
         from dstrat.training.ended_fit import no_end_to_save
+        from dstrat.training.meeting import waiting_is_told
 
         if self.is_running:
+            with waiting_is_told(self, "save_checkpoint"):
+                self.strategy.barrier("save_checkpoint")
             self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), path)
         elif self.ended_fit is not None:
             self.ended_fit.save(self, path, weights_only=weights_only)
