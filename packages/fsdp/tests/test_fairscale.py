@@ -154,3 +154,26 @@ def test_what_cannot_work_is_refused():
 def test_fully_sharded_on_a_cpu_names_what_runs_there():
     with pytest.raises(ConflictError, match=r"shards on CUDA devices only.*use strategy='fsdp', which runs here too"):
         DDPFullyShardedStrategy().receive(Parts(parallel_devices=(torch.device("cpu"),)))
+
+
+class Thawing(BlockNet):
+    """Trains its blocks later."""
+
+    def configure_optimizers(self):
+        self.blocks.requires_grad_(False)
+        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.01)
+
+
+def thaws(cluster):
+    strategy = DDPShardedStrategy()
+    start(strategy, Thawing(), parts(cluster))
+    train(strategy, steps=2)
+    with pytest.raises(MisuseError) as raised:
+        strategy.optimizers[0].add_param_group({"params": list(strategy.module.blocks.requires_grad_().parameters())})
+    strategy.teardown()
+    return str(raised.value)
+
+
+def test_a_group_that_is_added_later_is_an_error_as_its_gradients_would_not_be_shared():
+    for message in in_ranks(thaws):
+        assert "configure_optimizers return all groups" in message

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.utils import clip_grad_value_
 
-from dstrat.errors import CheckpointError
+from dstrat.errors import CheckpointError, MisuseError
 from dstrat.interfaces.fitting import groups_misfit
 
 with warnings.catch_warnings():  # FairScale is older than what torch deprecates
@@ -35,6 +35,20 @@ class ShardedOptimizer(OSS):  # type: ignore[misc]  # FairScale has no types tha
         return super().step(closure, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is made.
+
+        Raises:
+            MisuseError: It has been made, and the gradients of the group would not be shared by the ranks.
+        """
+        if not self.in_super_constructor:
+            raise MisuseError(
+                f"add_param_group got a group of {len(list(param_group['params']))} parameters after the training has "
+                "begun, which FairScale's ShardedDataParallel does not follow: let configure_optimizers return all "
+                "groups, and set the learning rate of one that comes later to 0 until then"
+            )
+        super().add_param_group(param_group)
 
 
 def sharded_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig]) -> list[Optimizer]:
