@@ -24,6 +24,6 @@ def check_layers(module: Module, *, stage: int, world_size: int) -> None:
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
             raise MisuseError(
                 f"{name} is an {type(layer).__name__} with max_norm={layer.max_norm!r}, which scales its weight in "
-                "each forward: ranks would do so for their own batches only, and stage 3 of ZeRO drops it; leave max_norm "
-                "out, and scale what the layer returns"
+                "each forward: ranks would do so for their own batches only, and stage 3 of ZeRO drops it; leave "
+                "max_norm out, and scale what the layer returns"
             )
