@@ -155,8 +155,9 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
     for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
         which = f"of optimizer {number}, " if len(states) > 1 else ""
         with _telling_of(path, which, _OTHER_OPTIMIZERS):
+            options = [name for name in optimizer.defaults if all(name in group for group in optimizer.param_groups)]
             load(optimizer, state)
-            _check_options(optimizer)
+            _check_options(optimizer, options)
     for config, state in zip(strategy.lr_schedulers, checkpoint["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     strategy.precision_plugin.load_state_dict(checkpoint["precision"])
@@ -167,9 +168,9 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
         _log.warning("%s has a state of %s, which %s begins without", path, saved, own)
 
 
-def _check_options(optimizer: Optimizer) -> None:
-    """Raise CheckpointError where a state that was loaded lacks options, so that no step is possible."""
-    lacking = [name for name in optimizer.defaults if any(name not in group for group in optimizer.param_groups)]
+def _check_options(optimizer: Optimizer, options: list[str]) -> None:
+    """Raise CheckpointError where a state that was loaded lacks options that there were, so that no step is possible."""
+    lacking = [name for name in options if any(name not in group for group in optimizer.param_groups)]
     if lacking:
         raise CheckpointError(
             f"the optimizer's state in the checkpoint has no {', '.join(lacking)}, which {type(optimizer).__name__} "
