@@ -169,7 +169,7 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
 
 
 def _check_options(optimizer: Optimizer, options: list[str]) -> None:
-    """Raise CheckpointError where a state that was loaded lacks options that there were, so that no step is possible."""
+    """Raise CheckpointError where a state that was loaded lacks options that a step needs."""
     lacking = [name for name in options if any(name not in group for group in optimizer.param_groups)]
     if lacking:
         raise CheckpointError(
