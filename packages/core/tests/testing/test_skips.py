@@ -115,11 +115,8 @@ def not_collected(run):
     """What is said of each way, from one run."""
     code, reports = run(*NOT_COLLECTED.values())
     assert code == pytest.ExitCode.INTERRUPTED
-    return dict(zip(NOT_COLLECTED, (errors for _, errors in sorted(reports.errors.items(), key=_number)), strict=True))
-
-
-def _number(item):
-    return int(item[0].split("_")[1])
+    by_number = {int(file.split("_")[1]): errors for file, errors in reports.errors.items()}
+    return {way: by_number.get(number, []) for number, way in enumerate(NOT_COLLECTED)}
 
 
 @pytest.mark.parametrize("way", NOT_COLLECTED)
