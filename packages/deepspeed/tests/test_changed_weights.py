@@ -12,6 +12,15 @@ from dstrat.errors import MisuseError
 from dstrat_deepspeed import DeepSpeedStrategy
 
 STAGES = (0, 1, 2, 3)
+LARGE = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}  # none counts as small
+
+
+def gathered(module):
+    if not module.gathers:
+        return nullcontext()
+    import deepspeed  # only in ranks, as it is slow
+
+    return deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0)
 
 
 class Changing(Model):
@@ -21,17 +30,10 @@ class Changing(Model):
         super().__init__()
         self.hooks, self.gathers = hooks, gathers
 
-    def gathered(self):
-        if not self.gathers:
-            return nullcontext()
-        import deepspeed  # only in ranks, as it is slow
-
-        return deepspeed.zero.GatheredParameters(list(self.parameters()), modifier_rank=0)
-
     @torch.no_grad()
     def change(self, hook, how):
         if hook in self.hooks:
-            with self.gathered():
+            with gathered(self):
                 for parameter in self.parameters():
                     how(parameter)
 
@@ -56,8 +58,9 @@ class Changing(Model):
 class Teacher(Model):
     """Keeps a mean of its weights, from which it learns too."""
 
-    def __init__(self):
+    def __init__(self, *, gathers=False):
         super().__init__()
+        self.gathers = gathers
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
     def training_step(self, batch, batch_idx):
@@ -66,8 +69,9 @@ class Teacher(Model):
         return super().training_step(batch, batch_idx) + distance
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        for mean, parameter in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-            mean.lerp_(parameter.detach(), 0.5)
+        with gathered(self), torch.no_grad():
+            for mean, parameter in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                mean.lerp_(parameter, 0.5)
 
 
 HOOKS = {
@@ -81,7 +85,7 @@ HOOKS = {
 def in_each_stage(cluster):
     found = {}
     for stage in STAGES[:3]:
-        for name, hooks in HOOKS.items():
+        for name, hooks in HOOKS.items() if stage else ():  # stage 0 updates the parameters themselves
             found[stage, name] = fit(Changing(*hooks), DeepSpeedStrategy(stage=stage), cluster)
         found[stage, "bf16"] = fit(
             Changing(*HOOKS["before and after a batch"]), DeepSpeedStrategy(stage=stage), cluster, precision="bf16-true"
@@ -92,6 +96,7 @@ def in_each_stage(cluster):
         found[3, name] = fit(module, DeepSpeedStrategy(stage=3), cluster)
     module = Changing(*HOOKS["before and after a batch"], gathers=True)
     found[3, "bf16"] = fit(module, DeepSpeedStrategy(stage=3), cluster, precision="bf16-true")
+    found[3, "teacher"] = fit(Teacher(gathers=True), DeepSpeedStrategy(config=LARGE), cluster)
     module = Changing("end")
     fit(module, DeepSpeedStrategy(stage=3), cluster)  # small parameters are whole, outside of their layers too
     found[3, "end"] = {float(value) for p in module.parameters() if not p.is_meta for value in p.detach().unique()}
@@ -99,11 +104,10 @@ def in_each_stage(cluster):
 
 
 def lost(cluster):
-    large = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}  # as all of a real model
     found = {}
     for name, module in {"batch end": Changing("batch end"), "teacher": Teacher()}.items():
         with pytest.raises(MisuseError) as raised:
-            fit(module, DeepSpeedStrategy(config=large), cluster)
+            fit(module, DeepSpeedStrategy(config=LARGE), cluster)
         found[name] = str(raised.value)
     return found
 
