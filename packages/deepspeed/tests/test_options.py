@@ -10,17 +10,36 @@ from deepspeed_loop import parts
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed import DeepSpeedStrategy
+from dstrat_deepspeed.config import from_options
 from dstrat_deepspeed.configuration import Configuration
+from dstrat_deepspeed.options import read_options
 from dstrat_deepspeed.prerequisites import build_folder, is_compiled
 
 NO_SUCH = {
     r"loss_scale -1 is not possible: give a number from 0 on": {"loss_scale": -1},
     r"initial_scale_power 'x' is not possible": {"initial_scale_power": "x"},
-    r"hysteresis 0 is not possible: give a number from 1 on": {"hysteresis": 0},
+    r"hysteresis 0 is not possible: give a whole number from 1 on": {"hysteresis": 0},
+    r"reduce_bucket_size -1 is not possible: give a whole number from 1 on": {"reduce_bucket_size": -1},
+    r"sub_group_size 2.5 is not possible: give a whole number from 0 on": {"stage": 3, "sub_group_size": 2.5},
+    r"overlap_comm 'yes' is not possible: give True or False": {"overlap_comm": "yes"},
+    r"save_native 'yes' is not possible": {"save_native": "yes"},
+    r"nvme_path 3 is not possible: give the path of a folder": {"nvme_path": 3},
+    r"stage 2.0 of ZeRO is not possible: choose 0, 1, 2 or 3": {"stage": 2.0},
+    r"logging_batch_size_per_gpu 2.5 is not possible: give a whole number": {"logging_batch_size_per_gpu": 2.5},
 }
 CONFLICTS = {
     r"loss_scale=128 is the scale of the whole training, and hysteresis say": {"loss_scale": 128, "hysteresis": 3},
     r"contiguous_memory_optimization needs partition_activations=True": {"contiguous_memory_optimization": True},
+    r"offload_optimizer_device='nvme' changes nothing without offload_optimizer=True": {
+        "stage": 3,
+        "offload_optimizer_device": "nvme",
+    },
+    r"nvme_path='/fast' changes nothing without": {"stage": 3, "offload_optimizer": True, "nvme_path": "/fast"},
+    r"pin_memory=True changes nothing without offload_optimizer=True or": {"pin_memory": True},
+    r"max_in_cpu=5 changes nothing without parameters": {"stage": 3, "offload_parameters": True, "max_in_cpu": 5},
+    r"remote_device='nvme' makes parameters in files": {"stage": 3, "remote_device": "nvme"},
+    r"sub_group_size is for the step of stage 3, and the stage is 2": {"sub_group_size": 1000},
+    r"zero_optimization=False is stage 0, and stage=3 shards": {"stage": 3, "zero_optimization": False},
     r"exclude_frozen_parameters is about DeepSpeed's own files": {"exclude_frozen_parameters": True},
 }
 
@@ -79,6 +98,20 @@ NO_SIZES = {
         "tensor_parallel": {"autotp_size": True}
     },
 }
+
+
+def test_more_ranks_in_a_group_than_there_are_are_refused():
+    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
+    with pytest.raises(RequestError, match="zero_hpz_partition_size: 3, which does not divide the 2 ranks"):
+        Configuration({}, config, "auto").check_ranks(2)
+
+
+def test_what_is_said_of_files_reaches_deepspeed_by_its_names_there_and_sizes_may_be_written_as_powers():
+    files = {"offload_parameters": True, "offload_params_device": "nvme", "thread_count": 2, "queue_depth": 4}
+    config = from_options(read_options({"stage": 3, "params_buffer_size": 5e8, **files}), 3)
+    assert config["aio"]["intra_op_parallelism"] == 2
+    assert "thread_count" not in config["aio"]
+    assert repr(config["zero_optimization"]["offload_param"]["buffer_size"]) == "500000000"
 
 
 @pytest.mark.parametrize("expected", NO_SIZES)

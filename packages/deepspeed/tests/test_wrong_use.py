@@ -16,6 +16,8 @@ from dstrat.errors import ConflictError, RequestError
 from dstrat.testing.loopback import LoopbackCluster
 from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.config_source import PATH_VARIABLE, read_config
+from dstrat_deepspeed.configuration import Configuration
+from dstrat_deepspeed.optimizer_section import check_named_optimizer
 from dstrat_deepspeed.prerequisites import build_folder, check_lockable, check_prerequisites
 from dstrat_deepspeed.runtime import load_deepspeed
 
@@ -92,6 +94,36 @@ def test_offloading_without_a_compiler_or_ninja(tmp_path):
         check_prerequisites("cpu_adam", "offload_optimizer", environ)
 
 
+NAMED = {
+    "config, which names the optimizer 'adamw', needs DeepSpeed's fused_adam.* no C\\+\\+ compiler": ("AdamW", "cpu"),
+    "config, which names the optimizer 'lion', .*there is no nvcc: install the CUDA toolkit": ("Lion", "cuda"),
+    "names the optimizer 'lamb', which DeepSpeed has for GPUs only": ("Lamb", "cpu"),
+    "names the optimizer 'AdamX', with which DeepSpeed cannot train: did you mean 'Adam": ("AdamX", "cpu"),
+    "names the optimizer 'LBFGS', with which DeepSpeed cannot train: name another one": ("LBFGS", "cpu"),
+    "config says optimizer: {'type': None, 'params': {}}, and it must be": (None, "cpu"),
+}
+
+
+@pytest.mark.parametrize("match", NAMED)
+def test_an_optimizer_by_name_that_deepspeed_cannot_make_is_refused_before_the_start(match, tmp_path):
+    name, device_type = NAMED[match]
+    environ = {"PATH": str(tmp_path), "HOME": str(tmp_path), "CXX": "nothing-like-it", "CUDA_HOME": str(tmp_path)}
+    config = {"optimizer": {"type": name, "params": {}}}
+    with pytest.raises(RequestError, match=match):
+        check_named_optimizer(config, device_type, environ, "config")
+
+
+def test_an_optimizer_by_name_that_torch_has_needs_no_compiler(tmp_path):
+    environ = {"PATH": str(tmp_path), "HOME": str(tmp_path), "CXX": "nothing-like-it"}
+    for section in ({"type": "SGD", "params": {"lr": 0.1}}, {"type": "AdamW", "params": {"torch_adam": True}}):
+        check_named_optimizer({"optimizer": section}, "cpu", environ, "config")
+
+
+def test_an_optimizer_by_name_is_looked_at_when_the_strategy_receives_its_devices():
+    with pytest.raises(RequestError, match="names the optimizer 'lamb'"):
+        DeepSpeedStrategy(config={"optimizer": {"type": "Lamb"}}).receive(parts())
+
+
 def test_a_lock_that_a_process_has_left(tmp_path):
     environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     lock = build_folder("cpu_adam", environ) / "lock"
@@ -154,6 +186,11 @@ class Lbfgs(Net):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Nothing(Net):
+    def configure_optimizers(self):
+        return None
+
+
 class Two(Net):
     def configure_optimizers(self):
         return [torch.optim.SGD(self.first.parameters(), 0.1), torch.optim.SGD(self.last.parameters(), 0.1)]
@@ -189,7 +226,7 @@ CASES = {
         {"config": {"train_batch_size": 7}},
         {},
     ),
-    "config says train_batch_size, which makes 4 samples in each batch of a rank, and train_micro_batch_size_per_gpu": (
+    "config says train_batch_size, which makes 4 samples in each batch of a rank, and config says train_micro": (
         "Net",
         {"config": {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}},
         {},
@@ -197,6 +234,32 @@ CASES = {
     "config has an 'optimizer', and configure_optimizers returned AdamW": (
         "Net",
         {"config": {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}},
+        {},
+    ),
+    "configure_optimizers returned no optimizer, and stage 2 of ZeRO shards one: return one": ("Nothing", {}, {}),
+    "config, in its section activation_checkpointing, has the key 'partition_activation', which DeepSpeed does not": (
+        "Net",
+        {"config": {"activation_checkpointing": {"partition_activation": True}}},
+        {},
+    ),
+    "config, in its section flops_profiler, has the key 'enabledd', which DeepSpeed does not know, did you mean": (
+        "Net",
+        {"config": {"flops_profiler": {"enabledd": True}}},
+        {},
+    ),
+    "config, in its section data_efficiency, has the key 'sed', which": (
+        "Net",
+        {"config": {"data_efficiency": {"sed": 1}}},
+        {},
+    ),
+    "config, in its section aio, has the key 'block_sizee', which": (
+        "Net",
+        {"config": {"aio": {"block_sizee": 1}}},
+        {},
+    ),
+    "logging_batch_size_per_gpu=3, which makes 3 samples in each batch of a rank, and config says train_micro": (
+        "Net",
+        {"logging_batch_size_per_gpu": 3, "config": {"train_micro_batch_size_per_gpu": 4}},
         {},
     ),
     "config has a 'scheduler', which DeepSpeed would step by itself": (
@@ -207,10 +270,31 @@ CASES = {
 }
 
 
+CREATION = {
+    "DeepSpeed does not take the configuration (config): Zero stag=2: Extra inputs": {"zero_optimization": {"stag": 2}},
+    "(config): Zero offload_param.devic='cpu': Extra inputs": {
+        "zero_optimization": {"offload_param": {"devic": "cpu"}}
+    },
+    "(config): Zero offload_param.buffer_count=-1: Input should be greater": {
+        "zero_optimization": {"offload_param": {"device": "cpu", "buffer_count": -1}}
+    },
+    "(config): DeepSpeedConfigError: MiCS ZeRO-3 sharding has been removed": {
+        "zero_optimization": {"mics_shard_size": 2}
+    },
+    "config says fp16.enabled: True, and precision='32-true' says otherwise": {"fp16": {"enabled": True}},
+    "config has the key 'gradient_cliping'": {"gradient_cliping": 1.0},
+}
+
+
 def said_of_cases(cluster):
-    """Return what is said of each case, before anything is opened."""
+    """Return what is said of each case, before anything is opened, and when layers are made in stage 3."""
     load_deepspeed("cpu", logging.WARNING)
-    return [said_of(*case) for case in CASES.values()]
+    Configuration({"stage": 3}, {"train_batch_size": 7}, "auto").of_creation("32-true")  # which is about the training
+    created = [
+        said_by(partial(Configuration({"stage": 3}, config, "auto").of_creation, "32-true"))
+        for config in CREATION.values()
+    ]
+    return [said_of(*case) for case in CASES.values()], created
 
 
 def said_of(kind, options, run):
@@ -223,7 +307,8 @@ def said_of(kind, options, run):
 
 
 def test_what_contradicts_the_trainer_or_is_unknown_is_an_error_that_names_both_places(ranks):
-    for expected, said in zip(CASES, ranks(said_of_cases, 1)[0], strict=True):
+    [(of_runs, of_creation)] = ranks(said_of_cases, 1)
+    for expected, said in zip([*CASES, *CREATION], of_runs + of_creation, strict=True):
         assert expected in said
 
 

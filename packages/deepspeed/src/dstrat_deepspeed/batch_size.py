@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from dstrat_deepspeed.config_source import GivenConfig
 
 _MICRO, _GLOBAL = "train_micro_batch_size_per_gpu", "train_batch_size"
+SIZES = (_MICRO, _GLOBAL, "gradient_accumulation_steps")
+"""What a configuration says of the number of samples."""
 
 
 class MicroBatch:
@@ -24,8 +26,10 @@ class MicroBatch:
     """
 
     def __init__(self, asked: int | str, given: GivenConfig) -> None:
-        if asked != "auto" and (isinstance(asked, str | bool) or asked < 1):
-            raise RequestError(f"logging_batch_size_per_gpu {asked!r} is not possible: give a number, or 'auto'")
+        if asked != "auto" and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
+            raise RequestError(
+                f"logging_batch_size_per_gpu {asked!r} is not possible: give a whole number from 1 on, or 'auto'"
+            )
         self._asked = asked
         self._given = given
         self._stated: tuple[str, int] | None = None
@@ -39,7 +43,7 @@ class MicroBatch:
         """
         accumulate = config["gradient_accumulation_steps"]
         if _MICRO in config:
-            self._state(_MICRO, config[_MICRO], config)
+            self._state(f"{self._given.place} says {_MICRO}", config[_MICRO], config)
         if _GLOBAL in config:
             whole, share = config.pop(_GLOBAL), world_size * accumulate
             if not isinstance(whole, int) or whole % share:
@@ -47,16 +51,16 @@ class MicroBatch:
                     f"{self._given.place} says {_GLOBAL}: {whole!r}, which is no multiple of {world_size} ranks times "
                     f"accumulate_grad_batches={accumulate}: give one that is, or leave it out"
                 )
-            self._state(_GLOBAL, whole // share, config)
+            self._state(f"{self._given.place} says {_GLOBAL}", whole // share, config)
         if self._asked != "auto":
-            self._state("logging_batch_size_per_gpu", int(self._asked), config)
+            self._state(f"logging_batch_size_per_gpu={self._asked!r}", int(self._asked), config)
         config.setdefault(_MICRO, 1)
 
     def _state(self, place: str, size: int, config: dict[str, Any]) -> None:
         if self._stated is not None and self._stated[1] != size:
             raise ConflictError(
-                f"{self._given.place} says {place}, which makes {size} samples in each batch of a rank, and "
-                f"{self._stated[0]}, which makes {self._stated[1]}: leave one of them out"
+                f"{place}, which makes {size} samples in each batch of a rank, and {self._stated[0]}, which makes "
+                f"{self._stated[1]}: leave one of them out"
             )
         self._stated = (place, size)
         config[_MICRO] = size
@@ -72,8 +76,8 @@ class MicroBatch:
         if self._stated is not None and sizes and self._stated[1] not in sizes:
             place, size = self._stated
             raise ConflictError(
-                f"{self._given.place} says {place}, which makes {size} samples in each batch of a rank, and the first "
-                f"batch of the training loader has {sizes[0]}: let both say the same, or leave it out"
+                f"{place}, which makes {size} samples in each batch of a rank, and the first batch of the training "
+                f"loader has {sizes[0]}: let both say the same, or leave it out"
             )
         self._stated = None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, RequestError
+from dstrat_deepspeed.option_values import possible_stage
 from dstrat_deepspeed.options import changed
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ def zero_stage(options: Options, given: GivenConfig) -> int:
     section = given.values.get("zero_optimization")
     if isinstance(section, dict) and section.get("stage", AUTO) != AUTO:
         stage = section["stage"]
-        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-            raise RequestError(f"{given.place} asks for stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
-        return int(stage)
+        return possible_stage(stage, f"{given.place} asks for stage {stage!r} of ZeRO")
     if isinstance(section, dict) and given.values:
         return options.zero.stage
     return options.zero.stage if options.zero.zero_optimization else 0
@@ -64,7 +63,8 @@ def from_options(options: Options, stage: int) -> dict[str, Any]:
     if changed(options.activations):
         config["activation_checkpointing"] = dataclasses.asdict(options.activations)
     if "nvme" in (options.offload.offload_optimizer_device, options.offload.offload_params_device):
-        config["aio"] = dataclasses.asdict(options.files)
+        files = dataclasses.asdict(options.files)
+        config["aio"] = {"intra_op_parallelism": files.pop("thread_count"), **files}
     return config
 
 

@@ -11,7 +11,15 @@ from dstrat.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_READ_ELSEWHERE = {"data_parallel_size", "sequence_parallel_size", "keep_in_fp32_modules", "torch_autocast"}
+_READ_ELSEWHERE = {"data_parallel_size", "sequence_parallel_size", "keep_in_fp32_modules"}
+_LENIENT = (
+    "activation_checkpointing",
+    "aio",
+    "data_efficiency",
+    "flops_profiler",
+    "torch_autocast",
+)
+"""Sections whose keys DeepSpeed asks for one by one, whatever else they have; others refuse what they do not know."""
 
 
 def check_config(config: dict[str, Any], place: str) -> None:
@@ -24,14 +32,23 @@ def check_config(config: dict[str, Any], place: str) -> None:
     Raises:
         RequestError: DeepSpeed does not take it, or it has a key that DeepSpeed does not look at.
     """
-    observed = _ObservedKeys(config)
+    sections = {name: _ObservedKeys(config[name]) for name in _LENIENT if isinstance(config.get(name), dict)}
+    observed = _ObservedKeys({**config, **sections})
     try:
         import_module("deepspeed.runtime.config").DeepSpeedConfig(observed)
     except Exception as error:  # a dozen classes, by the part of DeepSpeed that reads a section
         raise RequestError(f"DeepSpeed does not take the configuration ({place}): {_reason(error)}") from error
-    unknown = sorted(set(config) - observed.asked - _READ_ELSEWHERE)
+    _check_keys(config, observed.asked | _READ_ELSEWHERE, place)
+    for name in _LENIENT:
+        section = observed.get(name)
+        if isinstance(section, _ObservedKeys):
+            _check_keys(config[name], section.asked, f"{place}, in its section {name},")
+
+
+def _check_keys(values: dict[str, Any], known: set[str], place: str) -> None:
+    unknown = sorted(set(values) - known)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], observed.asked, n=1)
+        near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ": leave it out"
         raise RequestError(f"{place} has the key {unknown[0]!r}, which DeepSpeed does not know{hint}")
 

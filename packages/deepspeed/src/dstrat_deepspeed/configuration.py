@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dstrat_deepspeed.batch_size import MicroBatch
+from dstrat_deepspeed.batch_size import SIZES, MicroBatch
 from dstrat_deepspeed.config import (
     files_in,
     from_options,
@@ -22,12 +22,12 @@ from dstrat_deepspeed.config_source import read_config
 from dstrat_deepspeed.feasibility import (
     check_can_offload,
     check_clipping,
-    check_optimizer_section,
     check_options,
     check_parts,
     check_ranks,
 )
 from dstrat_deepspeed.nvme import folder_in
+from dstrat_deepspeed.optimizer_section import check_named_optimizer, check_one_optimizer
 from dstrat_deepspeed.options import read_options
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Configuration:
         if parts.precision_plugin is not None and parts.parallel_devices:
             check_parts(self.options, self._known, parts.precision_plugin.flag, parts.parallel_devices[0].type)
         check_can_offload(self._known, os.environ)
+        if parts.parallel_devices:
+            check_named_optimizer(self._known, parts.parallel_devices[0].type, os.environ, self._given.place)
 
     def check_ranks(self, world_size: int) -> None:
         """Check that the ranks can be divided as it says."""
@@ -100,10 +102,16 @@ class Configuration:
                 self._folders = {}
 
     def of_creation(self, flag: str) -> dict[str, Any]:
-        """Return what stage 3 needs to know when layers are made, in a precision."""
-        config = {**files_in(self._folders, self._known), "train_micro_batch_size_per_gpu": 1}
-        for setting in settings_of_precision(flag, self.options):
-            config.setdefault(setting.path[0], {})[setting.path[1]] = setting.value
+        """Return what stage 3 needs to know when layers are made, in a precision.
+
+        Raises:
+            RequestError: DeepSpeed does not take it.
+            ConflictError: It contradicts the precision.
+        """
+        known = merged(from_options(self.options, self.stage), self._given, settings_of_precision(flag, self.options))
+        config = {key: value for key, value in files_in(self._folders, known).items() if key not in SIZES}
+        config["train_micro_batch_size_per_gpu"] = 1
+        check_config(config, self._given.place)
         return config
 
     def of_run(
@@ -129,5 +137,5 @@ class Configuration:
         check_config(config, self._given.place)
         if not trainer.is_fitting:
             config.pop("optimizer", None)
-        check_optimizer_section(config, optimizer, self._given.place)
+        check_one_optimizer(config, optimizer, self._given.place, is_fitting=trainer.is_fitting)
         return config

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, RequestError
+from dstrat_deepspeed.idle_options import check_offloading
 from dstrat_deepspeed.options import changed
 from dstrat_deepspeed.prerequisites import check_lockable, check_prerequisites
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from torch.optim import Optimizer
 
     from dstrat.interfaces.precision import ClipAlgorithm
     from dstrat_deepspeed.options import Options
@@ -27,7 +26,11 @@ def check_options(options: Options, config: dict[str, Any], stage: int) -> None:
     Raises:
         ConflictError: One would.
     """
-    offload = options.offload
+    offload, zero = options.offload, options.zero
+    if "stage" in changed(zero) and zero.stage and not zero.zero_optimization:
+        raise ConflictError(f"zero_optimization=False is stage 0, and stage={zero.stage} shards: leave one of them out")
+    if "sub_group_size" in changed(zero) and stage != 3:
+        raise ConflictError(f"sub_group_size is for the step of stage 3, and the stage is {stage}: leave it out")
     if offload.offload_optimizer and stage == 0:
         raise ConflictError("offload_optimizer needs a sharded optimizer: choose stage 1, 2 or 3, or leave it out")
     if offload.offload_parameters and stage != 3:
@@ -36,6 +39,12 @@ def check_options(options: Options, config: dict[str, Any], stage: int) -> None:
         raise ConflictError(f"remote_device is for parameters of stage 3, and the stage is {stage}: leave it out")
     if "nvme" in dict(_devices(config)).values() and stage != 3:
         raise ConflictError(f"only stage 3 can offload to 'nvme', and the stage is {stage}: choose 'cpu'")
+    check_offloading(options)
+    if offload.remote_device == "nvme" and dict(_devices(config)).get("offload_param") != "nvme":
+        raise ConflictError(
+            "remote_device='nvme' makes parameters in files, where they stay with offload_parameters=True and "
+            "offload_params_device='nvme' only: pass these too, or leave it out"
+        )
     _check_activations(_activations(config))
     _check_loss_scale(options)
     if options.checkpoints.exclude_frozen_parameters and not options.checkpoints.save_native:
@@ -116,7 +125,7 @@ def check_can_offload(config: dict[str, Any], environ: Mapping[str, str]) -> Non
             check_prerequisites("async_io", f"{section} on 'nvme'", environ)
             if section == "offload_param":
                 _check_buffers(config["zero_optimization"][section])
-        if section == "offload_optimizer" and uses_cpu_optimizer(config):
+        if section == "offload_optimizer" and uses_cpu_optimizer(config) and "optimizer" not in config:
             check_prerequisites("cpu_adam", "offload_optimizer", environ)
 
 
@@ -130,24 +139,12 @@ def _check_buffers(section: dict[str, Any]) -> None:
 
 def uses_cpu_optimizer(config: dict[str, Any]) -> bool:
     """Return whether the optimizer's step is on the CPU, by an optimizer of DeepSpeed's."""
-    return "offload_optimizer" in dict(_devices(config)) and config.get("zero_force_ds_cpu_optimizer", True)
+    return offloads_optimizer(config) and config.get("zero_force_ds_cpu_optimizer", True)
 
 
-def check_optimizer_section(config: dict[str, Any], optimizer: Optimizer | None, place: str) -> None:
-    """Check that there is one place where the optimizer comes from, and that schedulers are the module's.
-
-    Raises:
-        ConflictError: There are two.
-    """
-    if optimizer is not None and "optimizer" in config:
-        raise ConflictError(
-            f"{place} has an 'optimizer', and configure_optimizers returned {type(optimizer).__name__}: leave one out"
-        )
-    if "scheduler" in config:
-        raise ConflictError(
-            f"{place} has a 'scheduler', which DeepSpeed would step by itself: return the scheduler from "
-            "configure_optimizers, so that it is stepped, logged and saved like any other"
-        )
+def offloads_optimizer(config: dict[str, Any]) -> bool:
+    """Return whether the optimizer's state is not on the device."""
+    return "offload_optimizer" in dict(_devices(config))
 
 
 def check_ranks(config: dict[str, Any], world_size: int, place: str) -> None:
@@ -158,7 +155,7 @@ def check_ranks(config: dict[str, Any], world_size: int, place: str) -> None:
         ConflictError: Several ranks would share the data of one.
     """
     size = _size(config, ("zero_optimization", "zero_hpz_partition_size"), place, least=1)
-    if size < world_size and world_size % size:
+    if world_size % size:
         raise RequestError(
             f"{place} says zero_optimization.zero_hpz_partition_size: {size}, which does not divide the {world_size} "
             "ranks: give one that does"
@@ -201,7 +198,10 @@ def _devices(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _check_folder(path: Any) -> None:
     if path is None:
-        raise RequestError("offloading to 'nvme' needs a folder: pass nvme_path='/path/on/nvme'")
+        raise RequestError(
+            "offloading to 'nvme' needs a folder: pass nvme_path='/path/on/nvme', or \"nvme_path\" in the section of a "
+            "configuration that says so"
+        )
     if not (Path(path).is_dir() and os.access(path, os.W_OK)):
         raise RequestError(
             f"nvme_path {str(path)!r} is not a folder that can be written: make it, or pass another nvme_path"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.errors import RequestError
+from dstrat_deepspeed.option_values import possible_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -168,6 +169,7 @@ _GROUPS: dict[str, type] = {
     "checkpoints": CheckpointOptions,
 }
 _GROUP_OF = {option.name: name for name, group in _GROUPS.items() for option in dataclasses.fields(group)}
+_KINDS = {option.name: str(option.type) for group in _GROUPS.values() for option in dataclasses.fields(group)}
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
@@ -185,10 +187,8 @@ def read_options(given: Mapping[str, Any]) -> Options:
             near = difflib.get_close_matches(name, _GROUP_OF, n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}" if near else "pass what has no name here in config="
             raise RequestError(f"DeepSpeedStrategy has no option {name!r}: {hint}")
-        grouped[_GROUP_OF[name]][name] = value
-    options = Options(**{name: _GROUPS[name](**values) for name, values in grouped.items()})
-    _check(options)
-    return options
+        grouped[_GROUP_OF[name]][name] = possible_value(name, value, _KINDS[name])
+    return Options(**{name: _GROUPS[name](**values) for name, values in grouped.items()})
 
 
 def changed(group: Any) -> list[str]:
@@ -196,20 +196,3 @@ def changed(group: Any) -> list[str]:
     default = type(group)()
     names = [option.name for option in dataclasses.fields(group)]
     return [name for name in names if getattr(group, name) != getattr(default, name)]
-
-
-def _check(options: Options) -> None:
-    stage, offload, scale = options.zero.stage, options.offload, options.loss_scale
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise RequestError(f"stage {stage!r} of ZeRO is not possible: choose 0, 1, 2 or 3")
-    for name in ("offload_optimizer_device", "offload_params_device", "remote_device"):
-        value = getattr(offload, name)
-        if value not in ("cpu", "nvme") and not (name == "remote_device" and value is None):
-            raise RequestError(f"{name} {value!r} is not possible: choose 'cpu' or 'nvme'")
-    for name, least in _LEAST.items():
-        value = getattr(scale, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
-            raise RequestError(f"{name} {value!r} is not possible: give a number from {least} on")
-
-
-_LEAST = {"loss_scale": 0, "initial_scale_power": 0, "loss_scale_window": 1, "hysteresis": 1, "min_loss_scale": 0}

@@ -25,13 +25,14 @@ _ASYNC_IO, _PIN_MEMORY = "async_io", "pin_memory"
 _EXTENSIONS_DIR = "TORCH_EXTENSIONS_DIR"
 
 
-def check_prerequisites(operation: str, option: str, environ: Mapping[str, str]) -> None:
+def check_prerequisites(operation: str, option: str, environ: Mapping[str, str], *, is_for_gpus: bool = False) -> None:
     """Check that DeepSpeed has compiled an operation, or can.
 
     Args:
         operation: Its name, ``"cpu_adam"``, ``"fused_adam"`` or ``"async_io"``.
         option: What the user asked for that needs it, for error messages.
         environ: Says where programs are, and compiled operations.
+        is_for_gpus: Whether it is written in CUDA.
 
     Raises:
         RequestError: Something is missing; the message says what, and how to get it.
@@ -46,6 +47,8 @@ def check_prerequisites(operation: str, option: str, environ: Mapping[str, str])
                 f"for which DeepSpeed would wait forever: rm {lock}"
             )
     lacking = _lacking(operation, environ)
+    if is_for_gpus and not _has_nvcc(environ):
+        lacking.append("there is no nvcc: install the CUDA toolkit, and name its folder in CUDA_HOME")
     if lacking:
         raise RequestError(f"{option} needs DeepSpeed's {operation}, to be compiled once, and {'; '.join(lacking)}")
     if not is_compiled(operation, environ):
@@ -127,6 +130,13 @@ def _lacking(operation: str, environ: Mapping[str, str]) -> list[str]:
     if operation == _ASYNC_IO and not _has_libaio(environ):
         lacking.append("there is no libaio: apt install libaio-dev, or name its folders in CPATH and LIBRARY_PATH")
     return lacking
+
+
+def _has_nvcc(environ: Mapping[str, str]) -> bool:
+    named = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    folders = [named] if named else ["/usr/local/cuda"]
+    on_path = None if named else shutil.which("nvcc", path=programs_path(environ))
+    return on_path is not None or any((Path(folder) / "bin" / "nvcc").exists() for folder in folders)
 
 
 def _has_libaio(environ: Mapping[str, str]) -> bool:
