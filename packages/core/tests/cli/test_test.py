@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from dstrat.cli.main import commands
 from dstrat.testing import PrecisionSuite
-from dstrat.testing.standard import standard_tests
+from dstrat.testing.standard import CAPABILITIES, standard_tests
 
 WRITTEN = """
 from dstrat.testing import PrecisionSuite
@@ -109,7 +109,7 @@ def test_why_a_test_was_not_declared_is_told_once_for_all_its_cases(run, mine):
     "settings",
     [
         {"pytest.ini": "[pytest]\naddopts = -x -k clips -m nothing\npython_functions = test_it_*\nmarkers = nothing"},
-        {"conftest.py": "def pytest_collection_modifyitems(items):\n    del items[1:]\n"},
+        {"conftest.py": "def pytest_collection_modifyitems(items):\n    del items[:-1]\n"},
     ],
 )
 def test_a_project_that_runs_fewer_tests_does_not_make_the_table_shorter(run, mine, tmp_path, settings):
@@ -118,6 +118,8 @@ def test_a_project_that_runs_fewer_tests_does_not_make_the_table_shorter(run, mi
     mine(WRITTEN % {})
     tests = json.loads(run("32-true", tmp_path, "--kind", "precision", "--json").output)["tests"]
     assert {test["name"] for test in tests} == set(standard_tests(PrecisionSuite))
+    order = [CAPABILITIES.index(test["capability"]) for test in tests]
+    assert order == sorted(order)
     never_run = [test for test in tests if "it was not run: the project of the test file" in test["message"]]
     assert len(never_run) == (len(tests) - 1 if "conftest.py" in settings else 0)
     assert {test["outcome"] for test in never_run} <= {"failed"}

@@ -103,7 +103,7 @@ def run_suite(
         raise KeyboardInterrupt
     if not collector.tests:
         raise RequestError(f"there is no test class with alias = {alias!r} in {path}: derive one from {_SUITES[kind]}")
-    return [*collector.results, *collector.never_run()]
+    return sorted([*collector.results, *collector.never_run()], key=lambda one: CAPABILITIES.index(one.capability))
 
 
 def _empty(folder: str) -> str:

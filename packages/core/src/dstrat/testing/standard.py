@@ -91,6 +91,7 @@ def check_complete(cls: type[Any], settings: frozenset[str]) -> None:
     Raises:
         MisuseError: The class overrides a part of the suite, or names a test that does not exist.
     """
+    __tracebackhide__ = True  # here and below, so that pytest shows the author's class alone
     if cls.__module__.startswith(_OURS):
         return
     for name, member in _members(cls):
@@ -129,6 +130,7 @@ def _why_not(cls: type[Any], name: str, member: object) -> str:
 
 def _check_collected(cls: type[Any]) -> None:
     """Refuse what keeps pytest from collecting a class, of which it says little or nothing."""
+    __tracebackhide__ = True
     if not getattr(cls, "__test__", True):
         raise MisuseError(
             f"{cls.__name__}.__test__ is {cls.__test__}, which would drop its standard tests: remove it; a class that "
@@ -143,6 +145,7 @@ def _check_collected(cls: type[Any]) -> None:
 
 
 def _check_expected(cls: type[Any]) -> None:
+    __tracebackhide__ = True
     known = standard_tests(cls)
     for name, reason in cls.expected_failures.items():
         if name.partition("[")[0] not in known:

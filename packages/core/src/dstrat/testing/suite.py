@@ -45,6 +45,7 @@ class Suite:
     settings: ClassVar[frozenset[str]] = _EVERY_SETTING
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        __tracebackhide__ = True
         super().__init_subclass__(**kwargs)
         check_complete(cls, cls.settings)
 
