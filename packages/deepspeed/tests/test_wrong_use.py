@@ -19,7 +19,7 @@ from dstrat_deepspeed.config_source import PATH_VARIABLE, read_config
 from dstrat_deepspeed.configuration import Configuration
 from dstrat_deepspeed.optimizer_section import check_named_optimizer
 from dstrat_deepspeed.prerequisites import build_folder, check_lockable, check_prerequisites
-from dstrat_deepspeed.runtime import load_deepspeed
+from dstrat_deepspeed.runtime import load_deepspeed, log_level
 
 
 def refused(error, match, **options):
@@ -38,7 +38,9 @@ def test_an_option_that_does_not_exist():
     refused(RequestError, "pass what has no name here in config", xyz=1)
 
 
-def test_a_device_that_does_not_exist():
+def test_a_device_or_a_level_that_does_not_exist():
+    refused(RequestError, "logging_level 'loud' is not possible: give 'debug', 'info'", logging_level="loud")
+    assert [log_level(level) for level in ("info", "WARNING", 15)] == [20, 30, 15]
     refused(RequestError, "choose 'cpu' or 'nvme'", stage=3, offload_optimizer=True, offload_optimizer_device="disk")
 
 
@@ -346,6 +348,8 @@ def logged(cluster):
     logging.getLogger().addHandler(handler)
     logger = logging.getLogger("DeepSpeed")
     logger.info("something")
+    logger.warning("**** You are using ZeRO with an untested optimizer, proceed with caution *****")
+    logger.warning("[deepspeed] OVERFLOW! Skipping step. Gradients are non-finite, weights were not updated.")
     os.environ.pop("DS_ACCELERATOR", None)
     said = said_by(lambda: load_deepspeed("cuda", logging.INFO))
     return logger.handlers, [record.getMessage() for record in records], said

@@ -166,7 +166,8 @@ class Engine:
             self._set_clipping(0.0)
         if not engine.was_step_applied():
             self.skipped_steps += 1
-            _logger.warning("step skipped: a gradient is not finite (%d until now)", self.skipped_steps)
+            if engine.global_rank == 0:  # all of them skip it
+                _logger.warning("step skipped: a gradient is not finite (%d until now)", self.skipped_steps)
 
     # Gradients
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
-from dstrat.errors import ConflictError
+from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed.late_compiling import compile_muon_late
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ _NOT_OURS: tuple[tuple[str, type[Warning]], ...] = (
     (r".torch\.distributed\.\w+. is deprecated", FutureWarning),
     # DeepSpeed imports parts of torch that raise these themselves
     (r".torch\.jit\.\w+. is deprecated", DeprecationWarning),
+)
+_SAID_ALREADY = (
+    "ZeRO with an untested optimizer",  # zero_allow_untested_optimizer allows it
+    "OVERFLOW! Skipping step. Gradients are non-finite",  # the strategy logs "step skipped"
 )
 
 
@@ -63,7 +67,27 @@ def _follow_our_log(level: int) -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.propagate = True
+    logger.addFilter(_is_news)
     logger.setLevel(level)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return whether a message says what the user has not chosen, and what no line of ours says."""
+    return not any(part in str(record.msg) for part in _SAID_ALREADY)
+
+
+def log_level(given: Any) -> int:
+    """Return a level of logging from its number or its name, such as ``"info"``.
+
+    Raises:
+        RequestError: There is no such level.
+    """
+    level = logging.getLevelName(given.upper()) if isinstance(given, str) else given
+    if isinstance(level, bool) or not isinstance(level, int):
+        raise RequestError(
+            f"logging_level {given!r} is not possible: give 'debug', 'info', 'warning', 'error' or a number of logging"
+        )
+    return level
 
 
 @contextmanager

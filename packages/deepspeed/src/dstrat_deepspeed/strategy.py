@@ -25,7 +25,7 @@ from dstrat_deepspeed.nvme import free_buffers, read_once, swappers_of
 from dstrat_deepspeed.optimizers import only_optimizer, optimizer_for_cpu, resume_exactly
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.prerequisites import programs_path
-from dstrat_deepspeed.runtime import environment, load_deepspeed, running
+from dstrat_deepspeed.runtime import environment, load_deepspeed, log_level, running
 from dstrat_deepspeed.scalars import ScalarsAsBytes
 from dstrat_deepspeed.step_module import StepModule
 from dstrat_deepspeed.unwrapping import Footprint, restore_linear, take_back
@@ -61,7 +61,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         process_group_backend: Backend of torch.distributed; None takes the accelerator's.
         config: DeepSpeed's own configuration, merged over the options: a dict or the path of a JSON file.  None reads
             the file that the environment names in ``DSTRAT_DEEPSPEED_CONFIG_PATH``, if it does.
-        logging_level: The least level of DeepSpeed's own messages.
+        logging_level: The least level of DeepSpeed's own messages: a number of ``logging``, or a name such as
+            ``"info"``.
         logging_batch_size_per_gpu: Samples of a batch on one device, for DeepSpeed's own figures only; ``"auto"``
             takes that of the loader.
         timeout: How long a collective waits for the other ranks before the job fails.
@@ -84,7 +85,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         config: Mapping[str, Any] | str | Path | None = None,
-        logging_level: int = logging.WARNING,
+        logging_level: int | str = logging.WARNING,
         logging_batch_size_per_gpu: int | str = "auto",
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: str = "popen",
@@ -105,7 +106,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self.replicates_state = self.stage == 0
         self.evaluates_together = self.stage == 3  # each step gathers parameters
         self.allows_inference_mode = self.stage != 3  # a forward pass in it breaks the next training step
-        self._logging_level = logging_level
+        self._logging_level = log_level(logging_level)
         self._is_first_batch = True
         self._skipped_steps: int | None = None
         self._deepspeed: Any = None
