@@ -45,15 +45,3 @@ class TestModelParallelWithoutSplitLayers(StrategySuite):
     options: ClassVar = {"tensor_parallel_size": 1}
     world_sizes = (2,)
     pytestmark = pytest.mark.variant
-
-
-class TestDDPSharded(StrategySuite):
-    alias = "ddp_sharded"
-    world_sizes = (1, 2)
-    expected_failures: ClassVar = {
-        "test_it_trains_in_each_precision_that_it_declares[16-mixed]": "FairScale's loss scale needs CUDA"
-    }
-
-    @pytest.fixture(autouse=True)
-    def _needs_fairscale(self):
-        pytest.importorskip("fairscale", reason="needs the extra dstrat-fsdp[fairscale]")
