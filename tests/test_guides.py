@@ -183,6 +183,14 @@ def test_the_package_of_a_guide_passes_standard_tests_of_its_plugin(package: Pat
 # Messages
 
 
+def own_texts(part: ast.AST) -> list[str | None]:
+    """Return the texts of a part of a message, with None for each value, such as where a logger puts one."""
+    if not isinstance(part, ast.Constant) or type(part.value) is not str:
+        return [None]
+    first, *others = re.split("%[sdr]", part.value)
+    return [first, *(text for other in others for text in (None, other))]
+
+
 @cache
 def texts() -> list[re.Pattern[str]]:
     """Return a pattern for each sentence, or part of one, in the sources; its groups are what is no value."""
@@ -190,7 +198,7 @@ def texts() -> list[re.Pattern[str]]:
     for path in ROOT.glob("packages/*/src/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            own = [part.value if isinstance(part, ast.Constant) and type(part.value) is str else None for part in parts]
+            own = [text for part in parts for text in own_texts(part)]
             if sum(len(text) for text in own if text) >= 8 and any(" " in text for text in own if text):
                 found.append(re.compile("".join(".*?" if text is None else f"({re.escape(text)})" for text in own)))
     return found
