@@ -105,12 +105,6 @@ class HasScalar(BlockNet):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
 
-class HasNothing(BlockNet):
-    def __init__(self):
-        super().__init__()
-        self.nothing = nn.Parameter(torch.ones(0))
-
-
 class HasTwoDtypes(BlockNet):
     def __init__(self):
         super().__init__()
@@ -185,7 +179,6 @@ def test_modules_that_cannot_work_are_told_of():
 
 CANNOT_BE_SHARDED = {
     "HasScalar": "parameter 'scale' is a scalar, which cannot be sharded: give it the shape (1,)",
-    "HasNothing": "parameter 'nothing' has no elements",
     "HasTwoDtypes": "parameters 'first.weight' of torch.float32 and 'exact' of torch.float64 are gathered together",
     "PenalizesWeights": "a step computes with the parameters of a block outside of the block's forward",
     "StepsWholeParameters": "torch's Rprop cannot step parameters that are sharded",

@@ -112,7 +112,7 @@ def whole_and_resumed(fit, path, hook, *, at, loader=None, **options):
     return whole, fit(ckpt_path=path, loader=loader and loader(), **options)
 
 
-@pytest.mark.parametrize("at", [1, 4])  # the last one is the last batch of an epoch
+@pytest.mark.parametrize("at", [0, 1, 4])  # the first and the last batch of an epoch
 @pytest.mark.parametrize("hook", WITHIN_A_BATCH)
 def test_a_batch_within_which_was_saved_is_trained_on_once_more(fit, tmp_path, hook, at):
     whole, resumed = whole_and_resumed(fit, tmp_path / "saved", hook, at=at)
@@ -166,6 +166,24 @@ def test_after_an_exception_in_a_batch_training_goes_on_with_that_batch(fit, tmp
         fit(rescue, cls=Raises, accumulate_grad_batches=accumulate_grad_batches)
     path = tmp_path / "on_exception.ckpt"
     assert fit(ckpt_path=path, accumulate_grad_batches=accumulate_grad_batches) == whole
+
+
+class Accumulating(Net):
+    """Steps its optimizer in every second batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2 == 1:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_gradients_of_a_batch_that_is_trained_on_once_more_count_once_in_manual_optimization(fit, tmp_path):
+    options = {"cls": Accumulating, "val_check_interval": 1.0}
+    whole, resumed = whole_and_resumed(fit, tmp_path / "saved", "on_after_backward", at=2, **options)
+    assert resumed == whole
 
 
 def test_means_go_on_over_an_epoch_that_was_broken_off_and_early_stopping_judges_only_its_whole(fit, tmp_path):

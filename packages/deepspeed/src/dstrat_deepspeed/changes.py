@@ -43,7 +43,7 @@ class OutsideChanges:
             watched.remember()
         self._seen = [mark() for mark in self._marks]
 
-    def accept(self) -> None:
+    def accept(self, *, moves: bool = True) -> None:
         """Let the optimizer go on with the weights that were changed.
 
         Raises:
@@ -54,10 +54,12 @@ class OutsideChanges:
             return
         pairs = zip(now, self._seen, strict=True)
         changed = [watched for watched, (new, old) in zip(self._watched, pairs, strict=True) if new != old]
-        for watched in changed:
+        taken = changed if moves else [watched for watched in changed if not watched.is_elsewhere]
+        for watched in taken:
             watched.keep()
-        self._state.take_weights({watched.name for watched in changed})
-        self.ignore()
+        self._state.take_weights({watched.name for watched in taken})
+        if len(taken) == len(changed):
+            self.ignore()
 
 
 class FixedFlags:
@@ -101,6 +103,10 @@ class _WholeParameter:
     def mark(self) -> tuple[int, int]:
         return self._parameter._version, self._parameter.data_ptr()  # noqa: SLF001 - torch has no other name for it
 
+    @property
+    def is_elsewhere(self) -> bool:
+        return self._parameter.data_ptr() != self._place.data_ptr()
+
     def remember(self) -> None:
         """There is nothing else to compare with."""
 
@@ -118,10 +124,10 @@ class _ShardedParameter:
         self.name = name
         self._parameter = parameter
         self._version_held = 0
+        self.is_elsewhere = False
 
-    def mark(self) -> int:
-        version: int = self._parameter._version  # noqa: SLF001 - torch has no other name for it
-        return version
+    def mark(self) -> tuple[int, int]:
+        return self._parameter._version, self._parameter.ds_tensor._version  # noqa: SLF001 - torch has no other name
 
     def remember(self) -> None:
         self._version_held = self._parameter.ds_tensor._version  # noqa: SLF001 - the same

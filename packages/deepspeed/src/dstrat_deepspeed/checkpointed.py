@@ -78,12 +78,12 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def sharded_module_state(self) -> dict[str, Any]:
         """Return the state of the module under its own names, of stage 3 in this rank's elements of each parameter."""
-        self._accept_changes()
+        self._accept_changes(moves=False)
         return sharded_state(self.module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of the optimizer on global rank 0, and an empty dict on the others; collective."""
-        self._accept_changes()
+        self._accept_changes(moves=False)
         partitioned = self._partitioned(optimizer)
         if partitioned is None:
             return super().optimizer_state(optimizer)
@@ -105,7 +105,7 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer by the names of its parameters, each rank its own elements."""
-        self._accept_changes()
+        self._accept_changes(moves=False)
         partitioned = self._partitioned(optimizer)
         return super().sharded_optimizer_state(optimizer) if partitioned is None else partitioned.get()
 
@@ -193,10 +193,10 @@ class CheckpointedStrategy(ParallelStrategy):
         if self._changes is not None:
             self._changes.ignore()
 
-    def _accept_changes(self) -> None:
+    def _accept_changes(self, *, moves: bool = True) -> None:
         """Let the optimizer go on with weights that hooks have changed."""
         if self._changes is not None:
-            self._changes.accept()
+            self._changes.accept(moves=moves)
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name.replace("_orig_mod.", "") for name, parameter in self.module.named_parameters()}

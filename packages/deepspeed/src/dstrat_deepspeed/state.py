@@ -197,8 +197,13 @@ class PartitionedState:
                 _copy(weights, extent, masters[extent.name], repr(extent.name))
             else:
                 mine = weights.detach().view(-1)[extent.offset : extent.offset + extent.length]
-                if mine.data_ptr() != extent.weights.data_ptr():
-                    mine.copy_(extent.weights)
+                used = extent.weights
+                if mine.data_ptr() == used.data_ptr():
+                    continue
+                if names is None or mine.dtype == used.dtype:
+                    mine.copy_(used)
+                else:  # elements that were not changed keep what rounding has left out of the module's
+                    mine.copy_(torch.where(mine.to(used) == used, mine, used.to(mine)))
 
 
 def _names_of(partitions: Sequence[Partition]) -> list[list[str]]:

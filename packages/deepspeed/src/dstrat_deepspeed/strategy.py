@@ -242,18 +242,24 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             super().on_exception(exception)
 
     def teardown(self) -> None:
-        if not self._has_failed:
-            self._accept_changes()
-        self._close_engine(can_gather=not self._has_failed)
-        super().teardown()
-        if self._footprint is not None:
-            self._footprint.leave_shapes()
-            self._footprint = None
+        try:
+            if not self._has_failed:
+                self._accept_changes()
+        except BaseException:
+            self._has_failed = True
+            raise
+        finally:
+            self._close_engine(can_gather=not self._has_failed or self.world_size == 1)
+            super().teardown()
+            if self._footprint is not None:
+                self._footprint.leave_shapes()
+                self._footprint = None
 
     def _close_engine(self, *, can_gather: bool) -> None:
         """Give the module back, of stage 3 to rank 0, unless other ranks may be gone; collective where it gathers."""
         engine, self._engine = self._engine, None
         self._changes = self._flags = None
+        self._state = self._state_of = None
         if engine is not None:
             self._skipped_steps = engine.skipped_steps
         self._is_first_batch = True

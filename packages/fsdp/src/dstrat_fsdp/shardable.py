@@ -25,15 +25,11 @@ def check_shapes(module: Module) -> None:
     """Check that each parameter can be divided.
 
     Raises:
-        MisuseError: One is a scalar, or has no elements.
+        MisuseError: One is a scalar.
     """
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            continue
-        if parameter.dim() == 0:
+        if parameter.dim() == 0 and not isinstance(parameter, DTensor):
             raise MisuseError(f"parameter {name!r} is a scalar, which cannot be sharded: give it the shape (1,)")
-        if parameter.numel() == 0:
-            raise MisuseError(f"parameter {name!r} has no elements, and cannot be sharded: leave it out")
 
 
 def check_dtypes(units: Sequence[FSDPModule], module: Module) -> None:

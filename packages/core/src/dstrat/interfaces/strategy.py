@@ -389,12 +389,12 @@ class Strategy(ABC):
         Raises:
             CheckpointError: It is the state of other parameters.
         """
-        groups, saved = (
-            [group["params"] for group in side] for side in (optimizer.param_groups, state["param_groups"])
-        )
-        found = groups_misfit(optimizer, groups, saved)
-        if found is not None:
-            raise CheckpointError(found)
+        if "param_groups" in state:  # an optimizer may have a state_dict of its own
+            groups, saved = (
+                [group["params"] for group in side] for side in (optimizer.param_groups, state["param_groups"])
+            )
+            if (found := groups_misfit(optimizer, groups, saved)) is not None:
+                raise CheckpointError(found)
         optimizer.load_state_dict(dict(state))
 
     def sharded_module_state(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,7 +68,7 @@ class OwnLoop:
         self.strategy = strategy
         self._steps: Steps | None = None
         self._loaders: list[TrainingLoader] = []
-        self._evaluation_loaders: list[EvaluationLoader] = []
+        self._evaluated: list[weakref.ref[EvaluationLoader]] = []
         self._is_launched = False
 
     # Launching
@@ -107,7 +108,7 @@ class OwnLoop:
         if self._steps is not None:
             for name in _STEP_NAMES:
                 self.strategy.module.__dict__.pop(name, None)
-        self._steps, self._loaders, self._evaluation_loaders = None, [], []
+        self._steps, self._loaders, self._evaluated = None, [], []
         self.strategy.teardown()
 
     # What is trained
@@ -186,8 +187,14 @@ class OwnLoop:
             distribute: Whether the data is divided between the processes; False where the loader has this one's part.
         """
         self._check_launched("evaluation_loader")
-        self._evaluation_loaders.append(EvaluationLoader(loader, self.strategy, distribute=distribute))
-        return self._evaluation_loaders[-1]
+        made = EvaluationLoader(loader, self.strategy, distribute=distribute)
+        self._evaluated.append(weakref.ref(made))  # a loop may make one for each epoch
+        return made
+
+    @property
+    def _evaluation_loaders(self) -> list[EvaluationLoader]:
+        """Those that the loop still has, in the order in which they were made."""
+        return [loader for made in self._evaluated if (loader := made()) is not None]
 
     # Steps
 

@@ -51,7 +51,8 @@ def name_of_operation(reduce_op: str | dist.ReduceOp | None) -> str:
     Raises:
         RequestError: It is none of them.
     """
-    name = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+    plain = getattr(reduce_op, "op", reduce_op)  # of an instance of torch's class
+    name = "mean" if plain is None else str(getattr(plain, "name", plain)).lower()
     name = "mean" if name == "avg" else name
     if name not in _OPERATIONS:
         raise RequestError(f"reduce_op {reduce_op!r} is not one of avg, {', '.join(_OPERATIONS)}")

@@ -43,11 +43,11 @@ class EndedFit:
 
         try:
             entries, own = optimization_entries(trainer.strategy), own_state(trainer)
+            if not trainer.is_global_zero and not trainer.strategy.checkpoint_io.is_collective:
+                entries = {}  # global rank 0 writes them alone
+            return cls(optimization=apply_to_tensors(entries, Tensor.cpu), own=apply_to_tensors(own, Tensor.cpu))
         except Exception as error:  # noqa: BLE001 - a fit is no failure for what nobody may ask for
             return cls(optimization={}, own={}, error=error)
-        if not trainer.is_global_zero and not trainer.strategy.checkpoint_io.is_collective:
-            entries = {}  # global rank 0 writes them alone
-        return cls(optimization=apply_to_tensors(entries, Tensor.cpu), own=apply_to_tensors(own, Tensor.cpu))
 
     def save(self, trainer: Trainer, path: str | Path, *, weights_only: bool) -> None:
         """Write the checkpoint; every process of the job calls it, and they are connected until it is written."""

@@ -52,4 +52,7 @@ def check_no_removed_hooks(owner: object, *, is_callback: bool = False) -> None:
     """
     for name, instead in (_OF_CALLBACKS if is_callback else _OF_MODULES).items():
         if callable(getattr(owner, name, None)):
-            raise MisuseError(f"{type(owner).__name__}.{name} is not called any more: do its work in {instead}")
+            raise MisuseError(
+                f"{type(owner).__name__}.{name} is not called any more: do its work in {instead}, or give it another "
+                "name if it is no hook"
+            )

@@ -26,7 +26,7 @@ def show_results(stage: str, results: Sequence[Mapping[str, float]]) -> None:
         results: The values by name, of each loader.
     """
     rows = rows_of(stage, results)
-    if len(rows) == 1:
+    if len(rows) == 1 or sys.stderr is None:  # as in a program without a console
         return
     if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
         _show_on_terminal(rows)

@@ -224,7 +224,8 @@ def _stopped(trainer: Trainer, exception: Interrupted | Terminated) -> Outcome |
         outcomes.append(Outcome.of(trainer, None, stopped_by=exception.signal))
 
     _on_exception(trainer, exception, leave=leave if trainer.ran_elsewhere else None)
-    return outcomes[0] if outcomes else None
+    # The launcher of another machine returns nothing, so that the processes there raise.
+    return outcomes[0] if outcomes and trainer.node_rank == 0 else None
 
 
 def _finish(trainer: Trainer) -> None:

@@ -89,7 +89,7 @@ def test_rank_that_hangs_is_named_with_its_stack(launch):
         RankFailedError, match=r"rank 1 of 2 hung: rank 0 waited for it in vain \(RuntimeError"
     ) as caught:
         launch("get_stuck")
-    assert time.monotonic() - start < 6
+    assert time.monotonic() - start < 15
     assert "in fall_asleep" in caught.value.rank_traceback.splitlines()[1]
     assert caught.value.rank == 1
     assert caught.value.exit_code is None

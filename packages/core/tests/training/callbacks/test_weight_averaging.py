@@ -142,6 +142,7 @@ def test_evaluation_after_the_fit_uses_the_average(fit, make_line, loader):
     average.layer.weight.data.copy_(torch.stack(record.steps).mean(0))
     (expected,) = fit(None, module=make_line(), max_epochs=1).test(average, loader())
     assert results["test_loss"] == pytest.approx(expected["test_loss"])
+    assert trainer.validate(module, loader())
 
 
 def test_evaluation_of_a_checkpoint_uses_the_average(train, make_line, quiet_trainer, loader, tmp_path):

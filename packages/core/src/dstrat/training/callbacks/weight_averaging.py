@@ -86,7 +86,7 @@ class WeightAveraging(Callback):
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._average = None  # which the end of a fit has left, as a checkpoint may be saved after it
+        self._average, self._is_swapped = None, False  # which a fit has left, as a checkpoint may be saved after it
         if stage == "fit":
             self._begin()
 

@@ -34,14 +34,15 @@ def rank_state(
         logged: What the epoch has logged so far.
         has_gradients: Whether gradients may wait for an optimizer step, or stay behind one.
     """
-    strategy = trainer.strategy
+    strategy, loop = trainer.strategy, trainer.fit_loop
+    in_first = loop.is_in_batch and not loop.batches_done and beginning is not None  # the epoch begins anew
     return {
         "random": random.state_dict(),
         "device_random": strategy.accelerator.get_random_state(strategy.root_device),
-        "generators": generator_states(trainer.fit_loop.data.loader),
+        "generators": beginning.generators if in_first and beginning else generator_states(loop.data.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
         "validation": [shared_seeds(loader) for loader in trainer.fit_loop.validation_loaders],
-        "place": trainer.fit_loop.data.place(None if _is_over(trainer) else trainer.fit_loop.batches_done),
+        "place": None if in_first else loop.data.place(None if _is_over(trainer) else loop.batches_done),
         "logged": logged,
         "gradients": _gradients(trainer) if has_gradients else None,
     }

@@ -372,15 +372,21 @@ class FitLoop(Position):
         return rank_state(
             self._trainer,
             self.data.beginning,
-            random=self._before_validation or RandomState.capture(),
+            random=self._before_validation or self._before_first_batch or RandomState.capture(),
             logged=self._broken_off or self.logged.state_dict(),
-            has_gradients=self.manual_optimization is not None or (self.in_group > 0 and not self.is_in_backward),
+            has_gradients=not self.is_in_backward and (self.manual_optimization is not None or self.in_group > 0),
         )
+
+    @property
+    def _before_first_batch(self) -> RandomState | None:
+        """The random numbers of before the epoch's order was drawn, within its first batch, which is read anew."""
+        beginning = self.data.beginning
+        return beginning.random if self.is_in_batch and not self.batches_done and beginning is not None else None
 
     @property
     def is_in_backward(self) -> bool:
         """Whether gradients of a batch that does not count as done are among those that wait for a step."""
-        return isinstance(self._optimization, AutomaticOptimization) and self._optimization.is_in_backward
+        return self._optimization is not None and self._optimization.is_in_backward
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what a process had when the checkpoint was saved."""

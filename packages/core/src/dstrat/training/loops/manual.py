@@ -42,7 +42,7 @@ class ManualOptimization:
         self._before_backward = trainer.dispatch.of("on_before_backward")
         self._after_backward = trainer.dispatch.of("on_after_backward")
         self.optimizers = [ManualOptimizer(optimizer, trainer, self) for optimizer in trainer.strategy.optimizers]
-        self.waits = False
+        self.waits = self.is_in_backward = False
 
     def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - the module accumulates by itself
         """Train on a batch; return what ``training_step`` returned.
@@ -52,12 +52,15 @@ class ManualOptimization:
             group_size: Always 1.
             applies: Always True.
         """
-        return self._training_step(*arguments)
+        outputs = self._training_step(*arguments)
+        self.is_in_backward = False
+        return outputs
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss, with the hooks around it."""
         for hook in self._before_backward:
             hook(loss)
+        self.is_in_backward = True
         self._strategy.backward(loss, *args, **kwargs)
         self.waits = True
         for hook in self._after_backward:
