@@ -175,15 +175,22 @@ def test_a_rank_that_sees_another_catalog_is_told_what_differs():
     assert "only rank 1 has ['ddp dstrat-ddp 0.2.0']; only rank 0 has ['ddp dstrat-ddp 0.1.0']" in text
 
 
+def open_sockets():
+    """What this process has open, by the targets of its descriptors."""
+    return {str(fd.readlink()) for fd in list(Path("/proc/self/fd").iterdir()) if fd.is_symlink()}
+
+
 def test_the_processes_listen_on_the_loopback_only():
+    of_earlier_tests = open_sockets()  # which forked ranks have too
+
     def listeners(store):
         dist.barrier()
+        own = open_sockets() - of_earlier_tests
         addresses = set()
-        inodes = {str(fd.readlink()) for fd in list(Path("/proc/self/fd").iterdir()) if fd.is_symlink()}
         for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
             for line in Path(table).read_text().splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:  # listening, and ours
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:  # listening, and ours
                     addresses.add(fields[1].split(":")[0])
         return addresses
 
