@@ -144,9 +144,9 @@ def builds(session: nox.Session) -> None:
 
 
 def workers() -> list[str]:
-    """Return pytest's options for running everything: a process more than cores, as many tests wait for others."""
+    """Return pytest's options for running everything: two processes more than cores, as many tests wait for others."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [f"--numprocesses={cores + 1}", "--dist=worksteal"]
+    return [f"--numprocesses={cores + 2}", "--dist=worksteal"]
 
 
 @nox.session

@@ -242,14 +242,15 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             super().on_exception(exception)
 
     def teardown(self) -> None:
+        can_gather = not self._has_failed
         try:
-            if not self._has_failed:
+            if can_gather:
                 self._accept_changes()
         except BaseException:
-            self._has_failed = True
+            can_gather = self.world_size == 1  # others may have lost nothing, and wait elsewhere
             raise
         finally:
-            self._close_engine(can_gather=not self._has_failed or self.world_size == 1)
+            self._close_engine(can_gather=can_gather)
             super().teardown()
             if self._footprint is not None:
                 self._footprint.leave_shapes()
