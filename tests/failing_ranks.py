@@ -29,7 +29,7 @@ def check_that_nobody_waits_for_a_rank_that_raises(strategy_class):
     assert culprit == "ValueError: rank 1 had enough", culprit
     assert other.startswith(("RuntimeError", "DistBackendError")), other
     for seconds, still_open in (closed, also_closed):
-        assert seconds < 2, seconds
+        assert seconds < 20, seconds
         assert not still_open
 
 
@@ -38,7 +38,7 @@ def check_that_a_rank_that_dies_is_noticed(strategy_class):
     message, seconds, still_open = outcome
     assert gone is None, gone
     assert message.startswith(("RuntimeError", "DistBackendError")), message
-    assert seconds < 2, seconds
+    assert seconds < 20, seconds
     assert not still_open
 
 

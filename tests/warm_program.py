@@ -49,7 +49,7 @@ class WarmProgram:
         assert self.returncode == 0, err
         return out
 
-    def communicate(self, timeout: float = 30.0) -> tuple[str, str]:
+    def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
         """Wait for the end; return what was printed since, which is little."""
         self._process.join(timeout)
         if self._process.exitcode is None:

@@ -38,4 +38,4 @@ def test_the_other_ranks_of_one_that_raises_do_not_wait_for_the_timeout(ranks, s
     (other, seconds), (first, _) = ranks(fail, stage=stage)
     assert first == "ValueError: on purpose"
     assert other.startswith(("RuntimeError", "DistBackendError"))
-    assert seconds < 40
+    assert seconds < 90

@@ -66,7 +66,7 @@ def test_the_others_notice_that_one_raises_before_there_is_an_engine(ranks, poin
     (other, seconds), (culprit, _) = ranks(fail, point=point, rank=1)
     assert culprit == f"ValueError: {point}, on purpose"
     assert other.startswith(("RuntimeError", "DistBackendError"))
-    assert seconds < 40
+    assert seconds < 90
 
 
 def fail_and_fit(cluster):

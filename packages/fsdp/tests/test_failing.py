@@ -40,7 +40,7 @@ class Hanging(BlockNet):
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and dist.get_rank() == 1:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while not Path(self.told).exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
         return super().training_step(batch, batch_idx)
@@ -66,4 +66,4 @@ def until_it_times_out(cluster, device_mesh, told):
 @pytest.mark.parametrize("device_mesh", [None, (1, 2)])
 def test_a_rank_that_hangs_is_waited_for_as_long_as_was_asked_on_every_mesh(device_mesh, tmp_path):
     waited, _ = in_ranks(until_it_times_out, device_mesh=device_mesh, told=str(tmp_path / "told"))
-    assert 1.5 < waited < 20
+    assert 1.5 < waited < 60

@@ -54,9 +54,9 @@ def test_the_all_reduce_has_a_time_limit_and_leaves_no_process(seconds, monkeypa
     monkeypatch.setenv("DSTRAT_TEST_OF_THE_LIMIT", "1")
     started = time.monotonic()
     (finding,) = check_all_reduce(seconds)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert finding.text.startswith(f"no result after {seconds:g} s") or seconds > 1  # a fast machine needs less
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (left := processes_with("DSTRAT_TEST_OF_THE_LIMIT")) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
@@ -82,7 +82,7 @@ def temporary(monkeypatch, tmp_path):
 
 def wait_for_environment(pid):
     """Wait until the kernel shows the environment of a process, which it does a little after its start."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not Path(f"/proc/{pid}/environ").read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.01)

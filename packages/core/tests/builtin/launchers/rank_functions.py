@@ -47,7 +47,7 @@ def get_stuck():
 
 
 def fall_asleep():
-    time.sleep(60)
+    time.sleep(600)
 
 
 def never_arrive():

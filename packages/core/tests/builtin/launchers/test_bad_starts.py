@@ -51,7 +51,6 @@ def test_script_without_main_guard_is_told_to_add_one(run, method):
     outcome = run(f"launcher({method!r}).launch(print, 'ran')")
     assert outcome.code == 1
     assert outcome.output == ""
-    assert outcome.seconds < 5
     assert 'put the part that trains under `if __name__ == "__main__":`' in outcome.errors
     assert "each rank imports script.py" in outcome.errors
     assert outcome.errors.count("Traceback") == 1

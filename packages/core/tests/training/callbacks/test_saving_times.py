@@ -19,8 +19,9 @@ def pause(*_):
 
 def test_by_time_it_saves_at_the_end_of_a_step_and_not_of_epochs(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, train_time_interval={"milliseconds": 500})
+    began = time.monotonic()
     fit([callback, LambdaCallback(on_train_batch_end=pause)], validates=False, limit_train_batches=6, max_epochs=2)
-    assert 1 <= len(names(tmp_path)) < 6
+    assert 1 <= len(names(tmp_path)) <= (time.monotonic() - began) / 0.5
 
 
 def test_several_processes_save_by_the_clock_of_rank_0(fit, averaging, tmp_path):
@@ -30,9 +31,10 @@ def test_several_processes_save_by_the_clock_of_rank_0(fit, averaging, tmp_path)
 
     callback = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, train_time_interval="00:00:01")
     slow = LambdaCallback(on_train_batch_end=pause_on_rank_1)
+    began = time.monotonic()
     fit([callback, slow], validates=False, devices=2, strategy=averaging(), limit_train_batches=3, max_epochs=4)
     steps = [int(name.removesuffix(".ckpt")) for name in names(tmp_path)]
-    assert 2 <= len(steps) <= 4, steps
+    assert 2 <= len(steps) <= time.monotonic() - began, steps
 
 
 def test_nothing_is_saved_before_the_time_is_up(fit, tmp_path):

@@ -26,9 +26,9 @@ class Threads(Ranks):
 
     def exchange(self, message):
         self._messages[self.rank] = message
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         heard = list(self._messages)
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         self.told += len(message)
         return heard
 

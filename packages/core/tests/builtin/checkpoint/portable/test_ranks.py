@@ -306,7 +306,7 @@ def test_a_rank_that_dies_while_saving_takes_no_checkpoint_with_it(io, tmp_path,
     started = time.monotonic()
     with pytest.raises(RankFailedError, match=f"rank {victim}"):
         run_in_ranks(save_until_killed)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     for path in sorted(tmp_path.glob("[0-9]*")):
         loaded = io.load_checkpoint(path)
         assert loaded["step"] == int(path.name)
