@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dstrat_deepspeed.gradient_order import GradientOrder
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -35,74 +37,31 @@ def unused_gradients(optimizer: Any, *, sends_in_step: bool) -> UnusedGradients 
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
         return _OfStage3(optimizer, sends_in_step=sends_in_step)
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return _OfStages1And2(optimizer, sends_in_step=sends_in_step)
+        return _OfStages1And2(optimizer)
     return None
 
 
 class _OfStages1And2:
-    """Stage 1 reduces in the last backward pass of a step, and then only the parameters that this pass has used.
+    """Passes after which gradients are reduced bring those of all parameters, so that nothing else is missing."""
 
-    An optimizer on the CPU keeps the gradients of parameters that a step does not use, and misses those that its last
-    pass does not use.
-    """
-
-    def __init__(self, optimizer: Any, *, sends_in_step: bool) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._sends_in_step = sends_in_step
         self._initial = optimizer.micro_step_id
-        self._reducing: set[int] = set()
-        if optimizer.overlap_comm and not optimizer.partition_gradients:
-            self._reduce_one, self._reduce_rest = (
-                optimizer.reduce_independent_p_g_buckets_and_remove_grads,
-                optimizer.reduce_gradients,
-            )
-            optimizer.reduce_independent_p_g_buckets_and_remove_grads = self._reduce_and_note
-            optimizer.reduce_gradients = self._reduce_all
-
-    def _reduce_and_note(self, parameter: Any, group: int) -> None:
-        self._reducing.add(id(parameter))
-        self._reduce_one(parameter, group)
-
-    def _reduce_all(self, *arguments: Any, **options: Any) -> None:
-        for number, group in enumerate(self._optimizer.bit16_groups):
-            for parameter in group:
-                is_left = id(parameter) not in self._reducing
-                if is_left and self._optimizer.get_gradient_for_reduction(parameter) is not None:
-                    self._reduce_one(parameter, number)
-        self._reducing.clear()
-        self._reduce_rest(*arguments, **options)
+        self._order = GradientOrder(optimizer)
 
     def after_backward(self) -> None:
-        optimizer = self._optimizer
-        if optimizer.cpu_offload and optimizer.micro_step_id == self._initial + 1:
-            for number in optimizer.accumulated_grads_in_cpu.keys() - self._accumulated:
-                optimizer.accumulated_grads_in_cpu[number].zero_()
+        """There is nothing left."""
 
     def before_step(self) -> None:
-        optimizer = self._optimizer
-        if not optimizer.cpu_offload:
-            return
-        sent = self._accumulated
-        if not self._sends_in_step:
-            self._accumulated.difference_update(optimizer.norm_for_param_grads)
-            optimizer._finalize_cpu_offload_gradient_accumulation()  # noqa: SLF001 - as it does where it sends in the step
-            sent = optimizer.norm_for_param_grads.keys()
-        for group, parameters in enumerate(optimizer.params_in_partition):
-            for number in {optimizer.get_param_id(parameter) for parameter in parameters} - sent:
-                _, _, offset, length = optimizer.grad_position[number]
-                optimizer.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, length).zero_()
+        """The optimizer has all of them."""
 
     def forget(self) -> None:
-        if self._optimizer.cpu_offload:
-            self._optimizer.micro_step_id = self._initial
-            self._optimizer.norm_for_param_grads = {}
-            self._accumulated.clear()
-
-    @property
-    def _accumulated(self) -> set[int]:
-        """The ids of parameters that batches of the step have used."""
-        accumulated: set[int] = self._optimizer._offload_accumulated_param_ids  # noqa: SLF001 - nowhere else
-        return accumulated
+        optimizer = self._optimizer
+        self._order.forget()
+        if optimizer.cpu_offload:
+            optimizer.micro_step_id = self._initial
+            optimizer.norm_for_param_grads = {}
+            optimizer._offload_accumulated_param_ids.clear()  # noqa: SLF001 - nowhere else
 
 
 class _OfStage3:

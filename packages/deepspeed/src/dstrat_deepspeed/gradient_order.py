@@ -1,0 +1,152 @@
+"""Gradients that all ranks reduce in one order, whichever each of them has computed, and when."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from dstrat_deepspeed.agreement import is_same_on_all_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class GradientOrder:
+    """What lets ranks of stages 1 and 2 use different parameters, or the same ones in another order.
+
+    DeepSpeed fills its buckets with gradients as a rank computes them, and adds up buckets over the ranks.  Here a
+    gradient that comes before its turn waits for it, and one that a rank has not computed by the end of a backward pass
+    is zero, as in stage 0.  The order is that of the first pass, of rank 0 where ranks differ in it, so that nothing
+    waits where all passes are alike.  What ranks agree on is asked for in the first pass only, once for each bucket.
+
+    Args:
+        optimizer: What DeepSpeed has made of the user's optimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._parameters = {
+            optimizer.get_param_id(parameter): (parameter, group)
+            for group, parameters in enumerate(optimizer.bit16_groups)
+            for parameter in parameters
+        }
+        self._order: list[int] = []
+        self._places: dict[int, int] = {}
+        self._is_complete = False
+        self._has_differed = False
+        self._waiting: dict[int, Any] = {}  # each with the event on a GPU after which it can be read
+        self._elements_waiting = 0
+        self._num_sent = 0
+        self._send = optimizer.reduce_independent_p_g_buckets_and_remove_grads
+        self._end = optimizer.overlapping_partition_gradients_reduce_epilogue
+        optimizer.reduce_independent_p_g_buckets_and_remove_grads = self._take
+        optimizer.overlapping_partition_gradients_reduce_epilogue = self._end_pass
+
+    def forget(self) -> None:
+        """Let go what an interrupted backward pass has left."""
+        self._waiting.clear()
+        self._elements_waiting = self._num_sent = 0
+
+    def _take(self, parameter: Any, group: int) -> None:
+        if not getattr(parameter, "ds_grad_is_ready", True):
+            return  # more is added to it, and it comes again
+        number = self._optimizer.get_param_id(parameter)
+        if self._places.get(number, self._num_sent) < self._num_sent:
+            self._send(parameter, group)  # for the second time in a pass, which DeepSpeed refuses
+            return
+        self._waiting[number] = None
+        if self._is_complete:
+            self._send_those_whose_turn_it_is()
+        elif not self._has_differed:
+            self._elements_waiting += parameter.numel()
+            if self._elements_waiting > self._optimizer.reduce_bucket_size:
+                self._agree(is_end=False)
+        if number in self._waiting:
+            self._waiting[number] = _now()
+
+    def _send_those_whose_turn_it_is(self) -> None:
+        while self._num_sent < len(self._order) and self._order[self._num_sent] in self._waiting:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        number = self._order[self._num_sent]
+        parameter, group = self._parameters[number]
+        _wait_for(self._waiting.pop(number, None), self._optimizer.get_gradient_for_reduction(parameter))
+        self._num_sent += 1
+        self._send(parameter, group)
+
+    def _end_pass(self) -> None:
+        if not self._is_complete:
+            self._complete()
+        if self._num_sent < len(self._order) and self._optimizer.contiguous_gradients:
+            self._optimizer.setup_buckets()  # which a rank that has computed nothing has not done
+        while self._num_sent < len(self._order):
+            self._give_zeros(self._parameters[self._order[self._num_sent]][0])
+            self._send_next()
+        self._num_sent = 0
+        self._end()
+
+    def _give_zeros(self, parameter: Any) -> None:
+        optimizer = self._optimizer
+        if optimizer.get_gradient_for_reduction(parameter) is not None:
+            return  # stage 1 has it from this pass, or an earlier one
+        if optimizer.use_grad_accum_attribute:
+            parameter.grad_accum = torch.zeros(
+                parameter.shape, dtype=optimizer.gradient_accumulation_dtype, device=parameter.device
+            )
+        else:
+            parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+    # The order
+
+    def _agree(self, *, is_end: bool) -> None:
+        """Send what waits if all ranks have computed the same until now; else let it wait for the end of the pass."""
+        self._has_differed = not is_same_on_all_ranks((is_end, *self._waiting), self._group, self._device)
+        if not self._has_differed:
+            self._append(self._waiting)
+            self._elements_waiting = 0
+            self._send_those_whose_turn_it_is()
+
+    def _complete(self) -> None:
+        if not self._has_differed:
+            self._agree(is_end=True)
+        numbers = dict.fromkeys([*self._waiting, *self._parameters])
+        rest = torch.tensor([n for n in numbers if n not in self._places], dtype=torch.int64, device=self._device)
+        distributed.broadcast(rest, distributed.get_global_rank(self._group, 0), group=self._group)
+        self._append(rest.tolist())
+        self._is_complete = True
+
+    def _append(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._places[number] = len(self._order)
+            self._order.append(number)
+
+    @property
+    def _group(self) -> Any:
+        return self._optimizer.dp_process_group
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(iter(self._parameters.values()))[0].device
+        return device
+
+
+def _now() -> Any:
+    """Return an event after what has been begun on this stream of a GPU; None on a CPU."""
+    accelerator = import_module("deepspeed.accelerator").get_accelerator()
+    if accelerator.resolves_data_dependency():
+        return None
+    event = accelerator.Event()
+    event.record(accelerator.current_stream())
+    return event
+
+
+def _wait_for(event: Any, gradient: Any) -> None:
+    """Let the current stream use a gradient after an event."""
+    if event is not None:
+        stream = import_module("deepspeed.accelerator").get_accelerator().current_stream()
+        stream.wait_event(event)
+        gradient.record_stream(stream)

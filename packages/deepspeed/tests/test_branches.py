@@ -1,0 +1,89 @@
+"""Ranks that use different parameters in one backward pass, or the same ones in another order."""
+
+import pytest
+import torch
+from deepspeed_fit import Model, fit
+from tests.ranks import each
+from torch import nn
+
+from dstrat_deepspeed import DeepSpeedStrategy
+
+
+class Branches(Model):
+    """Takes another one of two branches in each batch and on each of two ranks, or both one after the other."""
+
+    is_in_turn = False
+    sizes = (3, 3)
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(3, size), nn.Linear(size, 3)) for size in self.sizes)
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.world_size > 1:
+            return self.loss_of(batch, batch_idx + self.global_rank)
+        shares = [[tensor[rank::2] for tensor in batch] for rank in range(2)]
+        return sum(self.loss_of(share, batch_idx + rank) for rank, share in enumerate(shares)) / 2
+
+    def loss_of(self, batch, which):
+        inputs, targets = batch
+        first, second = self.branches[which % 2], self.branches[1 - which % 2]
+        outputs = first(self.net.layers(inputs))
+        return nn.functional.mse_loss(second(outputs) if self.is_in_turn else outputs, targets)
+
+
+class Unequal(Branches):
+    sizes = (3, 5)
+
+
+class InTurn(Branches):
+    is_in_turn = True
+
+
+class ByItself(Unequal):
+    """Steps after two batches, with manual optimization."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss.detach()
+
+
+WAYS = {
+    "equal": (Branches, {}),
+    "in turn": (InTurn, {}),
+    "accumulated": (Unequal, {"accumulate_grad_batches": 3}),
+    "by itself": (ByItself, {}),
+}
+SMALL = {"reduce_bucket_size": 60}
+SIMPLE = {"contiguous_gradients": False, "overlap_comm": False, "reduce_scatter": False}
+CASES = {
+    (stage, way): {"stage": stage, "way": way, **options}
+    for stage, way, options in (
+        (0, "equal", {}),
+        (1, "equal", {}),
+        (2, "in turn", SMALL),
+        (1, "accumulated", SMALL),
+        (2, "accumulated", {}),
+        (1, "by itself", {}),
+        (2, "by itself", SIMPLE),
+    )
+}
+
+
+def losses_of(cluster, stage, way, **options):
+    module, trainer = WAYS[way]
+    return fit(module(), DeepSpeedStrategy(stage=stage, **options), cluster, max_epochs=2, **trainer)
+
+
+def test_losses_are_those_of_one_device_where_ranks_use_different_parameters(ranks):
+    expected = {way: fit(module(), "single_device", max_epochs=2, **trainer) for way, (module, trainer) in WAYS.items()}
+    for found in ranks(each, function=losses_of, cases=CASES):
+        for case, losses in found.items():
+            assert losses == pytest.approx(expected[case[1]], rel=2e-6, abs=0), case
