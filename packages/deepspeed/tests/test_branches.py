@@ -1,17 +1,21 @@
 """Ranks that use different parameters in one backward pass, or the same ones in another order."""
 
+import re
+
 import pytest
 import torch
 from deepspeed_fit import Model, fit
 from tests.ranks import each
 from torch import nn
 
+from dstrat.errors import MisuseError
 from dstrat_deepspeed import DeepSpeedStrategy
 
 
 class Branches(Model):
     """Takes another one of two branches in each batch and on each of two ranks, or both one after the other."""
 
+    begins = 0
     is_in_turn = False
     sizes = (3, 3)
 
@@ -21,8 +25,9 @@ class Branches(Model):
         self.branches = nn.ModuleList(nn.Sequential(nn.Linear(3, size), nn.Linear(size, 3)) for size in self.sizes)
 
     def training_step(self, batch, batch_idx):
+        self.begun = batch_idx
         if self.trainer.world_size > 1:
-            return self.loss_of(batch, batch_idx + self.global_rank)
+            return self.loss_of(batch, batch_idx + (self.global_rank if batch_idx >= self.begins else 0))
         shares = [[tensor[rank::2] for tensor in batch] for rank in range(2)]
         return sum(self.loss_of(share, batch_idx + rank) for rank, share in enumerate(shares)) / 2
 
@@ -39,6 +44,15 @@ class Unequal(Branches):
 
 class InTurn(Branches):
     is_in_turn = True
+
+
+class Advised(Unequal):
+    """Runs all layers in the same order, as stage 3 demands."""
+
+    def loss_of(self, batch, which):
+        inputs, targets = batch
+        outputs = [branch(self.net.layers(inputs)) for branch in self.branches]
+        return nn.functional.mse_loss(outputs[which % 2], targets) + 0 * outputs[1 - which % 2].sum()
 
 
 class ByItself(Unequal):
@@ -60,6 +74,7 @@ WAYS = {
     "in turn": (InTurn, {}),
     "accumulated": (Unequal, {"accumulate_grad_batches": 3}),
     "by itself": (ByItself, {}),
+    "advised": (Advised, {}),
 }
 SMALL = {"reduce_bucket_size": 60}
 SIMPLE = {"contiguous_gradients": False, "overlap_comm": False, "reduce_scatter": False}
@@ -73,6 +88,7 @@ CASES = {
         (2, "accumulated", {}),
         (1, "by itself", {}),
         (2, "by itself", SIMPLE),
+        (3, "advised", {}),
     )
 }
 
@@ -87,3 +103,26 @@ def test_losses_are_those_of_one_device_where_ranks_use_different_parameters(ran
     for found in ranks(each, function=losses_of, cases=CASES):
         for case, losses in found.items():
             assert losses == pytest.approx(expected[case[1]], rel=2e-6, abs=0), case
+
+
+def what_stage_3_says(cluster, module, **attributes):
+    """Return the error of a fit, and the batch in which it was raised."""
+    module = module()
+    vars(module).update(attributes)
+    with pytest.raises(MisuseError) as raised:
+        fit(module, DeepSpeedStrategy(stage=3), cluster)
+    return str(raised.value), module.begun
+
+
+def test_stage_3_says_on_all_ranks_in_the_same_step_what_differs(ranks):
+    cases = {
+        "first": {"module": Unequal},
+        "later": {"module": Branches, "begins": 2},
+        "in turn": {"module": InTurn},
+    }
+    for found in ranks(each, function=what_stage_3_says, cases=cases):
+        assert {case: batch for case, (_, batch) in found.items()} == {"first": 0, "later": 2, "in turn": 0}
+        for said, _ in found.values():
+            assert re.search(
+                r"rank 0 gathers branches\.0\S* .*while rank 1 gathers branches\.1\S* .*: let each rank run", said
+            )

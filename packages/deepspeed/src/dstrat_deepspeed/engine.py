@@ -15,6 +15,7 @@ from dstrat_deepspeed.backward import ReplacedBackward
 from dstrat_deepspeed.changes import share_memory
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.ending import release_groups
+from dstrat_deepspeed.exchanges import Exchanges, exchanges_of
 from dstrat_deepspeed.nvme import free_buffers_of_state, let_go_unused, with_files
 from dstrat_deepspeed.unused import UnusedGradients, unused_gradients
 
@@ -66,6 +67,7 @@ class Engine:
         )
         self._with_files = with_files(steps)
         self._unused: UnusedGradients | None = None
+        self._exchanges: Exchanges | None = None
         self.optimizer: Optimizer | None = self.engine.basic_optimizer
         if self.optimizer is not None:
             self.optimizer.zero_grad = self._zero_grad  # it has shards of parameters now
@@ -73,6 +75,7 @@ class Engine:
             if self._is_sharded:
                 self.optimizer.add_param_group = _refuse_group
             self._unused = unused_gradients(self.engine.optimizer, sends_in_step=is_manual)
+            self._exchanges = exchanges_of(self.engine.optimizer, steps)
             _undo_first_step(self.engine.optimizer)
             share_memory(self.engine.optimizer)
             self._set_clipping(0.0)
@@ -106,6 +109,8 @@ class Engine:
         with nullcontext() if compute is None else ReplacedBackward(compute):
             # not the tensor that a step returned, whose gradient stage 0 divides by the batches of a whole group
             self.engine.backward(loss.view_as(loss), scale_wrt_gas=False)
+        if self._exchanges is not None:
+            self._exchanges.compare()
         if self._unused is not None:
             self._unused.after_backward()
 
