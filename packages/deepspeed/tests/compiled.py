@@ -23,10 +23,11 @@ import pytest
 import torch
 
 from dstrat.errors import RequestError
-from dstrat_deepspeed.prerequisites import check_prerequisites
+from dstrat_deepspeed.prerequisites import check_lockable, check_prerequisites
 
 FOLDER_VARIABLE = "DSTRAT_TEST_EXTENSIONS"
 PARTS = {"cpu_adam": ("cpu_adam",), "async_io": ("pin_memory", "async_io")}
+LOCKED = {"async_io": 32 * 2**20}  # bytes; a rank of the tests that use it had 17 MiB at most
 _BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 
 
@@ -54,6 +55,16 @@ def needs_compiled(*operations: str) -> list[pytest.MarkDecorator]:
 
 def why_not(operation: str) -> str | None:
     """Return why an operation cannot be used here, and what to do; None where it can."""
+    reason = _why_not_loaded(operation)
+    if reason is None and operation in LOCKED:
+        try:
+            check_lockable(LOCKED[operation], "the test", "run the tests that need it elsewhere")
+        except RequestError as error:
+            return str(error)
+    return reason
+
+
+def _why_not_loaded(operation: str) -> str | None:
     if not all(_is_whole(part) for part in PARTS[operation]):
         return f"{operation} is not compiled in {folder()}: python3 noxfile.py -s builds (some minutes, once)"
     try:
@@ -97,7 +108,7 @@ def compile_missing() -> None:
     """Compile what is not there yet, or is damaged."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for operation, parts in PARTS.items():
-        if why_not(operation) is None:
+        if _why_not_loaded(operation) is None:
             print(operation, "is there:", folder(), flush=True)
         else:
             _compile(operation, parts)

@@ -1,14 +1,17 @@
 """Parameters and optimizer state in files: trained, saved and resumed like others, and nothing is left behind."""
 
 import gc
+import hashlib
 import mmap
 import os
+import resource
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from compiled import needs_compiled, use_compiled
+from compiled import FOLDER_VARIABLE, PARTS, folder, needs_compiled, use_compiled, why_not
 from deepspeed_fit import Model, fit, loader, trainer_of
 from torch import nn
 
@@ -159,6 +162,30 @@ def killed_with_files(cluster, path):
     with folder_in(path) as folder:
         Path(folder, "1.tensor.swp").touch()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def little_memory_to_lock():
+    """Allow this process to lock 64 KiB, as containers do."""
+    user, limits = os.geteuid(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, limits[1]))
+    if user == 0:
+        os.seteuid(65534)  # which takes the right to lock any amount
+    yield
+    os.seteuid(user)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
+
+
+def test_that_too_little_memory_may_be_locked_is_why_tests_with_files_are_skipped(little_memory_to_lock, monkeypatch):
+    with tempfile.TemporaryDirectory() as kept:
+        monkeypatch.setenv(FOLDER_VARIABLE, kept)
+        folder().mkdir()
+        for part in PARTS["async_io"]:
+            (folder() / f"{part}.so").write_bytes(b"compiled")
+            (folder() / f"{part}.sha256").write_text(hashlib.sha256(b"compiled").hexdigest(), "ascii")
+        if (reason := why_not("async_io")) and "to be compiled" in reason:
+            pytest.skip(reason)
+        assert "the test locks 32 MiB of memory in each rank, and 0 MiB are allowed" in str(reason)
 
 
 def test_deepspeeds_own_checkpoint_of_files_is_not_read_which_is_said(tmp_path):
