@@ -146,6 +146,8 @@ class CheckpointedStrategy(ParallelStrategy):
         gradients = state.get("gradients", {})
         if self.saves_gradients and state.get("stage") == self.stage:
             put_back(self._ready_optimizer, gradients)
+            if gradients and self._engine is not None:
+                self._engine.has_put_back()
         elif gradients and self.is_global_zero:
             _logger.warning(
                 "the checkpoint has gradients of stage %s between the batches of one optimizer step: with stage %d "

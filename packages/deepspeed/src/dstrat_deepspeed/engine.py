@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,15 @@ from dstrat_deepspeed.changes import share_memory
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.ending import release_groups
 from dstrat_deepspeed.exchanges import Exchanges, exchanges_of
+from dstrat_deepspeed.layers import naming_new_parameters
 from dstrat_deepspeed.nvme import free_buffers_of_state, let_go_unused, with_files
+from dstrat_deepspeed.optimizers import undo_first_step
 from dstrat_deepspeed.unused import UnusedGradients, unused_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
-    from torch.nn import Module
     from torch.optim import Optimizer
 
     from dstrat_deepspeed.step_module import StepModule
@@ -58,6 +59,7 @@ class Engine:
         self.skipped_steps = 0
         self._steps = steps
         self._is_manual = is_manual
+        self._has_begun = False
         self._has_gradients = False
         self._norm: float | Tensor | None = None
         if is_manual:
@@ -76,7 +78,7 @@ class Engine:
                 self.optimizer.add_param_group = _refuse_group
             self._unused = unused_gradients(self.engine.optimizer, sends_in_step=is_manual)
             self._exchanges = exchanges_of(self.engine.optimizer, steps)
-            _undo_first_step(self.engine.optimizer)
+            undo_first_step(self.engine.optimizer)
             share_memory(self.engine.optimizer)
             self._set_clipping(0.0)
             self.set_boundary(is_boundary=True)
@@ -86,14 +88,17 @@ class Engine:
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
         let_go_unused(self._with_files)
+        if self._is_manual and not self._has_begun:
+            self._has_begun = True
+            self._has_gradients |= self._has_parameters_gradients  # those of a checkpoint
         run = self._steps if self._is_manual else self.engine
-        with _naming_new_parameters(self._steps):
+        with naming_new_parameters(self._steps):
             return run(step, *args, **kwargs)
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step without gradients, for which parameters are gathered."""
         let_go_unused(self._with_files)
-        with _naming_new_parameters(self._steps):
+        with naming_new_parameters(self._steps):
             return self._steps(step, *args, **kwargs)
 
     def backward(self, loss: Tensor, compute: Callable[[Tensor], None] | None = None) -> None:
@@ -120,6 +125,10 @@ class Engine:
         if hasattr(engine.optimizer, "clear_backward_seen_flag"):
             engine.optimizer.clear_backward_seen_flag()
         import_module("deepspeed.runtime.utils").register_output_backward_hooks(loss, engine._backward_prologue)  # noqa: SLF001 - as its forward does
+
+    def has_put_back(self) -> None:
+        """Take note of gradients that came from a checkpoint."""
+        self._has_gradients = True
 
     def set_boundary(self, *, is_boundary: bool) -> None:
         """Say whether the next backward pass is the last one before the step; manual optimization need not know."""
@@ -158,12 +167,20 @@ class Engine:
             self.engine.optimizer.clip_grad = clip_val
 
     def step(self) -> None:
-        """Apply the gradients, and clear them; a step whose gradients are not finite is left out, and logged."""
+        """Apply the gradients, and clear them; a step whose gradients are not finite is left out, and logged.
+
+        Where no backward pass was made, nothing changes, as with an optimizer of torch.
+
+        Raises:
+            MisuseError: A backward pass was made without :meth:`backward`, so that its gradients are incomplete.
+        """
+        if not self._has_gradients and self._lacks_gradients():
+            return
         engine = self.engine
         let_go_unused(self._with_files)
         if self._unused is not None:
             self._unused.before_step()
-        with _naming_new_parameters(self._steps):
+        with naming_new_parameters(self._steps):
             engine.step()
         self._has_gradients = False
         if self._is_sharded:
@@ -173,6 +190,21 @@ class Engine:
             self.skipped_steps += 1
             if engine.global_rank == 0:  # all of them skip it
                 _logger.warning("step skipped: a gradient is not finite (%d until now)", self.skipped_steps)
+
+    def _lacks_gradients(self) -> bool:
+        """Return whether there are none, where :meth:`backward` has not been called."""
+        if not self._has_parameters_gradients:
+            return True
+        if self.engine.zero_optimization_stage() == 1:
+            return False  # it reduces what is there
+        raise MisuseError(
+            "gradients were computed in another way than by self.manual_backward(loss), such as by loss.backward(), "
+            "so that they are not averaged over the ranks: call self.manual_backward(loss)"
+        )
+
+    @property
+    def _has_parameters_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._steps.parameters())
 
     # Gradients
 
@@ -224,30 +256,3 @@ def _refuse_group(param_group: dict[str, Any]) -> None:
         "which ZeRO cannot shard any more: let configure_optimizers return all groups, and set the learning rate of "
         "one that comes later to 0 until then"
     )
-
-
-@contextmanager
-def _naming_new_parameters(module: Module) -> Iterator[None]:
-    """Say which parameters stage 3 does not know, where it misses the attributes that it gives to others."""
-    try:
-        yield
-    except AttributeError as error:
-        if "'Parameter' object has no attribute 'ds_" not in str(error):
-            raise
-        names = [name for name, parameter in module.named_parameters() if not hasattr(parameter, "ds_id")]
-        raise MisuseError(
-            f"{', '.join(names) or 'a parameter'} came to the module after the training had begun, and stage 3 of ZeRO "
-            "has not sharded it: make layers before fit, or in configure_model"
-        ) from error
-
-
-def _undo_first_step(optimizer: Any) -> None:
-    """Undo the step with zero gradients that DeepSpeed makes of stage 0's optimizer in 16 bits, to allocate its state.
-
-    It has decayed the weights, and counts in Adam's correction of the real steps.
-    """
-    if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "initialize_optimizer_states"):
-        optimizer.optimizer.state.clear()
-        for precise, used in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-            for master, parameter in zip(precise, used, strict=True):
-                master.data.copy_(parameter.data)

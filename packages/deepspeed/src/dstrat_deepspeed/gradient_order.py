@@ -74,6 +74,8 @@ class GradientOrder:
     def _send_next(self) -> None:
         number = self._order[self._num_sent]
         parameter, group = self._parameters[number]
+        if not self._optimizer.ready_for_gradients:
+            self._optimizer.setup_buckets()  # as nothing was computed: gradients came from a checkpoint, or are zero
         _wait_for(self._waiting.pop(number, None), self._optimizer.get_gradient_for_reduction(parameter))
         self._num_sent += 1
         self._send(parameter, group)
@@ -81,8 +83,6 @@ class GradientOrder:
     def _end_pass(self) -> None:
         if not self._is_complete:
             self._complete()
-        if self._num_sent < len(self._order) and self._optimizer.contiguous_gradients:
-            self._optimizer.setup_buckets()  # which a rank that has computed nothing has not done
         while self._num_sent < len(self._order):
             self._give_zeros(self._parameters[self._order[self._num_sent]][0])
             self._send_next()

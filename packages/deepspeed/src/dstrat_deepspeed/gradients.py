@@ -40,7 +40,7 @@ def waiting_gradients(optimizer: Any) -> dict[str, Any]:
 
 
 def put_back(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Let the next backward pass accumulate onto what :func:`waiting_gradients` returned.
+    """Let the next backward pass or step have what :func:`waiting_gradients` returned.
 
     Args:
         optimizer: Of the same stage and number of ranks.
@@ -51,6 +51,8 @@ def put_back(optimizer: Any, saved: Mapping[str, Any]) -> None:
     optimizer.micro_step_id = saved["batches"]
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
         optimizer.grad_partitions_flat_buffer.copy_(saved["flat"])
+        optimizer.independent_gradient_partition_epilogue()  # or a step that comes before a backward pass lacks them
+        optimizer._epilogue_ran_this_backward = False  # noqa: SLF001 - that pass is counted already
         return
     parameters = {str(number): parameter for number, parameter in _parameters(optimizer)}
     for key in _BY_PARAMETER:

@@ -1,7 +1,8 @@
-"""Layers whose training would not give what one device gives."""
+"""Layers whose training would not give what one device gives, and those that come too late."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -9,6 +10,8 @@ from torch import nn
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.nn import Module
 
 
@@ -27,3 +30,18 @@ def check_layers(module: Module, *, stage: int, world_size: int) -> None:
                 "each forward: ranks would do so for their own batches only, and stage 3 of ZeRO drops it; leave "
                 "max_norm out, and scale what the layer returns"
             )
+
+
+@contextmanager
+def naming_new_parameters(module: Module) -> Iterator[None]:
+    """Say which parameters stage 3 does not know, where it misses the attributes that it gives to others."""
+    try:
+        yield
+    except AttributeError as error:
+        if "'Parameter' object has no attribute 'ds_" not in str(error):
+            raise
+        names = [name for name, parameter in module.named_parameters() if not hasattr(parameter, "ds_id")]
+        raise MisuseError(
+            f"{', '.join(names) or 'a parameter'} came to the module after the training had begun, and stage 3 of ZeRO "
+            "has not sharded it: make layers before fit, or in configure_model"
+        ) from error

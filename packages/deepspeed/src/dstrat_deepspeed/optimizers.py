@@ -113,3 +113,15 @@ def _cpu_adam(optimizer: Optimizer, *, adamw_mode: bool) -> Optimizer:
         adam.param_groups[index] = group
     optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - or its schedulers warn that it never steps
     return adam
+
+
+def undo_first_step(optimizer: Any) -> None:
+    """Undo the step with zero gradients that DeepSpeed makes of stage 0's optimizer in 16 bits, to allocate its state.
+
+    It has decayed the weights, and counts in Adam's correction of the real steps.
+    """
+    if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "initialize_optimizer_states"):
+        optimizer.optimizer.state.clear()
+        for precise, used in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, parameter in zip(precise, used, strict=True):
+                master.data.copy_(parameter.data)
