@@ -19,6 +19,12 @@ if sys.version_info < (3, 10):  # noqa: UP036 - the file is what an older Python
 
 ROOT = Path(__file__).resolve().parent
 NOX = "nox>=2025.5.1,<2027"
+PIP = "pip>=25.1"  # several times as fast as the one that Python 3.10 or 3.11 brings
+
+
+def bootstrap() -> Path:
+    """Return the programs of the environment that has nox, and the pip that fills all others."""
+    return environment("bootstrap", ("--upgrade", NOX, PIP))
 
 
 def environment(name: str, *steps: tuple[str, ...], inputs: tuple[Path, ...] = (), first_import: str = "") -> Path:
@@ -28,7 +34,7 @@ def environment(name: str, *steps: tuple[str, ...], inputs: tuple[Path, ...] = (
         name: Its folder in ``.nox``.
         steps: Arguments of ``pip install``, once for each step.
         inputs: Files that the steps refer to; a change of their text makes the environment anew.
-        first_import: A module to import once, which compiles what it imports; pip would compile everything.
+        first_import: Modules to import once, which compiles what they import; pip would compile everything.
 
     Returns:
         The folder of its programs.
@@ -48,19 +54,22 @@ def environment(name: str, *steps: tuple[str, ...], inputs: tuple[Path, ...] = (
 
 def make_environment(folder: Path, *steps: tuple[str, ...]) -> None:
     """Make an environment in place of what is in the folder, or end with a message that says what is missing."""
+    is_first = folder.name == "bootstrap"
+    pip = [folder / "bin" / "python", "-m", "pip"] if is_first else [bootstrap() / "pip", "--python", folder]
     print("making the environment", folder.relative_to(ROOT), flush=True)
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
         sys.exit(
             f"{sys.executable} cannot make environments: its modules venv and ensurepip are not installed. "
             "On Debian and Ubuntu: apt install python3-venv"
         )
-    if subprocess.run([sys.executable, "-I", "-m", "venv", "--clear", folder], check=False).returncode != 0:
+    own_pip = [] if is_first else ["--without-pip"]
+    if subprocess.run([sys.executable, "-I", "-m", "venv", "--clear", *own_pip, folder], check=False).returncode != 0:
         sys.exit(f"{sys.executable} could not make an environment in {folder}: see the lines above")
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    options = ["--disable-pip-version-check", "--no-compile", *quiet]
-    pip = [folder / "bin" / "python", "-I", "-m", "pip", "install", *options]
+    install = ["install", "--disable-pip-version-check", "--no-compile", *quiet]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip would take it for there
     for step in steps:
-        if subprocess.run([*pip, *step], cwd=ROOT, check=False).returncode != 0:
+        if subprocess.run([*pip, *install, *step], cwd=ROOT, env=environ, check=False).returncode != 0:
             sys.exit(
                 f"pip could not fill the environment {folder}: see the lines above. It needs a package index: check "
                 "the network, or name a mirror to pip (PIP_INDEX_URL=https://...)"
@@ -68,7 +77,7 @@ def make_environment(folder: Path, *steps: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    private_nox = environment("bootstrap", (NOX,)) / "nox"
+    private_nox = bootstrap() / "nox"
     os.execv(private_nox, [private_nox, "--noxfile", ROOT / "noxfile.py", *sys.argv[1:]])  # does not return
 
 import nox  # noqa: E402 - not there before the lines above
@@ -78,10 +87,10 @@ nox.options.sessions = ["lint", "types", "layers", "wheels", "tests"]
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
-DEFAULT = "not wheels and not variant and not (builds and slow)"
-NEW_PIP = ("--upgrade", "pip>=25.1")  # several times as fast as the one that Python 3.10 or 3.11 brings
-BUILD_TOOLS = ("editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or pip makes an environment for each build
-FAIRSCALE = "fairscale==0.4.13"  # after torch: built elsewhere it would bring another one
+DEFAULT = "not variant and not (builds and slow)"
+WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
+BUILD_TOOLS = (PIP, "editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or each build has its own environment
+FAIRSCALE = "fairscale==0.4.13"  # after torch, which its build imports
 
 
 def workspace(name: str = "shared", *more: str) -> Path:
@@ -90,7 +99,7 @@ def workspace(name: str = "shared", *more: str) -> Path:
     editable = [f"--editable={package.relative_to(ROOT)}" for package in PACKAGES]
     inputs = (CONSTRAINTS, *(package / "pyproject.toml" for package in PACKAGES))
     beside = ("--no-build-isolation", "--constraint=constraints.txt")
-    steps = ((*NEW_PIP, *BUILD_TOOLS), (*beside, *editable, *tools, *more), (*beside, FAIRSCALE))
+    steps = (BUILD_TOOLS, (*beside, *editable, *tools, *more), (*beside, FAIRSCALE))
     return environment(name, *steps, inputs=inputs, first_import="dstrat_fsdp.strategy, torch._dynamo, pytest")
 
 
@@ -125,10 +134,12 @@ def layers(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The tests of all packages, in several processes; or with arguments after --, which go to pytest, in one.
 
-    ``-- -m variant`` runs those of further aliases.  Those marked ``builds`` run where that session has been before.
+    ``-- -m variant`` runs those of further aliases.  Those marked ``builds`` run where that session has been before,
+    and those marked ``wheels`` where that one has just been: ``-s wheels tests``.
     """
+    marked = DEFAULT if WHEELS in os.environ else f"{DEFAULT} and not wheels"
     one_thread = {"OMP_NUM_THREADS": "1"}  # in each process, of which there are several for each core
-    run(session, workspace(), "pytest", "-m", DEFAULT, *(session.posargs or workers()), **one_thread)
+    run(session, workspace(), "pytest", "-m", marked, *(session.posargs or workers()), **one_thread)
 
 
 @nox.session
@@ -151,16 +162,15 @@ def workers() -> list[str]:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build sdists and wheels, install the wheels into a fresh environment, and use them there."""
+    """Build sdists and wheels, and install the wheels into a fresh environment, for tests in the same run of nox."""
     dist = ROOT / ".nox" / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for package in PACKAGES:
         run(session, workspace(), "pyproject-build", "--quiet", "--no-isolation", f"--outdir={dist}", str(package))
     fresh = ROOT / ".nox" / "wheels"
     # Nothing is borrowed from the other environment; torch comes out of pip's cache.
-    make_environment(fresh, NEW_PIP, ("--constraint=constraints.txt", *map(str, sorted(dist.glob("*.whl")))))
-    files_at_once = ("--numprocesses=2", "--dist=loadfile")
-    run(session, workspace(), "pytest", *files_at_once, "-m", "wheels", "tests", DSTRAT_TEST_WHEELS=str(fresh))
+    make_environment(fresh, ("--constraint=constraints.txt", PIP, *map(str, sorted(dist.glob("*.whl")))))
+    os.environ[WHEELS] = str(fresh)
 
 
 @nox.session

@@ -10,27 +10,31 @@ from pathlib import Path
 import pytest
 
 NOXFILE = Path(__file__).parents[1] / "noxfile.py"
-WHEEL = {
-    "nox.py": "import sys\ndef main(): print('nox was given', sys.argv[3:])\n",
-    "nox-2026.1.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: nox\nVersion: 2026.1.1\n",
-    "nox-2026.1.1.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    "nox-2026.1.1.dist-info/entry_points.txt": "[console_scripts]\nnox = nox:main\n",
-    "nox-2026.1.1.dist-info/RECORD": "",
-}
+PRINTS = "import sys\ndef main(): print('nox was given', sys.argv[3:])\n"
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with nothing but noxfile.py, beside an index with nothing but a nox that prints its arguments."""
+    """A folder with nothing but noxfile.py, beside an index with a nox that prints its arguments and an empty pip."""
     index = tmp_path / "index"
     index.mkdir()
-    with zipfile.ZipFile(index / "nox-2026.1.1-py3-none-any.whl", "w") as wheel:
-        for name, text in WHEEL.items():
-            wheel.writestr(name, text)
+    write_wheel(index, "nox", {"nox.py": PRINTS}, "[console_scripts]\nnox = nox:main\n")
+    write_wheel(index, "pip", {})
     folder = tmp_path / "check out"
     folder.mkdir()
     shutil.copy(NOXFILE, folder)
     return folder
+
+
+def write_wheel(index: Path, name: str, files: dict[str, str], entry_points: str = "") -> None:
+    information = f"{name}-2026.1.1.dist-info"
+    with zipfile.ZipFile(index / f"{name}-2026.1.1-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+        wheel.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 2026.1.1\n")
+        wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{information}/entry_points.txt", entry_points)
+        wheel.writestr(f"{information}/RECORD", "")
 
 
 def run(checkout: Path, index: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

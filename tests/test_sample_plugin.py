@@ -67,7 +67,7 @@ def call(*command: object, outside: Path) -> str:
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with the wheel of the sample and what it asks for, on top of dstrat's wheels."""
     if "DSTRAT_TEST_WHEELS" not in os.environ:
-        pytest.skip("needs the environment that nox -s wheels makes")
+        pytest.skip("needs the environment that nox -s wheels tests makes")
     below = Path(os.environ["DSTRAT_TEST_WHEELS"]) / "bin" / "python"
     folder = tmp_path_factory.mktemp("sample")
     build = [sys.executable, "-m", "build", "--quiet", "--wheel", "--no-isolation", "--outdir", folder, SAMPLE]

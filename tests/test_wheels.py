@@ -55,7 +55,7 @@ if __name__ == "__main__":
 def installed() -> Path:
     """The environment that the wheels are installed in."""
     if "DSTRAT_TEST_WHEELS" not in os.environ:
-        pytest.skip("needs the environment that nox -s wheels makes")
+        pytest.skip("needs the environment that nox -s wheels tests makes")
     return Path(os.environ["DSTRAT_TEST_WHEELS"])
 
 
