@@ -8,6 +8,7 @@ import os
 import uuid
 
 import pytest
+import torch._dynamo  # noqa: F401 - distributed tensors need it, and each forked rank would import it
 
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import CheckpointError
