@@ -5,11 +5,11 @@ import multiprocessing
 import os
 import random
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.portable.folder import UnfinishedFolder, remove_leftovers
@@ -142,11 +142,11 @@ def test_there_is_no_newest_where_there_is_none(tmp_path):
 
 def test_a_full_disk_is_said_to_be_full_and_harms_nothing(tmp_path, io):
     io.save_checkpoint({"epoch": 1}, tmp_path / "before")
-    outcome = subprocess.run(
-        [sys.executable, "-c", INTO_A_FULL_DISK, str(tmp_path / "c")],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert outcome.stdout == f"could not write checkpoint {str(tmp_path / 'c')!r}: file too large\nTrue\n"
+    (script := tmp_path.with_name(f"{tmp_path.name}.py")).write_text(INTO_A_FULL_DISK)
+    assert (
+        WarmProgram(script, str(tmp_path / "c")).run()
+        == f"could not write checkpoint {str(tmp_path / 'c')!r}: file too large\nTrue\n"
+    )
     assert names(tmp_path) == ["before", "last"]
     assert io.load_checkpoint(tmp_path / "last")["epoch"] == 1
 
