@@ -1,12 +1,11 @@
 """Saving in the background."""
 
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 
 from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
@@ -143,7 +142,8 @@ def test_checking_does_not_wait(slow):
 
 
 def test_a_process_that_ends_waits_for_the_write(tmp_path):
-    subprocess.run([sys.executable, "-c", SAVES_AND_ENDS, str(tmp_path / "c")], check=True, timeout=100)
+    (script := tmp_path / "script.py").write_text(SAVES_AND_ENDS)
+    WarmProgram(script, str(tmp_path / "c")).run()
     assert torch.equal(PortableCheckpointIO().load_checkpoint(tmp_path / "c")["w"], torch.ones(20_000_000))
 
 
