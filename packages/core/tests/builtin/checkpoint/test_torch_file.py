@@ -2,14 +2,14 @@
 
 import os
 import pathlib
-import subprocess
-import sys
+import signal
 import threading
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError
@@ -92,16 +92,17 @@ def test_a_disk_that_is_full_leaves_what_was_there(tmp_path, before):
     path = tmp_path / "last.ckpt"
     if before is not None:
         TorchCheckpointIO().save_checkpoint(before, path)
-    command = [sys.executable, "-c", INTO_A_FULL_DISK, path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == f"checkpoint {str(path)!r} cannot be written: file too large\n"
+    (script := tmp_path.with_name(f"{tmp_path.name}.py")).write_text(INTO_A_FULL_DISK)
+    assert WarmProgram(script, str(path)).run() == f"checkpoint {str(path)!r} cannot be written: file too large\n"
     assert list(tmp_path.iterdir()) == ([path] if before else [])
     assert not before or TorchCheckpointIO().load_checkpoint(path) == before
 
 
 def test_being_killed_while_writing_leaves_what_was_there(written):
-    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, written], timeout=60, check=False)
-    assert done.returncode == -9
+    (script := written.with_name("script.py")).write_text(KILLED_WHILE_WRITING)
+    program = WarmProgram(script, str(written))
+    program.communicate()
+    assert program.returncode == -signal.SIGKILL
     assert TorchCheckpointIO().load_checkpoint(written)["epoch"] == 3
 
 
