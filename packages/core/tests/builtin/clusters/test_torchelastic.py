@@ -1,10 +1,9 @@
 """Processes that torchrun started."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from tests.warm_program import WarmProgram
 
 from dstrat.builtin.clusters.torchelastic import TorchElasticEnvironment
 from dstrat.errors import ClusterError
@@ -64,7 +63,7 @@ def test_torchrun_itself_is_understood(tmp_path):
         "ranks = Environment.evidence(os.environ), cluster.world_size, cluster.local_rank, cluster.node_rank\n"
         "pathlib.Path(sys.argv[1], str(cluster.global_rank)).write_text(json.dumps(ranks))\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, tmp_path]
-    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    (torchrun := tmp_path / "torchrun.py").write_text("from torch.distributed.run import main\nmain()\n")
+    WarmProgram(torchrun, "--standalone", "--nproc-per-node=2", str(script), str(tmp_path)).run()
     ranks = [json.loads((tmp_path / rank).read_text()) for rank in "01"]
     assert ranks == [["TORCHELASTIC_RUN_ID is set", 2, 0, 0], ["TORCHELASTIC_RUN_ID is set", 2, 1, 0]]
