@@ -1,10 +1,7 @@
 """The launcher for processes that exist already."""
 
-import shutil
-import sys
-from pathlib import Path
-
 import pytest
+from tests.warm_program import WarmProgram
 
 from dstrat.builtin.launchers.external import ExternalLauncher
 
@@ -13,7 +10,7 @@ import os
 from dstrat.builtin.launchers.external import ExternalLauncher
 
 def work(number):
-    if os.environ.get("RANK") == "1":
+    if "RANK" in os.environ:
         raise ValueError("boom")
     return number + 1
 
@@ -32,11 +29,11 @@ def test_exception_passes_through():
         ExternalLauncher({}).launch(divmod, 1, 0)
 
 
-@pytest.mark.skipif(shutil.which("torchrun", path=str(Path(sys.executable).parent)) is None, reason="no torchrun")
-def test_torchrun_shows_the_traceback_of_the_rank(program):
-    (program.folder / "script.py").write_text(SCRIPT)
-    run = str(Path(sys.executable).with_name("torchrun"))
-    outcome = program.run(run, "--nproc-per-node=2", "--standalone", "script.py", timeout=60)
-    assert outcome.code == 1
-    assert "rank      : 1" in outcome.errors
-    assert "ValueError: boom" in outcome.errors.partition("Root Cause")[2]
+def test_torchrun_shows_the_traceback_of_the_rank(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "torchrun.py").write_text("from torch.distributed.run import main\nmain()\n")
+    torchrun = WarmProgram(tmp_path / "torchrun.py", "--nproc-per-node=1", "--standalone", str(tmp_path / "script.py"))
+    _, errors = torchrun.communicate()
+    assert torchrun.returncode == 1
+    assert "rank      : 0" in errors
+    assert "ValueError: boom" in errors.partition("Root Cause")[2]
