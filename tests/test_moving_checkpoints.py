@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.made_once import made_once
 from tests.ranks import each, in_ranks
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -22,7 +23,8 @@ from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
 
 GLOBAL_BATCH = 12  # which 1, 2, 3 and 4 processes divide
-STOPPED_AT, STEPS = 5, 10
+BATCHES = 4  # of an epoch, of which two are begun
+STOPPED_AT, STEPS = 3, 5
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Saves(Callback):
 
 def fit(place, cluster, folder, *, steps, save_to=None, ckpt_path=None):
     """Train in a rank; return the whole weights, in rank 0."""
-    x = torch.randn(8 * GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(BATCHES * GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
     callback = Saves(save_to)
     trainer = Trainer(
@@ -139,14 +141,16 @@ def uninterrupted(tmp_path_factory):
     return fit(PLACES[0], None, tmp_path_factory.mktemp("whole"), steps=STEPS)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A folder with a checkpoint of each place."""
-    folder = tmp_path_factory.mktemp("saved")
+def save_each(folder):
     for devices in {place.devices for place in PLACES}:
         names = [place.name for place in PLACES if place.devices == devices]
         in_ranks(each, devices, function=save, cases={name: {"name": name, "folder": folder} for name in names})
-    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, worker_id):
+    """A folder with a checkpoint of each place."""
+    return made_once(save_each, "moving_checkpoints", tmp_path_factory, worker_id)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
