@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -114,6 +115,14 @@ def bare_packages(tmp_path_factory) -> Path:
 def site(tmp_path, bare_packages) -> Site:
     """An empty folder of distributions."""
     return Site(tmp_path, bare_packages)
+
+
+@pytest.fixture
+def quick_collections():
+    """Leave what is there out of searches for garbage; a pytest that runs within the test makes several."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

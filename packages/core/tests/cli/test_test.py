@@ -9,6 +9,7 @@ from dstrat.cli.main import commands
 from dstrat.testing import PrecisionSuite
 from dstrat.testing.standard import CAPABILITIES, standard_tests
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 WRITTEN = """
 from dstrat.testing import PrecisionSuite
 

@@ -7,6 +7,7 @@ import io
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 HEAD = """
 import unittest
 import pytest

@@ -108,6 +108,7 @@ class Test32(PrecisionSuite):
 """
 
 
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("more", ["", ', "test_it_clips_to_the_limit": "a guess"'])
 def test_an_expected_failure_is_told_of_and_one_that_passes_is_a_failure(tmp_path, more):
     file = tmp_path / f"{tmp_path.name}.py"
