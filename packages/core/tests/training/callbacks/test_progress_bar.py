@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import pickle
+import pty
 import re
-import subprocess
+import struct
 import sys
+import termios
 import threading
 import time
 from itertools import pairwise
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 from torch.utils.data import IterableDataset
 
 from dstrat import Callback, ModelCheckpoint, Trainer
@@ -251,8 +255,11 @@ def test_bar_checkpoint_and_csv_cost_a_few_calls_per_batch(line_class, tmp_path,
 
 
 def test_rich_is_not_loaded_where_no_bar_moves(tmp_path):
-    script = (
-        "import sys, torch; from dstrat import Trainer, TrainModule\n"
+    (tmp_path / "script.py").write_text(
+        "import sys, torch\n"
+        "for name in [*sys.modules]:  # what the fork server has loaded, and only what torch needs may stay\n"
+        "    if name.split('.')[0] in ('dstrat', 'rich'): del sys.modules[name]\n"
+        "from dstrat import Trainer, TrainModule\n"
         "class Net(TrainModule):\n"
         "    def __init__(self): super().__init__(); self.layer = torch.nn.Linear(2, 1)\n"
         "    def training_step(self, batch, index): return self.layer(batch).sum()\n"
@@ -261,11 +268,10 @@ def test_rich_is_not_loaded_where_no_bar_moves(tmp_path):
         "    Net(), torch.utils.data.DataLoader([torch.zeros(1, 2)], batch_size=None))\n"
         "print('rich' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], timeout=100, check=True, capture_output=True, text=True, cwd=tmp_path
-    )
-    assert done.stdout == "False\n"
-    assert "Epoch 1/1: 1/1 batches" in done.stderr
+    program = WarmProgram(tmp_path / "script.py")
+    out, err = program.communicate()
+    assert (program.returncode, out) == (0, "False\n"), err
+    assert "Epoch 1/1: 1/1 batches" in err
 
 
 def test_of_several_loaders_it_is_said_which_one_is_read(quiet_trainer, telling, loader, capfd):
@@ -381,6 +387,40 @@ def test_while_a_batch_takes_long_the_time_goes_on_and_what_is_done_is_shown(
     assert not any(thread.name == "progress" for thread in threading.enumerate())
 
 
+ON_A_TERMINAL = """
+import os, sys
+print("opens", end="", flush=True)
+terminal = os.open(sys.argv[1], os.O_RDWR)  # which controls the process from now on, as it has no other
+for number, name in enumerate(("stdin", "stdout", "stderr")):
+    os.dup2(terminal, number)
+    setattr(sys, name, open(number, "r" if name == "stdin" else "w", buffering=1, closefd=False))
+os.close(terminal)
+os.environ["TERM"] = "xterm"
+"""
+
+
+@pytest.fixture
+def at_terminal(tmp_path):
+    """Runs code as a program at a terminal of its own; gives what talks to it there, and sees that it ends well."""
+    pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed")
+    from pexpect.fdpexpect import fdspawn
+
+    @contextlib.contextmanager
+    def at_terminal(code):
+        (tmp_path / "script.py").write_text(ON_A_TERMINAL + code)
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        with fdspawn(ours, timeout=100, encoding="utf-8") as child:
+            program = WarmProgram(tmp_path / "script.py", os.ttyname(theirs))
+            assert program.stdout.read() == "opens"
+            os.close(theirs)
+            yield child
+            child.expect(pexpect.EOF)
+            program.run()
+
+    return at_terminal
+
+
 PROMPTING = """
 import code, torch
 from dstrat import Trainer, TrainModule
@@ -403,23 +443,17 @@ Trainer(accelerator="cpu", logger=False, enable_model_summary=False, max_epochs=
 """
 
 
-def test_nothing_is_drawn_while_someone_types_at_a_prompt(tmp_path):
+def test_nothing_is_drawn_while_someone_types_at_a_prompt(at_terminal):
     pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed")
-    child = pexpect.spawn(
-        sys.executable, ["-c", PROMPTING], env=os.environ | {"TERM": "xterm"}, timeout=60, encoding="utf-8",
-        dimensions=(24, 100), cwd=str(tmp_path),
-    )  # fmt: skip
-    child.expect(">>>")
-    child.expect([pexpect.TIMEOUT, "Epoch"], timeout=0.3)  # the bars below the prompt
-    child.expect([pexpect.TIMEOUT, "Epoch"], timeout=1.5)
-    assert child.after is pexpect.TIMEOUT
-    child.sendline("print('typed', 6 * 7)")
-    child.expect("typed 42")
-    child.sendeof()
-    child.expect("3/3")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
+    with at_terminal(PROMPTING) as child:
+        child.expect(">>>")
+        child.expect([pexpect.TIMEOUT, "Epoch"], timeout=0.3)  # the bars below the prompt
+        child.expect([pexpect.TIMEOUT, "Epoch"], timeout=1.5)
+        assert child.after is pexpect.TIMEOUT
+        child.sendline("print('typed', 6 * 7)")
+        child.expect("typed 42")
+        child.send("\x04")  # the end of what is typed
+        child.expect("3/3")
 
 
 FOREIGN = r"""
@@ -440,15 +474,9 @@ print("after")
 """
 
 
-def test_what_other_processes_write_to_the_terminal_stays_above_the_bars(make_screen, tmp_path):
-    pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed")
-    child = pexpect.spawn(
-        sys.executable, ["-c", FOREIGN], env=os.environ | {"TERM": "xterm"}, timeout=60, encoding="utf-8",
-        dimensions=(24, 100), cwd=str(tmp_path),
-    )  # fmt: skip
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
+def test_what_other_processes_write_to_the_terminal_stays_above_the_bars(make_screen, at_terminal):
+    with at_terminal(FOREIGN) as child:
+        pass
     assert matches(
         make_screen(child.before).lines,
         "from another process", "from this one", "again", rf"Epoch {BAR} 0/10 +0:00", "after", "",
@@ -477,7 +505,7 @@ print("survived")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_that_is_forked_while_the_bar_is_drawn_can_write(tmp_path):
     pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed")
-    child = pexpect.spawn(
+    child = pexpect.spawn(  # a small program, as a hundred copies of one that has torch cost more than its start
         sys.executable, ["-W", "ignore", "-c", FORKING], env=os.environ | {"TERM": "xterm"}, timeout=60,
         dimensions=(24, 100), cwd=str(tmp_path),
     )  # fmt: skip
@@ -616,19 +644,12 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_leaves_the_terminal_in_order(make_screen, tmp_path):
-    pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed")
-    child = pexpect.spawn(
-        sys.executable, ["-c", INTERRUPTED], env=os.environ | {"TERM": "xterm"}, timeout=100, encoding="utf-8",
-        dimensions=(24, 100), cwd=str(tmp_path),
-    )  # fmt: skip
-    child.expect(r"\d\d/3000")
-    text = child.before + child.after
-    child.sendintr()
-    child.expect(pexpect.EOF)
-    child.close()
+def test_ctrl_c_leaves_the_terminal_in_order(make_screen, at_terminal):
+    with at_terminal(INTERRUPTED) as child:
+        child.expect(r"\d\d/3000")
+        text = child.before + child.after
+        child.send("\x03")  # Ctrl-C
     screen = make_screen(text + child.before)
-    assert child.exitstatus == 0
     assert matches(
         [line.replace("^C", "") for line in screen.lines], rf"Epoch 1/1000 {BAR} \d+/3000 SPEED +0:\d\d +[\d:]+ left",
         r"training interrupted in epoch 1, after \d+ steps", "interrupted True", "",
