@@ -1,11 +1,10 @@
 """Ranks with a process group: who is to blame, and where they listen."""
 
-import dataclasses
 import socket
-from pathlib import Path
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 
 from dstrat.builtin.launchers.local import LocalLauncher
 from dstrat.errors import RankFailedError
@@ -35,36 +34,32 @@ def test_tensors_that_share_memory_still_do_so(launch):
     assert whole[25] == 25
 
 
-def test_forked_ranks_compute_after_the_parent_has_used_its_threads(program):
+def test_forked_ranks_compute_after_the_parent_has_used_its_threads(tmp_path, rank_functions):
     """Without care they wait for threads that only the parent has."""
-    (program.folder / "script.py").write_text(
+    (tmp_path / "script.py").write_text(
         "import torch\n"
         "from train import launcher\n"
+        "torch.set_num_threads(2)\n"
         "def multiply(): return (torch.ones(1500, 1500) @ torch.ones(1500, 1500)).sum().item()\n"
         "print(multiply() == launcher('fork').launch(multiply))\n"
     )
-    outcome = program.run("script.py", OMP_NUM_THREADS="2")
-    assert outcome.output == "True\n"
+    assert WarmProgram(tmp_path / "script.py").run() == "True\n"
 
 
-def test_job_on_two_machines_is_started_on_each_by_hand(program):
+def test_job_on_two_machines_is_started_on_each_by_hand(tmp_path, rank_functions):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    (program.folder / "script.py").write_text(
+    (tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "names = ('NODE_RANK', 'MASTER_PORT', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')\n"
+        "os.environ |= zip(names, (*sys.argv[1:], '127.0.0.1', 'lo'), strict=True)\n"
         "import rank_functions\n"
         "from dstrat.builtin.launchers.local import LocalLauncher\n"
-        "launcher = LocalLauncher(num_processes=1, num_nodes=2, start_method='spawn')\n"
-        "if __name__ == '__main__':\n"
-        "    result = launcher.launch(rank_functions.add_up, 1.0)\n"
-        "    print(result and result['sum'].tolist())\n"
+        "result = LocalLauncher(num_processes=1, num_nodes=2, start_method='fork').launch(rank_functions.add_up, 1.0)\n"
+        "print(result and result['sum'].tolist())\n"
     )
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(Path(__file__).parent)}
-    second = dataclasses.replace(program)
-    second.start("script.py", **environ, NODE_RANK="1", GLOO_SOCKET_IFNAME="lo")
-    first = program.run("script.py", **environ, NODE_RANK="0", GLOO_SOCKET_IFNAME="lo")
-    assert (first.code, first.output) == (0, "[3.0, 3.0, 3.0]\n")
-    other = second.finish()
-    assert (other.code, other.output) == (0, "None\n")
+    second, first = [WarmProgram(tmp_path / "script.py", rank, port) for rank in ("1", "0")]
+    assert (first.run(), second.run()) == ("[3.0, 3.0, 3.0]\n", "None\n")
 
 
 def test_workers_of_a_rank_know_it(launch):
