@@ -1,11 +1,7 @@
-"""A script that trains through the Trainer and writes what came of it, as a user's script would.
-
-Arguments: a JSON object with ``out`` (a folder) and ``runs`` (a list of arguments for the Trainer, each with a name).
-"""
+"""Training through the Trainer, and writing what came of it, as a user's script would."""
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -83,10 +79,3 @@ def run(out, name, devices, fails_on=None, unused=False, callbacks=(), **argumen
         return
     total = float(sum(parameter.detach().double().sum() for parameter in model.net.parameters()))
     Path(f"{out}/{name}.weights.{trainer.global_rank}").write_text(repr(total))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    order = json.loads(sys.argv[1])
-    for arguments in order["runs"]:
-        run(order["out"], **arguments)

@@ -2,36 +2,25 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from packages.ddp.tests import ddp_program
+from tests.warm_program import WarmProgram
 
 from dstrat import Callback
 from dstrat.training import meeting
 from dstrat_ddp import DDPStrategy
 
-PROGRAM = Path(ddp_program.__file__)
-ROOT = PROGRAM.parents[3]
-
-
-def run_script(out, *runs):
-    """Run the program with these arguments for the Trainer, one after the other in one interpreter."""
-    order = json.dumps({"out": str(out), "runs": [{"devices": 2, **run} for run in runs]})
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(PROGRAM), order],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        cwd=out,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
+SCRIPT = f"""
+import os, sys
+sys.path.insert(0, {str(Path(ddp_program.__file__).parents[3])!r})
+os.environ["PYTHONWARNINGS"] = "error"  # in the ranks, which are started anew
+from packages.ddp.tests import ddp_program
+ddp_program.torch.set_num_threads(1)
+ddp_program.run(*sys.argv[1:], devices=2, strategy="ddp")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +47,27 @@ def failure(out, name):
 
 
 def test_ddp_runs_the_script_again_and_gives_the_losses_of_one_device(tmp_path, one_device):
-    run_script(tmp_path, {"name": "ddp", "strategy": "ddp"})
+    (tmp_path / "train.py").write_text(SCRIPT)
+    WarmProgram(tmp_path / "train.py", str(tmp_path), "ddp").run()
     check(tmp_path, "ddp", one_device)
 
 
 def test_other_start_methods_bring_the_weights_back_also_after_failures(tmp_path, one_device):
-    aliases = ["ddp_fork", "ddp_spawn", "ddp_notebook_find_unused_parameters_false"]
+    aliases = ["ddp_fork", "ddp_notebook_find_unused_parameters_false"]
     for run in (
         {"name": "fails", "strategy": "ddp_fork", "fails_on": 1},
         {"name": "unused", "strategy": "ddp_fork", "unused": True},
         {"name": "searched", "strategy": "ddp_fork_find_unused_parameters_true", "unused": True},
+        {
+            "name": "sent",
+            "strategy": DDPStrategy(start_method="forkserver"),
+        },  # as ddp_spawn does, which costs seconds
         *({"name": alias, "strategy": alias} for alias in aliases),
     ):
         ddp_program.run(tmp_path, devices=2, **run)
     assert failure(tmp_path, "fails").startswith("RankFailedError: rank 1 of 2 failed: ValueError: rank 1 had enough")
     assert "MisuseError: the loss does not depend on unused.weight, unused.bias" in failure(tmp_path, "unused")
-    for name in ("searched", *aliases):
+    for name in ("searched", "sent", *aliases):
         check(tmp_path, name, one_device)
 
 
