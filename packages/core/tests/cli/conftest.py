@@ -1,11 +1,11 @@
-"""The command, run in a fresh interpreter."""
+"""The command, run in a process of its own."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
+from tests.warm_program import WarmProgram
 
 MAIN = "from dstrat.cli.main import main; main()"
 
@@ -17,8 +17,14 @@ def dstrat(site):
 
 
 @pytest.fixture
-def installed_dstrat():
+def installed_dstrat(tmp_path):
     """Run the command with all that is installed."""
-    return lambda *arguments: subprocess.run(
-        [sys.executable, "-c", MAIN, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
+    script = tmp_path / "main.py"
+    script.write_text(MAIN)
+
+    def run(*arguments):
+        program = WarmProgram(script, *arguments)
+        out, err = program.communicate(timeout=120)
+        return subprocess.CompletedProcess(arguments, program.returncode, out, err)
+
+    return run
