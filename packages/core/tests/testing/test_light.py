@@ -28,6 +28,7 @@ def suite(tmp_path, monkeypatch):
         package.mkdir()
         info.mkdir()
         (package / "__init__.py").touch()
+        (tmp_path / "torch.py").touch()  # which a fresh interpreter has imported sooner than the real one
         (package / "plugin.py").write_text(PLUGIN.format(imports=imports))
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[dstrat.v1]\nheavy = {name}.plugin\n")
