@@ -11,6 +11,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+WITHOUT_DSTRAT = """
+import sys
+for name in [name for name in sys.modules if name.startswith("dstrat")]:
+    del sys.modules[name]
+"""
+"""The beginning of a script that tells what of dstrat is imported: a warm process has imported most of it."""
+
 
 class WarmProgram:
     """A script that runs, as ``subprocess.Popen`` would show it.  Processes that it starts anew are not warm.
