@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ _SCORE_MARGIN = 0.15  # what is so much worse than the best one is noise beside 
 _NOT_LETTERS = re.compile(r"[^a-z0-9]+")
 
 
+@lru_cache(maxsize=1024)  # each look-up compares the owners of all that is offered
 def normalized(distribution: str) -> str:
     """Return a distribution's name in the one spelling that pip compares (PEP 503)."""
     return _SEPARATORS.sub("-", distribution.strip()).lower()
@@ -31,7 +33,8 @@ def nearest(name: str, candidates: Iterable[str], *, count: int = 3) -> tuple[st
     scores: dict[str, float] = {}
     for candidate in sorted(set(candidates)):
         matcher.set_seq1(_folded(candidate))
-        scores[candidate] = matcher.ratio()
+        is_possible = matcher.quick_ratio() >= _LEAST_SCORE  # an upper bound, which takes a fraction of the time
+        scores[candidate] = matcher.ratio() if is_possible else 0.0
     best = max(scores.values(), default=0.0)
     least = 1.0 if best == 1.0 else max(_LEAST_SCORE, best - _SCORE_MARGIN)
     near = (candidate for candidate, score in scores.items() if score >= least)
