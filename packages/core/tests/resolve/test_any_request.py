@@ -228,13 +228,16 @@ def environs(draw):
 def outcome(request, **circumstances):
     """The plan, or the type and message of the DstratError."""
     try:
-        plan = make_plan(request, **circumstances)
+        return make_plan(request, **circumstances)
     except DstratError as error:
         return type(error).__name__, str(error)
+
+
+def check_plan(plan):
+    """Send the plan elsewhere, and show it."""
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert len(str(plan).splitlines()) == len(plan.choices)
     json.dumps(plan.to_dict())
-    return plan
 
 
 def check_build(plan, request, *, catalog, environ):
@@ -262,7 +265,7 @@ def test_any_request_gives_a_plan_or_an_explanation_and_the_same_again(catalog, 
     """With the made-up components, and where only the core is installed."""
     met = Counter()
 
-    @settings(derandomize=True, database=None, deadline=None, max_examples=1500)
+    @settings(derandomize=True, database=None, deadline=None, max_examples=1000)
     @given(asked=words(), environ=environs(), interactive=st.booleans())
     def ask(asked, environ, interactive):
         request = Request(**{name: looked_up(value, made) for name, value in asked.items()})
@@ -271,11 +274,12 @@ def test_any_request_gives_a_plan_or_an_explanation_and_the_same_again(catalog, 
             assert outcome(request, catalog=there, environ=environ, interactive=interactive) == first
             met[first[0] if isinstance(first, tuple) else first.strategy] += 1
             if not isinstance(first, tuple):
+                check_plan(first)
                 check_build(first, request, catalog=there, environ=environ)
 
     ask()
     refused = {name: number for name, number in met.items() if name.endswith("Error")}
-    assert sum(met.values()) - sum(refused.values()) > 750, "too few examples are sensible"
+    assert sum(met.values()) - sum(refused.values()) > 500, "too few examples are sensible"
     assert {"ClusterError", "ConflictError", "DeviceError", "MisuseError", "RequestError"} < refused.keys()
     assert {"many", "many_fork", "single_device", "Many"} < met.keys()
 
