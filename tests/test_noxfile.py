@@ -44,18 +44,34 @@ def run(checkout: Path, index: Path, *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, timeout=120, check=False)
 
 
+WITH_A_BORROWED_PIP = """
+import runpy, subprocess, sys
+
+def run_but_venv(command, *, run=subprocess.run, **options):
+    return run([sys.executable, "-c", ""] if "venv" in command else command, **options)
+
+subprocess.run = run_but_venv
+runpy.run_path("noxfile.py", run_name="__main__")
+"""
+"""Takes the environment that is there for a new one, as to make one takes several seconds."""
+
+
 def test_the_environment_is_made_once_and_again_after_a_failure(checkout: Path) -> None:
     made, goes_on = "making the environment .nox/bootstrap\n", "nox was given ['-s', 'demo', '--', '--steps', '3']\n"
     command = ["noxfile.py", "-s", "demo", "--", "--steps", "3"]
 
-    without_index = run(checkout, checkout.parent, *command)
+    half_made = checkout / ".nox" / "bootstrap" / "bin" / "half-made"
+    half_made.parent.mkdir(parents=True)
+    half_made.touch()
+    python = half_made.with_name("python")
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n")
+    python.chmod(0o755)
+    without_index = run(checkout, checkout.parent, "-c", WITH_A_BORROWED_PIP)
     assert without_index.returncode == 1
-    assert "No matching distribution found for nox" in without_index.stderr
+    assert "No matching distribution found for " in without_index.stderr
     assert without_index.stderr.endswith("name a mirror to pip (PIP_INDEX_URL=https://...)\n")
     assert "Traceback" not in without_index.stderr
 
-    half_made = checkout / ".nox" / "bootstrap" / "half-made"
-    half_made.touch()
     assert run(checkout, checkout.parent / "index", *command).stdout == made + goes_on
     assert not half_made.exists()
     assert run(checkout, checkout.parent / "index", *command).stdout == goes_on
