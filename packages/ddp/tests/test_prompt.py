@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.warm_program import WarmProgram
 
+PROMPT = """
+import code, os, sys
+os.dup2(os.open("typed", os.O_RDONLY), 0)
+sys.stdin = open(0, closefd=False)
+sys.ps1 = ">>> "
+main = sys.modules["__main__"]
+del main.__file__
+code.InteractiveConsole(vars(main)).interact(banner="", exitmsg="")
+"""
 TYPED = """
 import torch
 from torch import nn
@@ -30,10 +38,12 @@ Trainer(strategy="ddp", **options)
 """
 
 
-def test_at_a_prompt_the_notebook_form_trains_and_ddp_says_why_it_cannot():
-    done = subprocess.run([sys.executable, "-i"], input=TYPED, capture_output=True, text=True, timeout=60, check=False)
-    assert "chosen: ddp_notebook" in done.stdout, done.stderr
-    assert "trained: 2 True" in done.stdout, done.stderr
-    assert "strategy 'ddp' from dstrat-ddp" in done.stderr
-    assert "starts its processes from a script, and here is none (a notebook, a prompt, python -c)" in done.stderr
-    assert "'ddp_notebook'" in done.stderr.rsplit("ConflictError", 1)[-1]
+def test_at_a_prompt_the_notebook_form_trains_and_ddp_says_why_it_cannot(tmp_path):
+    (tmp_path / "typed").write_text(TYPED)
+    (tmp_path / "prompt.py").write_text(PROMPT)
+    out, err = WarmProgram(tmp_path / "prompt.py").communicate()
+    assert "chosen: ddp_notebook" in out, err
+    assert "trained: 2 True" in out, err
+    assert "strategy 'ddp' from dstrat-ddp" in err
+    assert "starts its processes from a script, and here is none (a notebook, a prompt, python -c)" in err
+    assert "'ddp_notebook'" in err.rsplit("ConflictError", 1)[-1]
