@@ -118,7 +118,7 @@ def wait_until_running(process, ranks):
 
 @pytest.mark.parametrize(
     ("devices", "start_method", "number", "code"),
-    [(1, "-", signal.SIGTERM, 143), (2, "fork", signal.SIGTERM, 143), (2, "popen", signal.SIGINT, 130)],
+    [(1, "-", signal.SIGTERM, 143), (2, "fork", signal.SIGTERM, 143), (2, "forkserver", signal.SIGINT, 130)],
 )
 def test_a_signal_stops_all_ranks_at_the_same_step(training, devices, start_method, number, code):
     process = training(devices, start_method)
