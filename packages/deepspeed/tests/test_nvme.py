@@ -16,8 +16,9 @@ from deepspeed_fit import Model, fit, loader, trainer_of
 from torch import nn
 
 from dstrat import Callback
-from dstrat.errors import CheckpointError
+from dstrat.errors import CheckpointError, RequestError
 from dstrat_deepspeed import DeepSpeedStrategy
+from dstrat_deepspeed.feasibility import check_state_buffers
 from dstrat_deepspeed.native_files import find_files
 from dstrat_deepspeed.nvme import folder_in, mapped
 
@@ -186,6 +187,15 @@ def test_that_too_little_memory_may_be_locked_is_why_tests_with_files_are_skippe
         if (reason := why_not("async_io")) and "to be compiled" in reason:
             pytest.skip(reason)
         assert "the test locks 32 MiB of memory in each rank, and 0 MiB are allowed" in str(reason)
+
+
+def test_optimizer_state_in_files_that_needs_more_locked_memory_is_an_error(little_memory_to_lock):
+    zero = {"offload_optimizer": {"device": "nvme"}, "sub_group_size": 500_000}
+    groups = [{"params": [torch.zeros(1000, 1000), torch.zeros(1000), torch.zeros(300_001)]}]
+    with pytest.raises(RequestError, match=r"locks 8 MiB .* and 0 MiB are allowed.* smaller sub_group_size"):
+        check_state_buffers({"zero_optimization": zero}, groups, 2)  # 4 buffers of 500,000 elements
+    zero["offload_optimizer"]["device"] = "cpu"
+    check_state_buffers({"zero_optimization": zero}, groups, 2)
 
 
 def test_deepspeeds_own_checkpoint_of_files_is_not_read_which_is_said(tmp_path):

@@ -12,7 +12,7 @@ from dstrat_deepspeed.options import changed
 from dstrat_deepspeed.prerequisites import check_lockable, check_prerequisites
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dstrat.interfaces.precision import ClipAlgorithm
     from dstrat_deepspeed.options import Options
@@ -135,6 +135,41 @@ def _check_buffers(section: dict[str, Any]) -> None:
     check_lockable(
         int(size), "offload_param on 'nvme'", "pass a smaller params_buffer_size (elements) or params_buffer_count"
     )
+
+
+def check_state_buffers(config: dict[str, Any], groups: Sequence[Mapping[str, Any]], world_size: int) -> None:
+    """Check that the buffers for optimizer state in files, in 32 bits, can be locked in memory.
+
+    Args:
+        config: The whole configuration of a run.
+        groups: The optimizer's, with the parameters, which may be sharded already.
+        world_size: Ranks among which each parameter is divided.
+
+    Raises:
+        RequestError: This process may lock less.
+    """
+    if ("offload_optimizer", "nvme") not in _devices(config):
+        return
+    zero = config["zero_optimization"]
+    largest = max(
+        _largest_part(group["params"], zero.get("sub_group_size", 1_000_000_000), world_size) for group in groups
+    )
+    check_lockable(
+        int(4 * zero["offload_optimizer"].get("buffer_count", 4) * largest),
+        "offload_optimizer on 'nvme'",
+        "pass a smaller sub_group_size (elements)",
+    )
+
+
+def _largest_part(parameters: Sequence[Any], size: int, world_size: int) -> int:
+    """Return the elements of the largest part of a group on a rank; a part ends where it has at least that size."""
+    largest = part = 0
+    for parameter in parameters:
+        part += -(-getattr(parameter, "ds_numel", parameter.numel()) // world_size)
+        largest = max(largest, part)
+        if part >= size:
+            part = 0
+    return largest
 
 
 def uses_cpu_optimizer(config: dict[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from dstrat_deepspeed.checkpointed import CheckpointedStrategy
 from dstrat_deepspeed.configuration import Configuration
 from dstrat_deepspeed.creation import shard, sharded_creation
 from dstrat_deepspeed.engine import Engine
-from dstrat_deepspeed.feasibility import check_clipping, uses_cpu_optimizer
+from dstrat_deepspeed.feasibility import check_clipping, check_state_buffers, uses_cpu_optimizer
 from dstrat_deepspeed.layers import check_layers
 from dstrat_deepspeed.nvme import free_buffers, read_once, swappers_of
 from dstrat_deepspeed.optimizers import only_optimizer, optimizer_for_cpu, resume_exactly
@@ -202,6 +202,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             check_layers(self.module, stage=self.stage, world_size=self.world_size)
         flag = self.precision_plugin.flag
         config = self._configuration.of_run(trainer, optimizer, flag=flag, world_size=self.world_size)
+        if optimizer is not None:
+            check_state_buffers(config, optimizer.param_groups, self.world_size)
         if "activation_checkpointing" in config:
             self._running.enter_context(activation_checkpointing(self._deepspeed, config["activation_checkpointing"]))
         take_from_first_rank(self.module.buffers())  # DeepSpeed sees to the parameters only
