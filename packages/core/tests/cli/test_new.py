@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from dstrat.errors import DstratError
 from dstrat.plugins.catalog import refresh_catalog
 from dstrat.plugins.component import KINDS
 
-pytest.importorskip("copier")
+if find_spec("copier") is None:  # which every worker of pytest-xdist would import, and one needs
+    pytest.skip("needs the extra dstrat[new]", allow_module_level=True)
 
 WORKSPACE = Path(__file__).parents[4]
 
