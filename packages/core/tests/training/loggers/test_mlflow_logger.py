@@ -3,19 +3,16 @@ from __future__ import annotations
 import pickle
 import shutil
 import socket
+from importlib.util import find_spec
 from time import time
 
 import pytest
 
-pytest.importorskip("mlflow", reason="the extra dstrat[mlflow] is not installed")
-pytest.importorskip("sqlalchemy", reason="the extra dstrat[mlflow] is not installed")
-pytest.importorskip("alembic", reason="the extra dstrat[mlflow] is not installed")
-
-from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
-
 from dstrat import MLFlowLogger, ModelCheckpoint, Trainer
 from dstrat.errors import LoggerError
+
+if any(find_spec(name) is None for name in ("mlflow", "sqlalchemy", "alembic")):
+    pytest.skip("the extra dstrat[mlflow] is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore:::mlflow.*", "ignore:::sqlalchemy.*", "ignore::ResourceWarning")
 
@@ -26,10 +23,18 @@ def no_server(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def empty_database(tmp_path_factory):
+def client_class():
+    """MLflow's, whose import takes a second; so it is not imported where these tests are only collected."""
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient
+
+
+@pytest.fixture(scope="module")
+def empty_database(tmp_path_factory, client_class):
     """A database with MLflow's tables, which take seconds to make."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
+    client_class(f"sqlite:///{path}").search_experiments()
     return path
 
 
@@ -44,8 +49,8 @@ def logger(tmp_path):
 
 
 @pytest.fixture
-def client(tmp_path):
-    return MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+def client(tmp_path, client_class):
+    return client_class(f"sqlite:///{tmp_path / 'mlflow.db'}")
 
 
 def values(client, logger, name):
@@ -77,14 +82,14 @@ def test_the_status_is_known_and_a_later_run_goes_on(logger, client, status, kno
     assert values(client, logger, "loss") == [(1, 0.5), (2, 0.25)]
 
 
-def test_settings_are_written_flat_also_very_many(logger, client, monkeypatch):
-    sizes, log_batch = [], MlflowClient.log_batch
+def test_settings_are_written_flat_also_very_many(logger, client, client_class, monkeypatch):
+    sizes, log_batch = [], client_class.log_batch
 
     def noting(*args, params, **options):
         sizes.append(len(params))
         log_batch(*args, params=params, **options)
 
-    monkeypatch.setattr(MlflowClient, "log_batch", noting)
+    monkeypatch.setattr(client_class, "log_batch", noting)
     logger.log_hyperparams({"lr": 0.1, "model": {"width": 8}, **{f"p{index}": index for index in range(150)}})
     logger.finalize("success")
     written = client.get_run(logger.version).data.params
@@ -110,13 +115,13 @@ def test_a_run_is_gone_on_with_by_its_id(logger, client, tmp_path):
     assert values(client, logger, "loss") == [(1, 0.5), (2, 0.25)]
 
 
-def test_the_variable_of_mlflow_says_where_to_write(tmp_path, empty_database, monkeypatch):
+def test_the_variable_of_mlflow_says_where_to_write(tmp_path, empty_database, client_class, monkeypatch):
     uri = f"sqlite:///{shutil.copy(empty_database, tmp_path / 'other.db')}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     logger = MLFlowLogger(save_dir=tmp_path / "unused")
     logger.log_metrics({"loss": 0.5}, step=1)
     logger.finalize("success")
-    assert values(MlflowClient(uri), logger, "loss") == [(1, 0.5)]
+    assert values(client_class(uri), logger, "loss") == [(1, 0.5)]
     assert not (tmp_path / "unused").exists()
 
 
@@ -151,6 +156,8 @@ def test_a_name_that_mlflow_refuses_is_an_error_that_shows_it(tmp_path, make_lin
 
 
 def test_a_server_that_is_away_is_waited_for_with_a_line_and_asked_no_more_at_the_end(monkeypatch, caplog):
+    from mlflow.exceptions import MlflowException
+
     monkeypatch.setattr("dstrat.training.loggers.mlflow_logger._SECONDS_OF_SILENCE", 0.2)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
