@@ -4,17 +4,16 @@ import json
 import pickle
 import re
 import struct
+from importlib.util import find_spec
 from time import monotonic, sleep
 from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("wandb", reason="the extra dstrat[wandb] is not installed")
-
-import wandb
-from wandb.proto import wandb_internal_pb2
-
 from dstrat import ModelCheckpoint, Trainer, WandbLogger
+
+if find_spec("wandb") is None:
+    pytest.skip("the extra dstrat[wandb] is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb.*", "ignore::ResourceWarning")
 
@@ -40,6 +39,8 @@ def open_logger(tmp_path):
 
 def records(folder):
     """Return what the transaction logs of offline runs hold, oldest first, when W&B's own process has written all."""
+    from wandb.proto import wandb_internal_pb2
+
     deadline = monotonic() + 60
     while True:
         logs = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns)
@@ -140,6 +141,8 @@ def test_the_status_is_known_by_the_exit_code_and_a_run_that_failed_sends_no_bes
 
 
 def test_a_run_of_the_user_is_used_and_not_finished(tmp_path):
+    import wandb
+
     with wandb.init(dir=str(tmp_path), mode="offline", project="own") as run:
         logger = WandbLogger(experiment=run)
         logger.log_metrics({"loss": 0.5}, step=1)
