@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torchmetrics
 
 from dstrat.training.loops import votes
 
@@ -30,6 +29,8 @@ def communicating(averaging):
 @pytest.fixture
 def metered_class(line_class):
     """A module that counts the samples that it sees in validation, by a metric object and by a logged value."""
+
+    import torchmetrics
 
     class Metered(line_class):
         def __init__(self):
