@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
-
-pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
-
 from tests.warm_program import WarmProgram
-from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, SumMetric
 
 from dstrat.errors import MisuseError, RankFailedError
+
+if find_spec("torchmetrics") is None:
+    pytest.skip("torchmetrics is not installed", allow_module_level=True)
 
 
 class Scored(torch.nn.Module):
@@ -21,6 +22,8 @@ class Scored(torch.nn.Module):
 
 @pytest.fixture
 def make_scored(make_line):
+    from torchmetrics import CatMetric, MeanSquaredError, MetricCollection
+
     def make(**hooks):
         def init(self):
             base.__init__(self)
@@ -159,6 +162,8 @@ def test_options_that_are_not_for_metrics_are_refused(quiet_trainer, make_scored
 
 
 def test_a_metric_belongs_to_the_module(quiet_trainer, make_scored, loader):
+    from torchmetrics import MeanMetric
+
     def test_step(self, batch, batch_idx):
         self.log("val/mean", MeanMetric())
 
@@ -207,6 +212,8 @@ def test_a_metric_of_several_loaders_needs_one_for_each(quiet_trainer, make_scor
 
 
 def test_a_metric_moves_with_the_module():
+    from torchmetrics import Metric, SumMetric
+
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
