@@ -194,10 +194,29 @@ def test_several_processes_train_a_compiled_module(quiet_trainer, make_line, loa
     assert torch.allclose(module.net[0].weight, whole.net[0].weight, atol=1e-6)
 
 
+class Small(Net):
+    """A module of which little is left for the C compiler, which takes seconds for each kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 1)
+
+
+QUICK = {
+    "compile_threads": 1,  # others would import torch in processes of their own
+    "cpp_cache_precompile_headers": False,
+    "cpp.simdlen": 1,  # with the next, the compiler is not tried with instructions that this processor may have
+    "cpp.vec_isa_ok": False,
+}
+
+
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own import
 def test_torchs_own_compiler_trains_as_without(quiet_trainer, make_line, loader):
-    module = make_line(Net)
-    module.compile(dynamic=False)
+    from torch._inductor import list_options  # here, as its import takes a second
+
+    known = list_options()  # older versions of torch do not have all
+    module = make_line(Small)
+    module.compile(dynamic=False, options={name: value for name, value in QUICK.items() if name in known})
     compiled = losses(quiet_trainer, module, loader)
-    assert compiled == pytest.approx(losses(quiet_trainer, make_line(Net), loader), rel=1e-4)
+    assert compiled == pytest.approx(losses(quiet_trainer, make_line(Small), loader), rel=1e-4)
