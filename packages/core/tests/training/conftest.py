@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401 - an optimizer imports it in its first step, and each forked rank would anew
+import torch._dynamo  # an optimizer imports it in its first step, and each forked rank would anew
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
