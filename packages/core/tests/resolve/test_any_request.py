@@ -294,7 +294,7 @@ elastic = dict(TORCHELASTIC_RUN_ID="1", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"
 nested = {**elastic, "SLURM_NTASKS": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 for strategy, accelerator, devices, plugins, environ in itertools.product(
     ["auto", "single_device", "ddp", "singledevice"], ["auto", "cpu", "gpu", "gpuu"], ["auto", 2, "x"],
-    [(), ("torch",), ("torch", "16-mixed", "local"), ("tortch", "16")], [{}, elastic, nested],
+    [(), ("torch", "16-mixed", "local"), ("tortch", "16")], [{}, nested],
 ):
     request = Request(strategy=strategy, accelerator=accelerator, devices=devices, plugins=plugins)
     try:
