@@ -4,6 +4,7 @@ import pytest
 import torch
 from deepspeed_fit import Model, fit
 from tests.ranks import each
+from torch import nn
 
 from dstrat import Callback
 from dstrat.errors import MisuseError
@@ -13,14 +14,24 @@ SAVED_AFTER = 2
 
 
 class Late(Model):
-    """Applies gradients in the next batch, of which the first has none."""
+    """Applies gradients in the next batch, of which the first has none, and steps once more, where none are left.
+
+    One layer has gradients, but no optimizer.
+    """
 
     automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.untrained = nn.Linear(3, 3)
 
     def training_step(self, batch, batch_idx):
         self.optimizers().step()
         self.optimizers().zero_grad()
-        loss = super().training_step(batch, batch_idx)
+        self.optimizers().step()
+        inputs, targets = batch
+        loss = nn.functional.mse_loss(self.untrained(self.net.layers(inputs)), targets)
         self.compute_gradients(loss)
         return loss.detach()
 
@@ -28,7 +39,7 @@ class Late(Model):
         self.manual_backward(loss)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
+        return torch.optim.AdamW(self.net.parameters(), lr=0.02)
 
 
 class Plain(Late):

@@ -62,6 +62,8 @@ class Engine:
         self._has_begun = False
         self._has_gradients = False
         self._norm: float | Tensor | None = None
+        groups = [{"params": steps.parameters()}] if optimizer is None else optimizer.param_groups
+        self._trained = [parameter for group in groups for parameter in group["params"]]
         if is_manual:
             config = without_boundaries(config)
         self.engine, *_ = deepspeed.initialize(
@@ -204,7 +206,7 @@ class Engine:
 
     @property
     def _has_parameters_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._steps.parameters())
+        return any(parameter.grad is not None for parameter in self._trained)
 
     # Gradients
 
