@@ -5,6 +5,8 @@ import torch
 from compiled import needs_compiled, use_compiled
 from deepspeed_fit import Model, fit
 
+from test_manual_steps import Late
+
 from dstrat import Callback
 from dstrat_deepspeed import DeepSpeedStrategy
 
@@ -49,6 +51,28 @@ def stopped_and_resumed(cluster, folder):
             ],
         )
     return found
+
+
+class Early(Late):
+    """Applies gradients in the batch that computes them."""
+
+    def compute_gradients(self, loss):
+        super().compute_gradients(loss)
+        self.optimizers().step()
+
+
+def begun_with_a_step(cluster, folder):
+    """Return losses of a whole run, and of one that goes on after a step with another one, before a backward pass."""
+    use_compiled("cpu_adam")
+    options = {"stage": 2, "offload_optimizer": True}
+    saves = Saves(folder)
+    whole = fit(Early(), DeepSpeedStrategy(**options), cluster, callbacks=[saves])
+    return whole, fit(Early(), DeepSpeedStrategy(**options), cluster, ckpt_path=f"{folder}/2")
+
+
+def test_gradients_of_a_step_that_was_made_are_not_applied_again_by_a_run_that_goes_on(ranks, tmp_path):
+    for whole, resumed in ranks(begun_with_a_step, folder=str(tmp_path)):
+        assert resumed == whole[2:]
 
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped_and_one_device_goes_on_too(ranks, tmp_path):

@@ -34,7 +34,11 @@ def waiting_gradients(optimizer: Any) -> dict[str, Any]:
         for group, value in optimizer.averaged_gradients.items()
         if getattr(value, "flat_partition", None) is not None
     }
-    found["cpu"] = {str(key): value for key, value in getattr(optimizer, "accumulated_grads_in_cpu", {}).items()}
+    found["cpu"] = {
+        str(number): value
+        for number, value in getattr(optimizer, "accumulated_grads_in_cpu", {}).items()
+        if number in optimizer._offload_accumulated_param_ids  # noqa: SLF001 - the others are of an earlier step
+    }
     present = {key: value for key, value in found.items() if value}
     return {**present, "batches": optimizer.micro_step_id} if present else {}
 
