@@ -4,7 +4,6 @@ import pytest
 import torch
 from compiled import needs_compiled, use_compiled
 from deepspeed_fit import Model, fit
-
 from test_manual_steps import Late
 
 from dstrat import Callback
