@@ -7,6 +7,7 @@ import torch
 from deepspeed_fit import Model, fit
 from tests.ranks import each
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dstrat.errors import MisuseError
 from dstrat_deepspeed import DeepSpeedStrategy
@@ -55,6 +56,17 @@ class Advised(Unequal):
         return nn.functional.mse_loss(outputs[which % 2], targets) + 0 * outputs[1 - which % 2].sum()
 
 
+class Shared(Branches):
+    """Runs a branch twice, whose activations are computed anew in parts of the backward pass of their own."""
+
+    def loss_of(self, batch, which):
+        inputs, targets = batch
+        outputs = self.net.layers(inputs)
+        for _ in range(2):
+            outputs = checkpoint(self.branches[which % 2], outputs, use_reentrant=True)
+        return nn.functional.mse_loss(outputs, targets)
+
+
 class ByItself(Unequal):
     """Steps after two batches, with manual optimization."""
 
@@ -72,6 +84,7 @@ class ByItself(Unequal):
 WAYS = {
     "equal": (Branches, {}),
     "in turn": (InTurn, {}),
+    "shared": (Shared, {}),
     "accumulated": (Unequal, {"accumulate_grad_batches": 3}),
     "by itself": (ByItself, {}),
     "advised": (Advised, {}),
@@ -84,6 +97,8 @@ CASES = {
         (0, "equal", {}),
         (1, "equal", {}),
         (2, "in turn", SMALL),
+        (1, "shared", {}),
+        (2, "shared", {}),
         (1, "accumulated", SMALL),
         (2, "accumulated", {}),
         (1, "by itself", {}),
@@ -126,3 +141,18 @@ def test_stage_3_says_on_all_ranks_in_the_same_step_what_differs(ranks):
             assert re.search(
                 r"rank 0 gathers branches\.0\S* .*while rank 1 gathers branches\.1\S* .*: let each rank run", said
             )
+
+
+def what_is_said_where_gradients_come_again(cluster):
+    module = Shared()
+    module.loss_of = lambda batch, which: Shared.loss_of(module, batch, 0)
+    with pytest.raises(MisuseError) as raised:
+        fit(module, DeepSpeedStrategy(stage=2, reduce_bucket_size=20), cluster)
+    return str(raised.value)
+
+
+def test_gradients_that_come_again_after_the_ranks_have_averaged_them_are_an_error(ranks):
+    for said in ranks(what_is_said_where_gradients_come_again):
+        assert re.match(
+            r"branches\.0\.\S+ has got gradients several times in one backward pass.*use_reentrant=False", said
+        )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from dstrat.errors import MisuseError
 from dstrat_deepspeed.agreement import is_same_on_all_ranks
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class GradientOrder:
         self._places: dict[int, int] = {}
         self._is_complete = False
         self._has_differed = False
+        self._waits_for_end = False
         self._waiting: dict[int, Any] = {}  # each with the event on a GPU after which it can be read
         self._elements_waiting = 0
         self._num_sent = 0
@@ -50,22 +52,30 @@ class GradientOrder:
         self._waiting.clear()
         self._elements_waiting = self._num_sent = 0
 
-    def _take(self, parameter: Any, group: int) -> None:
+    def _take(self, parameter: Any, group: int) -> None:  # noqa: ARG002 - as DeepSpeed passes it
         if not getattr(parameter, "ds_grad_is_ready", True):
             return  # more is added to it, and it comes again
         number = self._optimizer.get_param_id(parameter)
         if self._places.get(number, self._num_sent) < self._num_sent:
-            self._send(parameter, group)  # for the second time in a pass, which DeepSpeed refuses
-            return
+            raise self._sent_too_early(parameter)
+        self._waits_for_end |= number in self._waiting  # for the second time in a pass
         self._waiting[number] = None
         if self._is_complete:
-            self._send_those_whose_turn_it_is()
+            if not self._waits_for_end:
+                self._send_those_whose_turn_it_is()
         elif not self._has_differed:
             self._elements_waiting += parameter.numel()
             if self._elements_waiting > self._optimizer.reduce_bucket_size:
                 self._agree(is_end=False)
         if number in self._waiting:
             self._waiting[number] = _now()
+
+    def _sent_too_early(self, parameter: Any) -> MisuseError:
+        return MisuseError(
+            f"{self._optimizer.param_names[parameter]} has got gradients several times in one backward pass, and the "
+            "ranks have averaged the first ones already: checkpoint activations with use_reentrant=False where several "
+            "parts share a layer, or pass a reduce_bucket_size (elements) that holds all gradients"
+        )
 
     def _send_those_whose_turn_it_is(self) -> None:
         while self._num_sent < len(self._order) and self._order[self._num_sent] in self._waiting:
