@@ -73,8 +73,9 @@ class GradientOrder:
     def _sent_too_early(self, parameter: Any) -> MisuseError:
         return MisuseError(
             f"{self._optimizer.param_names[parameter]} has got gradients several times in one backward pass, and the "
-            "ranks have averaged the first ones already: checkpoint activations with use_reentrant=False where several "
-            "parts share a layer, or pass a reduce_bucket_size (elements) that holds all gradients"
+            "ranks have averaged the first ones already: compute them by self.manual_backward(loss) alone, and "
+            "checkpoint activations of shared layers with use_reentrant=False, or pass a reduce_bucket_size (elements) "
+            "that holds all gradients"
         )
 
     def _send_those_whose_turn_it_is(self) -> None:

@@ -18,6 +18,13 @@ def waiting_gradients(optimizer: Any) -> dict[str, Any]:
     Args:
         optimizer: What DeepSpeed has made of the user's optimizer, of stages 1 to 3.
     """
+    if hasattr(optimizer, "fp32_groups_has_gradients"):
+        computed = [list(group) for group in optimizer.fp32_groups_has_gradients]
+        return (
+            {"flat": list(optimizer.fp32_groups_gradients_flat), "computed": computed}
+            if any(map(any, computed))
+            else {}
+        )
     batches = optimizer.micro_step_id + int(getattr(optimizer, "_epilogue_ran_this_backward", False))
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
         return {"flat": optimizer.grad_partitions_flat_buffer, "batches": batches} if batches > 0 else {}
@@ -51,6 +58,11 @@ def put_back(optimizer: Any, saved: Mapping[str, Any]) -> None:
         saved: The gradients; empty where there were none.
     """
     if not saved:
+        return
+    if hasattr(optimizer, "fp32_groups_has_gradients"):
+        for buffer, value in zip(optimizer.fp32_groups_gradients_flat, saved["flat"], strict=True):
+            buffer.copy_(value)
+        optimizer.fp32_groups_has_gradients = [list(group) for group in saved["computed"]]
         return
     optimizer.micro_step_id = saved["batches"]
     if hasattr(optimizer, "grad_partitions_flat_buffer"):

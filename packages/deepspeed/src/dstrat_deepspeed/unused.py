@@ -38,6 +38,8 @@ def unused_gradients(optimizer: Any, *, sends_in_step: bool) -> UnusedGradients 
         return _OfStage3(optimizer, sends_in_step=sends_in_step)
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
         return _OfStages1And2(optimizer)
+    if hasattr(optimizer, "fp32_groups_has_gradients"):
+        return _Of32Bits(optimizer)
     return None
 
 
@@ -62,6 +64,26 @@ class _OfStages1And2:
             optimizer.micro_step_id = self._initial
             optimizer.norm_for_param_grads = {}
             optimizer._offload_accumulated_param_ids.clear()  # noqa: SLF001 - nowhere else
+
+
+class _Of32Bits:
+    """With weights of 16 bits and gradients of 32 stage 1 reduces those of all parameters in its own order.
+
+    But the norm is of those only that the rank itself has computed, by which each rank would clip another way.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def after_backward(self) -> None:
+        """There is nothing left."""
+
+    def before_step(self) -> None:
+        for computed in self._optimizer.fp32_groups_has_gradients:
+            computed[:] = [True] * len(computed)
+
+    def forget(self) -> None:
+        """The optimizer has cleared them."""
 
 
 class _OfStage3:
