@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -50,6 +52,22 @@ def test_with_both_the_names_get_suffixes(quiet_trainer, make_line, loader):
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(module, loader())
     assert trainer.callback_metrics == {"index_step": 5.0, "index_epoch": 2.5, "index": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("x", "x_step"), ("x_epoch", "x")], ids=["the ending comes first", "the ending comes last"]
+)
+def test_a_value_that_would_take_the_place_of_another_one_is_refused(quiet_trainer, make_line, loader, first, second):
+    class Colliding(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            for name in (first, second):
+                self.log(name, loss, on_step=name != "x_epoch", on_epoch=name != "x_step")
+            return loss
+
+    names = re.escape(f"log('{second}') and log('{first}') both give a value of the name")
+    with pytest.raises(MisuseError, match=f"{names} '(x_step|x_epoch)', .*: choose another name"):
+        quiet_trainer().fit(Colliding(), loader())
 
 
 def test_a_mean_over_an_epoch_is_weighted_by_batch_size(quiet_trainer, make_line, loader):

@@ -49,6 +49,12 @@ class Entry:
         return f"{self.name}_epoch" if self.on_step else self.name
 
     @property
+    def value_names(self) -> set[str]:
+        """Names of its values in logs."""
+        asked = {self.step_name: self.on_step, self.epoch_name: self.on_epoch}
+        return {name for name, is_asked in asked.items() if is_asked}
+
+    @property
     def is_written(self) -> bool:
         """Whether loggers write it."""
         return self.options.logger is not False

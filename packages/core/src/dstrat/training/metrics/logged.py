@@ -41,6 +41,7 @@ class LoggedValues:
     def __init__(self, *, training: bool) -> None:
         self._training = training
         self._entries: dict[str, NumberEntry | MetricEntry] = {}
+        self._owners: dict[str, str] = {}  # of the names of values: the names that they were logged by
         self._resumed: dict[str, NumberEntry | MetricEntry] = {}  # of a checkpoint, and not logged again yet
         self._is_open = False
         self._suffix = ""
@@ -132,16 +133,30 @@ class LoggedValues:
             has_peers = module.trainer.world_size > 1
             self._entries[name] = NumberEntry(name, options, **where, has_peers=has_peers)
         entry = self._entries[name]
-        if entry.is_written and module.trainer.loggers and _OF_LOGGERS & {entry.step_name, entry.epoch_name}:
+        try:
+            self._check_names(entry, has_loggers=bool(module.trainer.loggers))
+        except MisuseError:
             del self._entries[name]
-            raise MisuseError(
-                f"log({name!r}): loggers write the {name} with every value, and this one would take its place: choose "
-                "another name, or pass logger=False"
-            )
+            raise
         self.writes_steps = self.writes_steps or (entry.on_step and entry.is_written)
         if resumed := self._resumed.pop(name, None):
             entry.load_state_dict(resumed.state_dict())
         return entry
+
+    def _check_names(self, entry: Entry, *, has_loggers: bool) -> None:
+        """Refuse a value that would take the place of another one."""
+        if entry.is_written and has_loggers and _OF_LOGGERS & {entry.step_name, entry.epoch_name}:
+            raise MisuseError(
+                f"log({entry.name!r}): loggers write the {entry.name} with every value, and this one would take its "
+                "place: choose another name, or pass logger=False"
+            )
+        if taken := entry.value_names & self._owners.keys():
+            name = min(taken)
+            raise MisuseError(
+                f"log({entry.name!r}) and log({self._owners[name]!r}) both give a value of the name {name!r}, as those of "
+                "on_step=True with on_epoch=True end with _step and _epoch: choose another name"
+            )
+        self._owners.update(dict.fromkeys(entry.value_names, entry.name))
 
     def _weight(self, name: str) -> int:
         if not self.in_step:
