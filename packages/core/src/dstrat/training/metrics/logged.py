@@ -153,8 +153,8 @@ class LoggedValues:
         if taken := entry.value_names & self._owners.keys():
             name = min(taken)
             raise MisuseError(
-                f"log({entry.name!r}) and log({self._owners[name]!r}) both give a value of the name {name!r}, as those of "
-                "on_step=True with on_epoch=True end with _step and _epoch: choose another name"
+                f"log({entry.name!r}) and log({self._owners[name]!r}) both give a value of the name {name!r}, as those "
+                "of on_step=True with on_epoch=True end with _step and _epoch: choose another name"
             )
         self._owners.update(dict.fromkeys(entry.value_names, entry.name))
 
