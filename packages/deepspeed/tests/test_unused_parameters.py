@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compiled import needs_compiled, use_compiled
-from deepspeed_fit import Model, fit
+from deepspeed_fit import Model, fit, loader, trainer_of
 from torch import nn
 
 from dstrat_deepspeed import DeepSpeedStrategy
@@ -89,6 +89,30 @@ def test_losses_are_those_of_one_device_where_batches_leave_layers_out(ranks):
     for found in ranks(each_way, stages=STAGES, ways=QUICK):
         for (stage, way), losses in found.items():
             assert losses == pytest.approx(expected[way], rel=2e-6, abs=0), (stage, way)
+
+
+class WithoutLoss(Model):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) if batch_idx % 2 == 0 else None
+
+    def on_train_end(self):
+        self.trained = self.net.scale.detach().clone()
+
+
+def trained(strategy, cluster=None):
+    module = WithoutLoss()
+    trainer_of(strategy, cluster, accumulate_grad_batches=2).fit(module, loader())
+    return module.trained.tolist()
+
+
+def trained_with(cluster, stages):
+    return [trained(DeepSpeedStrategy(stage=stage), cluster) for stage in stages]
+
+
+def test_a_step_applies_gradients_where_its_last_batch_has_no_loss(ranks):
+    [found] = ranks(trained_with, 1, stages=STAGES[:3])
+    for weights in found:
+        assert weights == pytest.approx(trained("single_device"), rel=1e-6)
 
 
 def each_way_on_the_cpu(cluster, stages, ways):

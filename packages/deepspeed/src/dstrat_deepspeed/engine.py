@@ -61,6 +61,7 @@ class Engine:
         self._is_manual = is_manual
         self._has_begun = False
         self._has_gradients = False
+        self._expects_more = False
         self._norm: float | Tensor | None = None
         groups = [{"params": steps.parameters()}] if optimizer is None else optimizer.param_groups
         self._trained = [parameter for group in groups for parameter in group["params"]]
@@ -111,6 +112,7 @@ class Engine:
             compute: Computes gradients of the (scaled) loss in another way than by ``loss.backward()``.
         """
         self._has_gradients = True
+        self._expects_more = not (self._is_manual or self.engine.is_gradient_accumulation_boundary())
         if self._is_manual:
             self._prepare_manual_backward(loss)
         with nullcontext() if compute is None else ReplacedBackward(compute):
@@ -131,6 +133,7 @@ class Engine:
     def has_put_back(self) -> None:
         """Take note of gradients that came from a checkpoint."""
         self._has_gradients = True
+        self._expects_more = not self._is_manual
 
     def set_boundary(self, *, is_boundary: bool) -> None:
         """Say whether the next backward pass is the last one before the step; manual optimization need not know."""
@@ -182,6 +185,9 @@ class Engine:
         let_go_unused(self._with_files)
         if self._unused is not None:
             self._unused.before_step()
+        if self._expects_more and engine.zero_optimization_stage() in (1, 2):
+            engine.allreduce_gradients()  # as a last backward pass does, which a batch without a loss has not made
+        self._expects_more = False
         with naming_new_parameters(self._steps):
             engine.step()
         self._has_gradients = False
