@@ -30,7 +30,6 @@ PRELOADED = [
     "dstrat_fsdp.strategy",
     "deepspeed",
     "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
     "dstrat.testing.fits",
     "dstrat.testing.launching",
     "pytest",
