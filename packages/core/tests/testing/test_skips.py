@@ -44,12 +44,14 @@ NOT_COLLECTED = {
     "marks of the module": "pytestmark = [pytest.mark.skip]\nclass TestMine(Small): pass",
     "a decorated method": "class TestMine(Small): pass\npytest.mark.skip(TestMine.test_one)",
     "__test__": "class TestMine(Small):\n    __test__ = False",
+    "__test__ afterwards": "class TestMine(Small): pass\nTestMine.__test__ = False",
     "__init__": "class TestMine(Small):\n    def __init__(self): pass",
     "__new__": "class TestMine(Small):\n    def __new__(cls): return super().__new__(cls)",
     "changed afterwards": "class TestMine(Small): pass\nTestMine.test_one = lambda self: None",
 }
 SAID = {
     "__test__": "TestMine.__test__ is False, which would drop its standard tests: remove it",
+    "__test__ afterwards": "TestMine.__test__ is False, which would drop its standard tests: remove it",
     "__init__": "TestMine has __init__, and pytest collects no class that has",
     "__new__": "TestMine has __new__, and pytest collects no class that has",
     "an expected failure": "TestMine is marked xfail, which would drop standard tests of TestMine: take the mark away",

@@ -97,7 +97,7 @@ def check_complete(cls: type[Any], settings: frozenset[str]) -> None:
     for name, member in _members(cls):
         if name not in settings and inspect.getattr_static(cls, name, None) is not member:
             raise MisuseError(_why_not(cls, name, member))
-    _check_collected(cls)
+    check_collected(cls)
     _check_expected(cls)
 
 
@@ -128,8 +128,12 @@ def _why_not(cls: type[Any], name: str, member: object) -> str:
     )
 
 
-def _check_collected(cls: type[Any]) -> None:
-    """Refuse what keeps pytest from collecting a class, of which it says little or nothing."""
+def check_collected(cls: type[Any]) -> None:
+    """Refuse what keeps pytest from collecting a class, of which it says little or nothing.
+
+    Raises:
+        MisuseError: It says what to remove.
+    """
     __tracebackhide__ = True
     if not getattr(cls, "__test__", True):
         raise MisuseError(

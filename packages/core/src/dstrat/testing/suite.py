@@ -12,7 +12,7 @@ except ImportError as error:
 from dstrat.errors import MisuseError
 from dstrat.plugins.catalog import get_catalog
 from dstrat.testing.skips import KeepsStandardTests
-from dstrat.testing.standard import check_complete, expected_failure
+from dstrat.testing.standard import check_collected, check_complete, expected_failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 _EVERY_SETTING = frozenset({"alias", "options", "expected_failures", "pytestmark"})
 
 
-class Suite:
+class Collected(type):
+    """The type of suites, which sees to it that pytest goes on collecting one."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        __tracebackhide__ = True
+        super().__setattr__(name, value)
+        if name == "__test__":
+            check_collected(cls)
+
+
+class Suite(metaclass=Collected):
     """Standard tests of a component.
 
     A test class derives from the suite of its kind and sets :attr:`alias`.  It may add tests of its own; it cannot
