@@ -27,12 +27,19 @@ def bootstrap() -> Path:
     return environment("bootstrap", ("--upgrade", NOX, PIP))
 
 
-def environment(name: str, *steps: tuple[str, ...], inputs: tuple[Path, ...] = (), first_import: str = "") -> Path:
+def environment(
+    name: str,
+    *steps: tuple[str, ...],
+    pip: Path | None = None,
+    inputs: tuple[Path, ...] = (),
+    first_import: str = "",
+) -> Path:
     """Make a private environment, unless it is there, complete, and made from the same things.
 
     Args:
         name: Its folder in ``.nox``.
         steps: Arguments of ``pip install``, once for each step.
+        pip: The program that fills it; None gives the environment one of its own.
         inputs: Files that the steps refer to; a change of their text makes the environment anew.
         first_import: Modules to import once, which compiles what they import; pip would compile everything.
 
@@ -45,31 +52,30 @@ def environment(name: str, *steps: tuple[str, ...], inputs: tuple[Path, ...] = (
     texts = (path.read_text(encoding="utf-8") for path in inputs)
     wanted = "\n".join([sys.version, str(ROOT), *(argument for step in steps for argument in step), *texts])
     if not ((programs / "python").exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted):
-        make_environment(folder, *steps)
+        make_environment(folder, *steps, pip=pip)
         if first_import:
             subprocess.run([programs / "python", "-c", f"import {first_import}"], cwd=folder, check=True)
         stamp.write_text(wanted, encoding="utf-8")  # last, so that an interrupted environment is made again
     return programs
 
 
-def make_environment(folder: Path, *steps: tuple[str, ...]) -> None:
+def make_environment(folder: Path, *steps: tuple[str, ...], pip: Path | None = None) -> None:
     """Make an environment in place of what is in the folder, or end with a message that says what is missing."""
-    is_first = folder.name == "bootstrap"
-    pip = [folder / "bin" / "python", "-m", "pip"] if is_first else [bootstrap() / "pip", "--python", folder]
     print("making the environment", folder.relative_to(ROOT), flush=True)
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
         sys.exit(
             f"{sys.executable} cannot make environments: its modules venv and ensurepip are not installed. "
             "On Debian and Ubuntu: apt install python3-venv"
         )
-    own_pip = [] if is_first else ["--without-pip"]
-    if subprocess.run([sys.executable, "-I", "-m", "venv", "--clear", *own_pip, folder], check=False).returncode != 0:
+    venv = [sys.executable, "-I", "-m", "venv", "--clear", *(["--without-pip"] if pip else [])]
+    if subprocess.run([*venv, folder], check=False).returncode != 0:
         sys.exit(f"{sys.executable} could not make an environment in {folder}: see the lines above")
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    install = ["install", "--disable-pip-version-check", "--no-compile", *quiet]
+    filled_by = [pip, "--python", folder] if pip else [folder / "bin" / "python", "-m", "pip"]
+    install = [*filled_by, "install", "--disable-pip-version-check", "--no-compile", *quiet]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip would take it for there
     for step in steps:
-        if subprocess.run([*pip, *install, *step], cwd=ROOT, env=environ, check=False).returncode != 0:
+        if subprocess.run([*install, *step], cwd=ROOT, env=environ, check=False).returncode != 0:
             sys.exit(
                 f"pip could not fill the environment {folder}: see the lines above. It needs a package index: check "
                 "the network, or name a mirror to pip (PIP_INDEX_URL=https://...)"
@@ -100,7 +106,8 @@ def workspace(name: str = "shared", *more: str) -> Path:
     inputs = (CONSTRAINTS, *(package / "pyproject.toml" for package in PACKAGES))
     beside = ("--no-build-isolation", "--constraint=constraints.txt")
     steps = (BUILD_TOOLS, (*beside, *editable, *tools, *more), (*beside, FAIRSCALE))
-    return environment(name, *steps, inputs=inputs, first_import="dstrat_fsdp.strategy, torch._dynamo, pytest")
+    compiled = "dstrat_fsdp.strategy, torch._dynamo, pytest"
+    return environment(name, *steps, pip=bootstrap() / "pip", inputs=inputs, first_import=compiled)
 
 
 def run(session: nox.Session, programs: Path, program: str, *arguments: str, **env: str) -> None:
@@ -169,7 +176,8 @@ def wheels(session: nox.Session) -> None:
         run(session, workspace(), "pyproject-build", "--quiet", "--no-isolation", f"--outdir={dist}", str(package))
     fresh = ROOT / ".nox" / "wheels"
     # Nothing is borrowed from the other environment; torch comes out of pip's cache.
-    make_environment(fresh, ("--constraint=constraints.txt", PIP, *map(str, sorted(dist.glob("*.whl")))))
+    built = map(str, sorted(dist.glob("*.whl")))
+    make_environment(fresh, ("--constraint=constraints.txt", PIP, *built), pip=bootstrap() / "pip")
     os.environ[WHEELS] = str(fresh)
 
 
@@ -184,7 +192,7 @@ def demo(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the guides as a site in .nox/site; whatever is not as it should be is an error."""
     requirements = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "docs")
-    programs = environment("docs", requirements, inputs=(ROOT / "pyproject.toml",))
+    programs = environment("docs", requirements, pip=bootstrap() / "pip", inputs=(ROOT / "pyproject.toml",))
     run(session, programs, "mkdocs", "build", "--strict", "--quiet", NO_MKDOCS_2_WARNING="1")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from filelock import FileLock  # which torch brings
+from filelock import FileLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -48,7 +48,7 @@ class GradientOrder:
         optimizer.overlapping_partition_gradients_reduce_epilogue = self._end_pass
 
     def forget(self) -> None:
-        """Let go what an interrupted backward pass has left."""
+        """Let go the gradients that still wait after an interrupted backward pass; what was sent cannot be undone."""
         self._waiting.clear()
         self._elements_waiting = self._num_sent = 0
 

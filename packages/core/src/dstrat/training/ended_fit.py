@@ -46,7 +46,7 @@ class EndedFit:
             if not trainer.is_global_zero and not trainer.strategy.checkpoint_io.is_collective:
                 entries = {}  # global rank 0 writes them alone
             return cls(optimization=apply_to_tensors(entries, Tensor.cpu), own=apply_to_tensors(own, Tensor.cpu))
-        except Exception as error:  # noqa: BLE001 - a fit is no failure for what nobody may ask for
+        except Exception as error:  # noqa: BLE001 - what is kept for later fails no fit that has ended
             return cls(optimization={}, own={}, error=error)
 
     def save(self, trainer: Trainer, path: str | Path, *, weights_only: bool) -> None:
