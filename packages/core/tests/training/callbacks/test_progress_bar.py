@@ -570,6 +570,22 @@ def test_on_a_terminal_bars_end_with_the_last_state_below_what_was_written(termi
     assert screen.cursor_is_visible
 
 
+def test_a_handler_that_looks_its_stream_up_writes_above_the_bars(terminal, bar_trainer, slow, loader):
+    class Logging(slow):
+        def say(self, batch_idx):
+            if batch_idx == 2:
+                log.warning("looked up")
+
+    log = logging.Logger("test")  # noqa: LOG001 - a logger that nothing else sees
+    log.addHandler(logging.lastResort)  # its stream cannot be set, as that of the handler which dill adds
+    with terminal() as screen:
+        logging.root.manager.loggerDict["test"] = log
+        bar_trainer(max_epochs=1).fit(Logging(), loader(8))
+        log.warning("afterwards")
+        del logging.root.manager.loggerDict["test"]
+    assert matches(screen.lines, "looked up", rf"Epoch 1/1 {BAR} 6/6 SPEED 0:0\d", "step 5", "afterwards", "")
+
+
 def test_validation_has_a_bar_below_the_epoch_and_an_exception_keeps_both(terminal, bar_trainer, slow, loader):
     class Failing(slow):
         def validation_step(self, batch, batch_idx):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,4 +16,7 @@ def move_handlers(old: TextIO, new: TextIO) -> None:
     for logger in loggers:
         for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
             if isinstance(handler, logging.StreamHandler) and handler.stream is old:
-                handler.setStream(new)
+                # A stream that cannot be set is one that is looked up with each record, as logging.lastResort's: it
+                # follows sys.stderr by itself.
+                with suppress(AttributeError):
+                    handler.setStream(new)
