@@ -20,9 +20,10 @@ IOS = [PortableCheckpointIO, TorchCheckpointIO]
 def fit(quiet_trainer, make_line, loader):
     """Fits for some epochs."""
 
-    def fit_(max_epochs, callback=None, ckpt_path=None, resume=None, **options):
-        trainer = quiet_trainer(max_epochs=max_epochs, callbacks=callback, enable_checkpointing=True, **options)
-        trainer.fit(make_line(), loader(), loader(), ckpt_path=ckpt_path, resume=resume)
+    def fit_(max_epochs, callback=None, ckpt_path=None, resume=None, module=None, **options):
+        options = {"enable_checkpointing": True} | options
+        trainer = quiet_trainer(max_epochs=max_epochs, callbacks=callback, **options)
+        trainer.fit(module or make_line(), loader(), loader(), ckpt_path=ckpt_path, resume=resume)
         return trainer
 
     return fit_
@@ -104,6 +105,67 @@ def test_best_and_last_are_those_of_the_callback(fit, make_line, loader, tmp_pat
     fresh = fit(3, callback(), ckpt_path="best", plugins=[io()])  # the newest one knows which is the best
     assert fresh.global_step == 18
     assert read_checkpoint(best)["epoch"] == 0
+
+
+@pytest.mark.parametrize(("stage", "processes"), [("validate", 1), ("test", 1), ("predict", 1), ("test", 2)])
+def test_evaluation_without_a_module_uses_the_best_checkpoint(
+    fit, make_line, line_class, loader, averaging, tmp_path, caplog, stage, processes
+):
+    class Predicting(line_class):
+        def predict_step(self, batch, batch_idx):
+            return float(self.layer(batch[0]).sum())
+
+    worst = ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss", mode="max")  # as the loss falls
+    options = {"devices": 2, "strategy": averaging()} if processes == 2 else {}
+    trainer = fit(3, worst, module=make_line(Predicting), **options)
+
+    def evaluated(module=None, **kwargs):
+        return getattr(trainer, stage)(module, loader(16), **kwargs)
+
+    as_it_is = evaluated(trainer.module)
+    caplog.clear()
+    by_default = evaluated()
+    best = worst.best_model_path
+    if processes == 1:
+        logged = f"{stage} without a module uses the best checkpoint of the last fit, {best} (val_loss = "
+        assert logged in caplog.text
+        assert "pass the module to use its weights as they are" in caplog.text
+    assert by_default == evaluated(make_line(Predicting), ckpt_path=best) != as_it_is
+
+
+def test_the_best_checkpoint_is_that_of_the_first_of_several_callbacks(fit, loader, tmp_path, caplog):
+    callbacks = [ModelCheckpoint(tmp_path / mode, "{epoch}", monitor="val_loss", mode=mode) for mode in ("max", "min")]
+    trainer = fit(2, callbacks)
+    for ckpt_path in (None, "best"):
+        caplog.clear()
+        trainer.test(dataloaders=loader(), ckpt_path=ckpt_path)
+        assert trainer.ckpt_path == str(tmp_path / "max" / "0.ckpt")
+        assert "of the first of 2 ModelCheckpoint callbacks" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("callback", "options", "why"),
+    [
+        (None, {"enable_checkpointing": False}, "there is no ModelCheckpoint"),
+        (ModelCheckpoint(save_top_k=0), {}, r"ModelCheckpoint\(save_top_k=0\) keeps none"),
+        (ModelCheckpoint(every_n_epochs=5), {}, "none was saved"),
+        (None, {"fast_dev_run": True}, "fast_dev_run=1 saves none"),
+    ],
+)
+def test_evaluation_without_a_module_needs_a_checkpoint(fit, loader, callback, options, why):
+    trainer = fit(1, callback, **options)
+    with pytest.raises(CheckpointError, match=f"^test without a module uses the best .* and {why}: pass the module to"):
+        trainer.test(dataloaders=loader())
+    trainer.test(trainer.module, loader())
+
+
+def test_the_log_says_which_checkpoint_best_and_last_are(fit, make_line, loader, tmp_path, caplog):
+    trainer = fit(1, ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss"))
+    trainer.predict(make_line(), loader(), ckpt_path="best")
+    fit(2, ModelCheckpoint(tmp_path, "{epoch}"), ckpt_path="last")
+    path = tmp_path / "0.ckpt"
+    assert f"ckpt_path='best': predict uses the weights of {path} (val_loss = " in caplog.text
+    assert f"ckpt_path='last': training goes on from {path}" in caplog.text
 
 
 def test_what_is_not_there_is_an_error_that_says_where_it_was_looked_for(fit, tmp_path):

@@ -310,12 +310,6 @@ def test_a_module_may_compute_its_own_gradients(quiet_trainer, line_class, make_
     torch.testing.assert_close(plain.layer.weight, doubled.layer.weight)
 
 
-def test_testing_without_a_module_takes_that_of_the_last_run(quiet_trainer, line, loader):
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(line, loader())
-    assert trainer.test(dataloaders=loader()) == trainer.test(line, loader())
-
-
 def test_testing_without_any_module_is_an_error(quiet_trainer, loader):
     with pytest.raises(TypeError, match="test needs a module: pass one, or call fit"):
         quiet_trainer().test(dataloaders=loader())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.trainer import Trainer
 
-Asked: TypeAlias = "str | Path | Newest | None"
+Asked: TypeAlias = "str | Path | Search | None"
 """A checkpoint as a run was asked for it."""
 
 _PLACES = ("", "checkpoints", "*/checkpoints", "*/*/checkpoints")
@@ -49,8 +50,11 @@ class _Found:
     error: str | None = None
 
 
-class Newest:
-    """Asks for the newest complete checkpoint, or a fresh start where there is none."""
+class Search(Enum):
+    """Checkpoints that a run looks for without being given a path or a name."""
+
+    NEWEST = "the newest complete one, or a fresh start where there is none"
+    BEST_OF_LAST_FIT = "the one that evaluation uses where it is called without a module"
 
 
 def asked_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> Asked:
@@ -67,7 +71,7 @@ def asked_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> Asked:
         raise MisuseError(
             f"resume={resume!r} looks for a checkpoint, and ckpt_path={str(ckpt_path)!r} is one: pass one of them"
         )
-    return Newest()
+    return Search.NEWEST
 
 
 def resolve_checkpoint(trainer: Trainer, asked: Asked) -> str | Path | None:
@@ -75,12 +79,12 @@ def resolve_checkpoint(trainer: Trainer, asked: Asked) -> str | Path | None:
 
     Args:
         trainer: In a run that has been set up.
-        asked: A path, ``"last"``, ``"best"``, the newest one, or None.
+        asked: A path, ``"last"``, ``"best"``, a search, or None.
 
     Raises:
         CheckpointError: There is no such checkpoint.
     """
-    if not isinstance(asked, Newest) and asked not in ("last", "best"):
+    if not isinstance(asked, Search) and asked not in ("last", "best"):
         return asked
     found = trainer.strategy.broadcast(_find(trainer, asked) if trainer.is_global_zero else _Found())
     if found.error is not None:
@@ -89,20 +93,71 @@ def resolve_checkpoint(trainer: Trainer, asked: Asked) -> str | Path | None:
 
 
 def _find(trainer: Trainer, asked: Asked) -> _Found:
+    """Return what is asked for, and log it; in one process."""
     try:
-        if asked == "best":
-            return _best(trainer)
-        folders = _folders(trainer)
-        path = _newest(folders, trainer.strategy.checkpoint_io)
-        if asked == "last":
-            return _Found(path=str(path)) if path else _Found(error=f"ckpt_path='last', and {_nothing_in(folders)}")
+        found = _best_of_last_fit(trainer) if asked is Search.BEST_OF_LAST_FIT else _search(trainer, asked)
     except OSError as error:
         return _Found(error=f"no checkpoint could be looked for: {error}")
-    if path is None:
-        _log.warning("resume='auto': training starts anew, as %s", _nothing_in(folders))
-        return _Found()
-    _log.warning("resume='auto': training goes on from %s", path)
-    return _Found(path=str(path))
+    if found.path is not None:
+        _log.warning("%s", _description(trainer, asked, found.path))
+    return found
+
+
+def _search(trainer: Trainer, asked: Asked) -> _Found:
+    if asked == "best":
+        return _best(trainer)
+    folders = _folders(trainer)
+    path = _newest(folders, trainer.strategy.checkpoint_io)
+    if path is not None:
+        return _Found(path=str(path))
+    if asked == "last":
+        return _Found(error=f"ckpt_path='last', and {_nothing_in(folders)}")
+    _log.warning("resume='auto': training starts anew, as %s", _nothing_in(folders))
+    return _Found()
+
+
+def _description(trainer: Trainer, asked: Asked, path: str) -> str:
+    """Return what to log of the checkpoint that was found."""
+    if asked is Search.NEWEST:
+        return f"resume='auto': training goes on from {path}"
+    is_best = asked in ("best", Search.BEST_OF_LAST_FIT)
+    which = _rank_of_best(trainer, path) if is_best else ""
+    if asked is not Search.BEST_OF_LAST_FIT:
+        does = "training goes on from" if trainer.is_fitting else f"{trainer.stage} uses the weights of"
+        return f"ckpt_path={asked!r}: {does} {path}{which}"
+    return (
+        f"{trainer.stage} without a module uses the best checkpoint of the last fit, {path}{which}: "
+        "pass the module to use its weights as they are"
+    )
+
+
+def _rank_of_best(trainer: Trainer, path: str) -> str:
+    """Return the score of a checkpoint, and whose best one it is where there are several callbacks."""
+    callback: Any = trainer.checkpoint_callback
+    score = callback.best_model_score if getattr(callback, "best_model_path", "") == path else None
+    scored = "" if score is None else f"{callback.monitor} = {float(score):.6g}"
+    knowing = [other for other in trainer.callbacks if hasattr(other, "best_model_path")]
+    of_several = "" if len(knowing) == 1 else f"of the first of {len(knowing)} {type(callback).__name__} callbacks"
+    facts = ", ".join(filter(None, (scored, of_several)))
+    return f" ({facts})" if facts else ""
+
+
+def _best_of_last_fit(trainer: Trainer) -> _Found:
+    callback: Any = trainer.checkpoint_callback
+    if callback is not None and callback.best_model_path:
+        return _Found(path=callback.best_model_path)
+    if callback is None:
+        why = "there is no ModelCheckpoint"
+    elif trainer.fast_dev_run:
+        why = f"fast_dev_run={trainer.fast_dev_run} saves none"
+    elif getattr(callback, "save_top_k", None) == 0:
+        why = f"{type(callback).__name__}(save_top_k=0) keeps none"
+    else:
+        why = "none was saved"
+    return _Found(
+        error=f"{trainer.stage} without a module uses the best checkpoint of the last fit, and {why}: pass the module "
+        "to use its weights as they are, or give a path as ckpt_path"
+    )
 
 
 def _best(trainer: Trainer) -> _Found:
@@ -110,13 +165,13 @@ def _best(trainer: Trainer) -> _Found:
     callback: Any = trainer.checkpoint_callback
     if callback is None:
         return _Found(error="ckpt_path='best', and there is no ModelCheckpoint, which would know it: give the path")
+    if callback.best_model_path:
+        return _Found(path=callback.best_model_path)
     if trainer.fast_dev_run:
         return _Found(
             error=f"ckpt_path='best', and fast_dev_run={trainer.fast_dev_run} saves no checkpoints: leave it out, "
             "or give the path of one of another run"
         )
-    if callback.best_model_path:
-        return _Found(path=callback.best_model_path)
     folders = _folders(trainer)
     newest = _newest(folders, trainer.strategy.checkpoint_io)
     if newest is None:

@@ -311,7 +311,8 @@ class Trainer(RunState):
         """Run ``validation_step`` over the validation data; return the logged values, a dict for each loader.
 
         Args:
-            model: The module; by default that of the last run, as it is now.
+            model: The module, with its weights as they are; by default that of the last run, with the weights of the
+                best checkpoint of the last fit.
             dataloaders: One or several; by default the data module's or the module's own.
             ckpt_path: A checkpoint whose weights are loaded first: its path, ``"best"`` or ``"last"``.
             verbose: Whether the values are shown as a table on stderr, once for the job.
@@ -331,7 +332,8 @@ class Trainer(RunState):
         """Run ``test_step`` over the test data; return the logged values, a dict for each loader.
 
         Args:
-            model: The module; by default that of the last run, as it is now.
+            model: The module, with its weights as they are; by default that of the last run, with the weights of the
+                best checkpoint of the last fit.
             dataloaders: One or several; by default the data module's or the module's own.
             ckpt_path: A checkpoint whose weights are loaded first: its path, ``"best"`` or ``"last"``.
             verbose: Whether the values are shown as a table on stderr, once for the job.
@@ -351,7 +353,8 @@ class Trainer(RunState):
         """Run ``predict_step`` over the data; return its results in the order of the batches.
 
         With several loaders there is a list for each.  Where they would be too large, pass
-        ``return_predictions=False`` and a ``PredictionWriter``; the list is empty then.
+        ``return_predictions=False`` and a ``PredictionWriter``; the list is empty then.  Which weights are used is as
+        in :meth:`test`.
         """
         self.return_predictions = return_predictions
         predictions: list[Any] = self._evaluate("predict", model, datamodule, dataloaders, ckpt_path)
@@ -430,6 +433,7 @@ class Trainer(RunState):
         dataloaders: Any,
         ckpt_path: str | Path | None,
     ) -> Any:
+        from dstrat.training.checkpoint_path import Search
         from dstrat.training.data.sources import Sources
 
         module = self.module if model is None else model
@@ -438,7 +442,8 @@ class Trainer(RunState):
         source, step = _NEEDED[stage]
         sources = Sources(module, datamodule, {source: dataloaders})
         sources.require(source, step)
-        return self._launch(stage, module, sources, ckpt_path)
+        asked = Search.BEST_OF_LAST_FIT if model is None and ckpt_path is None else ckpt_path
+        return self._launch(stage, module, sources, asked)
 
     def _shown(self, stage: str, results: list[dict[str, float]]) -> list[dict[str, float]]:
         """Show what an evaluation came to, and return it."""
