@@ -5,9 +5,9 @@ Public names are resolved on first use, so that ``import dstrat`` loads nothing 
 
 from __future__ import annotations
 
-import gc
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
     from dstrat.builtin.accelerators.devices import parse_devices as parse_devices
@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
     from dstrat.training.trainer import Trainer as Trainer
 
+    __version__: str
+
 _HOMES = {
     "Accelerator": "dstrat.interfaces.accelerator",
     "AcceleratorRegistry": "dstrat.plugins.registry",
@@ -134,24 +136,12 @@ _HOMES = {
 
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604 - the keys of a table of strings
 
+if not TYPE_CHECKING:
+    _import, __dir__ = lazy_exports(__name__, _HOMES)
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib.metadata import version
 
-        return version("dstrat")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    collects = gc.isenabled()
-    gc.disable()  # what modules make stays, and a search for garbage among all that torch has made takes long
-    try:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    finally:
-        if collects:
-            gc.enable()
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+            return version("dstrat")
+        return _import(name)

@@ -81,3 +81,9 @@ def test_listing_imports_neither_torch_nor_rich(site):
         "print([name for name in ('torch', 'rich', 'acme.strategy') if name in sys.modules])"
     )
     assert site.run("-c", code).stdout.endswith("\n[]\n")
+
+
+def test_the_command_runs_as_a_module_too(site):
+    done = site.run("-m", "dstrat", "accelerators")
+    assert done.returncode == 0
+    assert done.stdout.startswith("no accelerators are installed\n")

@@ -3,7 +3,7 @@
 import pytest
 
 from dstrat.plugins.component import KINDS, check_alias
-from dstrat.plugins.known import KNOWN, known_distribution, pip_command
+from dstrat.plugins.known import KNOWN, KNOWN_CLASSES, known_distribution, pip_command
 
 
 @pytest.mark.parametrize("kind", KNOWN)
@@ -40,3 +40,9 @@ def test_the_aliases_of_every_family_are_known(alias, requirement):
 def test_commands_are_quoted_for_a_shell():
     assert pip_command("dstrat-ddp") == "pip install dstrat-ddp"
     assert pip_command("a[b]", "c>=1", "d", upgrade=True) == 'pip install --upgrade "a[b]" "c>=1" d'
+
+
+@pytest.mark.parametrize("kind", KNOWN_CLASSES)
+def test_the_table_of_classes_is_sorted_and_names_distributions_that_offer_the_kind(kind):
+    assert list(KNOWN_CLASSES[kind]) == sorted(KNOWN_CLASSES[kind])
+    assert {*KNOWN_CLASSES[kind].values()} == {*KNOWN[kind].values()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
     from dstrat_ddp.data_parallel import DataParallelStrategy
@@ -13,19 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DDP2Strategy", "DDPSpawnStrategy", "DDPStrategy", "DataParallelStrategy"]
 
-_MODULES = {
-    "DDP2Strategy": "ddp2",
-    "DDPSpawnStrategy": "spawn",
-    "DDPStrategy": "strategy",
-    "DataParallelStrategy": "data_parallel",
+_HOMES = {
+    "DDP2Strategy": "dstrat_ddp.ddp2",
+    "DDPSpawnStrategy": "dstrat_ddp.spawn",
+    "DDPStrategy": "dstrat_ddp.strategy",
+    "DataParallelStrategy": "dstrat_ddp.data_parallel",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

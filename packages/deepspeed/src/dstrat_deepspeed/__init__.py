@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
     from dstrat_deepspeed.strategy import DeepSpeedStrategy
 
 __all__ = ["DeepSpeedStrategy"]
 
-_MODULES = {"DeepSpeedStrategy": "strategy"}
+_HOMES = {"DeepSpeedStrategy": "dstrat_deepspeed.strategy"}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
     from dstrat_fsdp.fairscale.fully_sharded import DDPFullyShardedStrategy
@@ -20,21 +21,14 @@ __all__ = [
     "ModelParallelStrategy",
 ]
 
-_MODULES = {
-    "DDPFullyShardedNativeStrategy": "strategy",
-    "DDPFullyShardedStrategy": "fairscale.fully_sharded",
-    "DDPShardedStrategy": "fairscale.sharded",
-    "DDPSpawnShardedStrategy": "fairscale.sharded",
-    "FSDPStrategy": "strategy",
-    "ModelParallelStrategy": "model_parallel",
+_HOMES = {
+    "DDPFullyShardedNativeStrategy": "dstrat_fsdp.strategy",
+    "DDPFullyShardedStrategy": "dstrat_fsdp.fairscale.fully_sharded",
+    "DDPShardedStrategy": "dstrat_fsdp.fairscale.sharded",
+    "DDPSpawnShardedStrategy": "dstrat_fsdp.fairscale.sharded",
+    "FSDPStrategy": "dstrat_fsdp.strategy",
+    "ModelParallelStrategy": "dstrat_fsdp.model_parallel",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -12,6 +12,19 @@ if TYPE_CHECKING:
 
     from dstrat.plugins.component import Kind
 
+    # For type checkers, which cannot ask a plugin what it has; without the package they take a class for Any.
+    from dstrat_ddp import DataParallelStrategy as DataParallelStrategy
+    from dstrat_ddp import DDP2Strategy as DDP2Strategy
+    from dstrat_ddp import DDPSpawnStrategy as DDPSpawnStrategy
+    from dstrat_ddp import DDPStrategy as DDPStrategy
+    from dstrat_deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
+    from dstrat_fsdp import DDPFullyShardedNativeStrategy as DDPFullyShardedNativeStrategy
+    from dstrat_fsdp import DDPFullyShardedStrategy as DDPFullyShardedStrategy
+    from dstrat_fsdp import DDPShardedStrategy as DDPShardedStrategy
+    from dstrat_fsdp import DDPSpawnShardedStrategy as DDPSpawnShardedStrategy
+    from dstrat_fsdp import FSDPStrategy as FSDPStrategy
+    from dstrat_fsdp import ModelParallelStrategy as ModelParallelStrategy
+
 _ACCELERATORS = {
     "hpu": "dstrat-hpu",
     "ipu": "dstrat-ipu",
@@ -68,8 +81,43 @@ _STRATEGIES = {
     "xla_debug": "dstrat-xla",
 }
 
+_ACCELERATOR_CLASSES = {
+    "HPUAccelerator": "dstrat-hpu",
+    "IPUAccelerator": "dstrat-ipu",
+    "TPUAccelerator": "dstrat-xla",
+    "XLAAccelerator": "dstrat-xla",
+}
+
+_STRATEGY_CLASSES = {
+    "BaguaStrategy": "dstrat-bagua",
+    "ColossalAIStrategy": "dstrat-colossalai",
+    "DDP2Strategy": "dstrat-ddp",
+    "DDPFullyShardedNativeStrategy": "dstrat-fsdp",
+    "DDPFullyShardedStrategy": "dstrat-fsdp[fairscale]",
+    "DDPShardedStrategy": "dstrat-fsdp[fairscale]",
+    "DDPSpawnShardedStrategy": "dstrat-fsdp[fairscale]",
+    "DDPSpawnStrategy": "dstrat-ddp",
+    "DDPStrategy": "dstrat-ddp",
+    "DataParallelStrategy": "dstrat-ddp",
+    "DeepSpeedStrategy": "dstrat-deepspeed",
+    "FSDPStrategy": "dstrat-fsdp",
+    "HPUParallelStrategy": "dstrat-hpu",
+    "HivemindStrategy": "dstrat-hivemind",
+    "HorovodStrategy": "dstrat-horovod",
+    "IPUStrategy": "dstrat-ipu",
+    "ModelParallelStrategy": "dstrat-fsdp",
+    "SingleDeviceXLAStrategy": "dstrat-xla",
+    "SingleHPUStrategy": "dstrat-hpu",
+    "SingleTPUStrategy": "dstrat-xla",
+    "TPUSpawnStrategy": "dstrat-xla",
+    "XLAStrategy": "dstrat-xla",
+}
+
 KNOWN: Mapping[Kind, Mapping[str, str]] = {"accelerator": _ACCELERATORS, "strategy": _STRATEGIES}
 """For a kind and an alias, what to give to ``pip install``, in the order of the alphabet."""
+
+KNOWN_CLASSES: Mapping[Kind, Mapping[str, str]] = {"accelerator": _ACCELERATOR_CLASSES, "strategy": _STRATEGY_CLASSES}
+"""For a kind and a class name, what to give to ``pip install``, in the order of the alphabet."""
 
 FOR_SEVERAL_DEVICES = "ddp"
 """The strategy to install where several devices or processes find none that can use them."""
@@ -78,6 +126,11 @@ FOR_SEVERAL_DEVICES = "ddp"
 def known_requirement(kind: Kind, alias: str) -> str | None:
     """Return what brings the alias, as ``pip install`` wants it; None where nothing is known to."""
     return KNOWN.get(kind, {}).get(alias)
+
+
+def known_class(kind: Kind, name: str) -> str | None:
+    """Return what brings the class, as ``pip install`` wants it; None where nothing is known to."""
+    return KNOWN_CLASSES.get(kind, {}).get(name)
 
 
 def known_distribution(requirement: str) -> str:

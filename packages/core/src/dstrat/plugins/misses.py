@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dstrat.errors import CatalogError, NotInstalledError, RetiredAliasError, UnknownAliasError
 from dstrat.plugins.component import KINDS, Kind
-from dstrat.plugins.known import KNOWN, known_distribution, known_requirement, pip_command
+from dstrat.plugins.known import KNOWN, known_class, known_distribution, known_requirement, pip_command
 from dstrat.plugins.names import nearest, normalized
 from dstrat.plugins.offer import Plugin, kind_label
 
@@ -33,6 +33,15 @@ def miss(kind: Kind, name: str, names: Mapping[Kind, Iterable[str]], plugins: Se
     if requirement is not None:
         return NotInstalledError(_not_installed(kind, name, requirement, plugins) + _broken(plugins, requirement))
     return UnknownAliasError(f"{kind_label(kind)} {name!r} {_unknown(kind, name, names)}{_broken(plugins)}")
+
+
+def class_miss(kinds: Iterable[Kind], name: str, plugins: Sequence[Plugin]) -> CatalogError | None:
+    """Return the error that explains why no plugin has a class of this name; None where nothing is known of it."""
+    for kind in kinds:
+        requirement = known_class(kind, name)
+        if requirement is not None:
+            return NotInstalledError(_not_installed(kind, name, requirement, plugins) + _broken(plugins, requirement))
+    return None
 
 
 def _retired(kind: Kind, name: str, plugins: Sequence[Plugin]) -> str | None:

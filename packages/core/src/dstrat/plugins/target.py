@@ -37,6 +37,11 @@ def load_class(offer: Offer) -> type[Any]:
     return found
 
 
+def is_of_kind(value: object, kind: Kind) -> bool:
+    """Return whether the value is a class that implements the interface of that kind."""
+    return isinstance(value, type) and issubclass(value, _attribute(_INTERFACES[kind]))
+
+
 def _imported(offer: Offer, target: str) -> Any:
     try:
         return _attribute(target)

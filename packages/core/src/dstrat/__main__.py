@@ -1,0 +1,5 @@
+"""The command line as ``python -m dstrat``."""
+
+from dstrat.cli.main import main
+
+main()

@@ -1,0 +1,32 @@
+"""Accelerators: what to subclass, the core's own, and the classes of every installed plugin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dstrat.plugins.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from dstrat import Accelerator as Accelerator
+    from dstrat import AcceleratorRegistry as AcceleratorRegistry
+    from dstrat import Devices as Devices
+    from dstrat import parse_devices as parse_devices
+    from dstrat.builtin.accelerators.cpu import CPUAccelerator as CPUAccelerator
+    from dstrat.builtin.accelerators.cuda import CUDAAccelerator as CUDAAccelerator
+    from dstrat.builtin.accelerators.mps import MPSAccelerator as MPSAccelerator
+
+    def __getattr__(name: str) -> Any: ...  # a class of an installed plugin
+
+
+_HOMES = {
+    "Accelerator": "dstrat",
+    "AcceleratorRegistry": "dstrat",
+    "CPUAccelerator": "dstrat.builtin.accelerators.cpu",
+    "CUDAAccelerator": "dstrat.builtin.accelerators.cuda",
+    "Devices": "dstrat",
+    "MPSAccelerator": "dstrat.builtin.accelerators.mps",
+    "parse_devices": "dstrat",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES, ("accelerator",))

@@ -1,0 +1,51 @@
+"""Callbacks of the Trainer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dstrat.plugins.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from dstrat import (
+        Callback,
+        DeviceStatsMonitor,
+        EarlyStopping,
+        EMAWeightAveraging,
+        GradientAccumulationScheduler,
+        LambdaCallback,
+        LearningRateMonitor,
+        ModelCheckpoint,
+        ModelSummary,
+        OnExceptionCheckpoint,
+        PredictionWriter,
+        ProgressBar,
+        StochasticWeightAveraging,
+        ThroughputMonitor,
+        Timer,
+        TorchPredictionWriter,
+        WeightAveraging,
+    )
+
+__all__ = [
+    "Callback",
+    "DeviceStatsMonitor",
+    "EMAWeightAveraging",
+    "EarlyStopping",
+    "GradientAccumulationScheduler",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "OnExceptionCheckpoint",
+    "PredictionWriter",
+    "ProgressBar",
+    "StochasticWeightAveraging",
+    "ThroughputMonitor",
+    "Timer",
+    "TorchPredictionWriter",
+    "WeightAveraging",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, dict.fromkeys(__all__, "dstrat"))

@@ -1,0 +1,76 @@
+"""The modules that a user imports from: each name is there for programs and for type checkers alike."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import pytest
+
+import dstrat
+from dstrat import accelerators, callbacks, loggers, profilers, strategies
+from dstrat import plugins as plugin_classes
+from dstrat.plugins import environments, io, precision
+from dstrat.plugins.known import KNOWN_CLASSES
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+FAMILIES = ["dstrat_ddp", "dstrat_deepspeed", "dstrat_fsdp"]
+MODULES = [
+    dstrat, accelerators, callbacks, loggers, profilers, strategies, plugin_classes, environments, io, precision,
+    *map(import_module, FAMILIES),
+]  # fmt: skip
+
+
+def names_for_type_checkers(module: ModuleType) -> set[str]:
+    """Return the names that the module declares under ``if TYPE_CHECKING``."""
+    tree = ast.parse(inspect.getsource(module))
+    blocks = [node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    statements = [statement for block in blocks for statement in block]
+    imported = {
+        name.asname or name.name for node in statements if isinstance(node, ast.ImportFrom) for name in node.names
+    }
+    declared = {ast.unparse(node.target) for node in statements if isinstance(node, ast.AnnAssign)}
+    return (imported | declared) - {"*"}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_programs_and_type_checkers_see_the_same_names(module: ModuleType) -> None:
+    static = names_for_type_checkers(module)
+    assert static == {*getattr(module, "_HOMES", module.__all__)} | ({"__version__"} & static)
+    assert static <= {*module.__all__}
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("module", "base"),
+    [(callbacks, dstrat.Callback), (loggers, dstrat.Logger), (profilers, dstrat.Profiler)],
+)
+def test_every_class_of_a_kind_is_where_its_kind_is(module: ModuleType, base: type) -> None:
+    exported = {name: getattr(dstrat, name) for name in dstrat.__all__}
+    of_kind = {name for name, value in exported.items() if isinstance(value, type) and issubclass(value, base)}
+    assert of_kind == {name for name in module.__all__ if isinstance(getattr(module, name), type)}
+
+
+def test_the_classes_of_installed_families_are_strategies_of_dstrat() -> None:
+    from dstrat.strategies import CheckpointIO, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, StrategyRegistry
+
+    assert CheckpointIO is dstrat.CheckpointIO
+    assert StrategyRegistry is dstrat.StrategyRegistry
+    assert [cls.__module__.partition(".")[0] for cls in (DDPStrategy, DeepSpeedStrategy, FSDPStrategy)] == FAMILIES
+    assert {"DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy"} <= {*dir(strategies)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_class_of_a_family_has_an_install_hint_and_a_type(family: str) -> None:
+    distribution = family.replace("_", "-")
+    hinted = {name for name, hint in KNOWN_CLASSES["strategy"].items() if hint.partition("[")[0] == distribution}
+    package = import_module(family)
+    assert hinted == {name for name in package.__all__ if issubclass(getattr(package, name), dstrat.Strategy)}
+    assert hinted <= names_for_type_checkers(import_module("dstrat.plugins.known"))
+    for name in hinted:
+        assert getattr(strategies, name) is getattr(package, name)
