@@ -116,7 +116,7 @@ def test_the_module_trains_in_training_mode_and_validates_in_evaluation_mode(qui
 
         def validation_step(self, batch, batch_idx):
             assert not self.training
-            assert torch.is_inference_mode_enabled()
+            assert not torch.is_grad_enabled()
 
     quiet_trainer(val_check_interval=2).fit(make_line(Modes), loader(), loader())
 

@@ -97,20 +97,57 @@ def test_so_many_batches_are_tried_before_training(quiet_trainer, line_class, lo
     assert seen == [(True, False, False)] * batches + [(False, True, False)] * 6
 
 
+EVALUATION_HOOKS = ("model_eval", "start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end", "model_train")
+
+
+def seeing_gradients(line_class, purpose, strategy_state):
+    """Returns a module that asserts in the step and all hooks of an evaluation whether there are gradients."""
+
+    def see(self, *args):
+        assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == strategy_state
+        self.seen += 1
+
+    hooks = {f"on_{purpose}_{name}": see for name in EVALUATION_HOOKS}
+    return type("Seeing", (line_class,), {**hooks, f"{purpose}_step": see, "seen": 0})()
+
+
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_evaluation_is_in_inference_mode_unless_that_is_switched_off(
+def test_evaluation_with_its_hooks_is_in_inference_mode_unless_switched_off(
     quiet_trainer, line_class, loader, stage, inference_mode
 ):
-    class Seeing(line_class):
+    module = seeing_gradients(line_class, stage.replace("validate", "validation"), (inference_mode, False))
+    trainer = quiet_trainer(inference_mode=inference_mode)
+    getattr(trainer, stage)(module, loader(24))
+    assert module.seen == 6 + 3 * 2
+
+
+def test_a_strategy_may_keep_evaluation_out_of_inference_mode(quiet_trainer, line_class, loader, monkeypatch):
+    trainer = quiet_trainer(inference_mode=True)
+    monkeypatch.setattr(trainer.strategy, "allows_inference_mode", False)
+    module = seeing_gradients(line_class, "validation", (False, False))
+    trainer.validate(module, loader(24))
+    assert module.seen == 6 + 3 * 2
+
+
+def test_validation_within_a_fit_has_no_gradients_and_is_not_in_inference_mode(quiet_trainer, line_class, loader):
+    module = seeing_gradients(line_class, "validation", (False, False))
+    quiet_trainer(max_epochs=1, num_sanity_val_steps=1).fit(module, loader(), loader(24))
+    assert module.seen == (6 + 3 * 1) + (6 + 3 * 2)
+
+
+def test_a_tensor_kept_from_validation_can_be_trained_with(quiet_trainer, line_class, loader):
+    class Keeping(line_class):
         def validation_step(self, batch, batch_idx):
-            self.seen = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+            self.scale = self.layer(batch[0]).abs().mean()
 
-        test_step = predict_step = validation_step
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) * self.layer.weight.square().sum() * self.scale
 
-    module = Seeing()
-    getattr(quiet_trainer(inference_mode=inference_mode), stage)(module, loader())
-    assert module.seen == (inference_mode, False)
+    module = Keeping()
+    before = module.layer.weight.detach().clone()
+    quiet_trainer(max_epochs=1).fit(module, loader(), loader())
+    assert not module.layer.weight.equal(before)
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "yes"])

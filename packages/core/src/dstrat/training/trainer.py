@@ -100,7 +100,8 @@ class Trainer(RunState):
         profiler: ``"simple"`` for a table of times, ``"torch"`` for a trace, or a Profiler.
         reload_dataloaders_every_n_epochs: Ask the module or data module for new loaders after so many epochs; 0 never.
         use_distributed_sampler: Whether loaders are divided between processes.
-        inference_mode: Whether evaluation runs under ``torch.inference_mode`` rather than ``no_grad``.
+        inference_mode: Whether validate, test and predict run under ``torch.inference_mode`` rather than ``no_grad``;
+            validation within a fit has ``no_grad``.
         enable_progress_bar: Whether progress is shown.
         enable_model_summary: Whether the layers are listed before training.
         enable_checkpointing: Whether a checkpoint of the last epoch is kept when no ModelCheckpoint is given; False is

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.warm_program import WarmProgram
 
+from dstrat import ModelCheckpoint
 from dstrat.errors import MisuseError, RankFailedError
 
 if find_spec("torchmetrics") is None:
@@ -87,6 +88,61 @@ def test_the_value_of_a_step_is_what_the_metric_returned_for_the_batch(quiet_tra
     module = make_scored(training_step=training_step, on_train_epoch_end=on_train_epoch_end)
     quiet_trainer(max_epochs=2).fit(module, loader())
     assert not module.mse.update_called
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_hooks_at_the_end_of_an_epoch_see_the_metric_of_the_epoch(
+    quiet_trainer, make_scored, loader, averaging, devices
+):
+    def step(name):
+        def step(self, batch, batch_idx):
+            metric = getattr(self, name)
+            metric.update(*self.error(batch))
+            self.log(name, metric, on_step=False, on_epoch=True)
+            return self.loss(batch)
+
+        return step
+
+    def hook(name):
+        def hook(self):
+            assert getattr(self, name).compute() == self.trainer.callback_metrics[name]
+            self.seen.append(name)
+
+        return hook
+
+    def on_train_end(self):
+        assert self.seen == ["mse", "mse", "train_mse"] * 2
+        assert not self.mse.update_called
+        assert not self.train_mse.update_called
+
+    def init(self):
+        base.__init__(self)
+        self.train_mse, self.seen = type(self.mse)(), []
+
+    base = type(make_scored(training_step=step("train_mse"), validation_step=step("mse")))
+    hooks = {
+        "on_validation_epoch_end": hook("mse"),
+        "on_validation_end": hook("mse"),
+        "on_train_epoch_end": hook("train_mse"),
+    }
+    module = type("Net", (base,), {"__init__": init, "on_train_end": on_train_end, **hooks})()
+    strategy = averaging() if devices > 1 else "single_device"
+    trainer = quiet_trainer(max_epochs=2, num_sanity_val_steps=0, strategy=strategy, devices=devices)
+    trainer.fit(module, loader(), loader())
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_has_metrics_that_begin_anew(quiet_trainer, make_scored, loader, tmp_path):
+    def training_step(self, batch, batch_idx):
+        self.mse.persistent(True)
+        self.mse(*self.error(batch))
+        self.log("mse", self.mse, on_epoch=True)
+        return self.loss(batch)
+
+    module = make_scored(training_step=training_step)
+    keeper = ModelCheckpoint(tmp_path / "kept")
+    trainer = quiet_trainer(max_epochs=1, callbacks=keeper)
+    trainer.fit(module, loader())
+    assert trainer.strategy.load_checkpoint(keeper.best_model_path)["state_dict"]["mse.total"] == 0
 
 
 def test_a_metric_is_reset_after_an_epoch_also_where_only_its_steps_count(quiet_trainer, make_scored, loader):

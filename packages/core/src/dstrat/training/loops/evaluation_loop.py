@@ -105,7 +105,7 @@ class EvaluationLoop:
             before_end: Is called when everything is done but the last hook, ``on_validation_end`` and its like.
         """
         if self.loaders:
-            with self._trainer.strategy.evaluation_context():
+            with self._trainer.strategy.evaluation_context(), self._no_gradients():
                 self._run(at_most, before_end)
 
     def _run(self, at_most: int | None, before_end: Callable[[], None] | None) -> None:
@@ -122,15 +122,18 @@ class EvaluationLoop:
             getattr(self._module, f"on_{purpose}_model_eval")()
             dispatch.call(f"on_{purpose}_start")
             dispatch.call(f"on_{purpose}_epoch_start")
-            with self._no_gradients():
-                for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True)):
-                    self._run_loader(dataloader_idx, loader, count)
-                if self._votes is not None:
-                    self._votes.finish()
+            for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True)):
+                self._run_loader(dataloader_idx, loader, count)
+            if self._votes is not None:
+                self._votes.finish()
             trainer.publisher.publish_epoch(self.logged, dispatch.of(f"on_{purpose}_epoch_end"))
             if before_end is not None:
                 before_end()
-            dispatch.call(f"on_{purpose}_end")
+            for hook in dispatch.early(f"on_{purpose}_end"):
+                hook()
+            self.logged.reset_metrics()  # before a checkpoint is saved, as after an epoch of training
+            for hook in dispatch.late(f"on_{purpose}_end"):
+                hook()
         finally:  # also for a fit after one whose validation broke
             for part, was_training in modes:
                 part.training = was_training
@@ -167,7 +170,9 @@ class EvaluationLoop:
         return [shares.index(number) for number in range(strategy.distributed_sampler_kwargs["num_replicas"])]
 
     def _no_gradients(self) -> AbstractContextManager[Any]:
-        if self._trainer.inference_mode and self._trainer.strategy.allows_inference_mode:
+        """Return the context of the steps and all hooks; in a fit tensors of it must be usable in training later."""
+        trainer = self._trainer
+        if trainer.inference_mode and trainer.strategy.allows_inference_mode and not trainer.is_fitting:
             return torch.inference_mode()
         return torch.no_grad()
 

@@ -163,6 +163,7 @@ class FitLoop(Position):
         trainer.publisher.publish_epoch(self.logged, dispatch.early("on_train_epoch_end"))
         if completed:
             self._schedulers.after_epoch(self.epochs_done)
+        self.logged.reset_metrics()  # before a checkpoint is saved, which another epoch begins from
         for hook in dispatch.late("on_train_epoch_end"):
             hook()
         self.epoch = self.epochs_done

@@ -36,6 +36,7 @@ class LoggedValues:
         in_step: Whether a step of the module runs, which decides the defaults of ``on_step`` and ``on_epoch``.
         has_batches: Whether this process had a batch in this epoch.
         writes_steps: Whether loggers write the value of a step of any name.
+        computed_metrics: Metric objects whose value over the epoch is known, and which still hold the epoch.
     """
 
     def __init__(self, *, training: bool) -> None:
@@ -49,6 +50,7 @@ class LoggedValues:
         self._batch_size: int | None = None
         self.in_step = False
         self.has_batches = self.writes_steps = False
+        self.computed_metrics: list[MetricEntry] = []
 
     # What the loops tell
 
@@ -61,6 +63,12 @@ class LoggedValues:
     def end_epoch(self) -> None:
         """Refuse what is logged, until the next epoch."""
         self._is_open = False
+
+    def reset_metrics(self) -> None:
+        """Let metric objects forget the epoch, when the hooks at its end have seen them."""
+        for entry in self.computed_metrics:
+            entry.reset()
+        self.computed_metrics = []
 
     @property
     def batch(self) -> Any:

@@ -47,6 +47,8 @@ def take_own_step(logged: LoggedValues) -> dict[str, Tensor | float]:
 def take_epoch(logged: LoggedValues, strategy: Strategy, module: nn.Module) -> Values:
     """Return what was logged over the epoch, reduced over all processes, and forget it; collective.
 
+    Metric objects still hold the epoch, for the hooks at its end: ``logged.reset_metrics`` is called after them.
+
     Args:
         logged: What the module logged.
         strategy: Whose processes take part.
@@ -62,8 +64,7 @@ def take_epoch(logged: LoggedValues, strategy: Strategy, module: nn.Module) -> V
     else:
         values, metrics = _reduced_values(entries, logged, strategy, module)
     values += [(entry, entry.compute()) for entry in metrics if entry.on_epoch]
-    for entry in metrics:
-        entry.reset()
+    logged.computed_metrics += metrics
     logged.forget()
     return values
 

@@ -47,7 +47,8 @@ class LoggingMethods:
                 value over the epoch by the plain name too.
             value: A number, a tensor with one element, or a ``torchmetrics.Metric`` that is an attribute of this
                 module: what it returned for the batch counts per step; over the epoch it reduces itself, over
-                all processes too, and is reset then, so that training and validation need one each.
+                all processes too, and is reset when the hooks at its end have been called, so that training and
+                validation need one each.
             prog_bar: Whether the progress bar shows it.
             logger: Whether the loggers write it.
             on_step: Whether the value of each step counts; by default only in training steps.  Loggers write it every
