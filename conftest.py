@@ -3,6 +3,7 @@
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -34,6 +35,15 @@ PRELOADED = [
     "dstrat.testing.launching",
     "pytest",
 ]
+
+
+def pytest_sessionstart():
+    """Let SIGINT interrupt the tests and the programs that they start, also in a run in the background.
+
+    A shell without job control starts such a run with SIGINT ignored, and whatever it starts inherits that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

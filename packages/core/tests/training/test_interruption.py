@@ -161,6 +161,17 @@ def test_a_signal_that_comes_too_late_for_the_last_step_acts_at_the_end():
     assert noted == [None, signal.SIGINT]
 
 
+def test_an_ignored_signal_does_not_stop_the_steps():
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            signal.raise_signal(signal.SIGINT)
+            assert not interruption.requested
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_without_a_handler_that_comes_too_late_lets_the_run_be_cleaned_up(tmp_path, number, code):
     def be_interrupted():

@@ -29,7 +29,8 @@ class Terminated(SystemExit):
 class Interruption:
     """A context that keeps a first SIGINT or SIGTERM for the end of the step; a second one interrupts at once.
 
-    What comes too late for the last step acts when the context ends.
+    What comes too late for the last step acts when the context ends.  Ignored signals stay ignored (a program in the
+    background of a script, ``nohup``).
 
     Attributes:
         requested: Number of the signal that came, 0 before any.
@@ -42,7 +43,9 @@ class Interruption:
     def __enter__(self) -> Self:
         self.requested = 0
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            for number in _SIGNALS:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not installed from Python
+                    self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
