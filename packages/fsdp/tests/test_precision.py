@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.hand_loop import BlockNet, batches, one_pass, parts, start, train
+from tests.hand_loop import BlockNet, batches, one_pass, parts, share, start, train
 from tests.ranks import each, in_ranks
 from torch.distributed.fsdp import MixedPrecision as EarlierPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -14,7 +14,7 @@ from dstrat.builtin.precision.true import TruePrecision
 from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, RequestError
 from dstrat_fsdp import FSDPStrategy
-from dstrat_fsdp.options import precision_policy
+from dstrat_fsdp.options import input_dtype, precision_policy
 
 STEPS = 6
 
@@ -96,6 +96,68 @@ def test_the_policy_follows_from_the_precision():
     assert (mixed.param_dtype, mixed.reduce_dtype) == (torch.bfloat16, torch.float32)
 
 
+class Table(BlockNet):
+    """With a table that is added outside of the blocks."""
+
+    def make_layers(self):
+        super().make_layers()
+        self.register_buffer("table", torch.linspace(0, 1, 10))
+        self.dtypes = set()
+
+    def layers(self, x):
+        x = self.first(x) + self.table
+        self.dtypes |= {self.first.weight.dtype, self.table.dtype, x.dtype}
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+EARLIER = EarlierPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
+POLICIES = {
+    "earlier": (EARLIER, Table),
+    "policy": (MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), BlockNet),
+    "output in float32": (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32),
+        BlockNet,
+    ),
+}
+
+
+def trained_by_policy(cluster, policy):
+    mixed_precision, net = POLICIES[policy]
+    strategy = FSDPStrategy(mixed_precision=mixed_precision)
+    module = net()
+    start(strategy, module, parts(cluster))
+    losses = train(strategy, steps=STEPS)
+    kept = {str(value.dtype) for value in strategy.sharded_module_state().values()}
+    evaluated = strategy.validation_step(share(strategy, next(batches(1))), 0)
+    strategy.teardown()
+    after = {str(value.dtype) for value in module.state_dict().values()}
+    return losses, sorted(map(str, getattr(module, "dtypes", []))), str(evaluated.dtype), kept | after
+
+
+def test_a_policy_casts_what_layers_outside_of_the_blocks_get_without_a_precision():
+    expected = {}
+    for name, (_, net) in POLICIES.items():
+        alone = SingleDeviceStrategy()
+        start(alone, net(), parts(None))
+        expected[name] = train(alone, steps=STEPS)
+    for found in in_ranks(each, function=trained_by_policy, cases={name: {"policy": name} for name in POLICIES}):
+        for name, (losses, dtypes, evaluated, kept) in found.items():
+            assert losses == pytest.approx(expected[name], rel=0.05)
+            assert dtypes == (["torch.bfloat16"] if name == "earlier" else [])
+            assert evaluated == ("torch.float32" if name == "output in float32" else "torch.bfloat16")
+            assert kept == {"torch.float32"}
+
+
+def test_only_a_policy_that_computes_without_autocast_casts_batches():
+    assert input_dtype(None, TruePrecision("bf16-true")) is None
+    assert input_dtype(EARLIER, TruePrecision()) is torch.bfloat16
+    assert input_dtype(EARLIER, MixedPrecision("bf16-mixed")) is None
+    assert input_dtype(EarlierPolicy(torch.bfloat16, cast_root_forward_inputs=False), TruePrecision()) is None
+    assert input_dtype(MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False), TruePrecision()) is None
+
+
 def test_a_policy_of_ones_own_is_taken_in_either_spelling():
     own = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     assert precision_policy(own, TruePrecision()) is own
@@ -109,5 +171,7 @@ def test_a_policy_that_contradicts_the_precision_is_refused():
         precision_policy(own, MixedPrecision("bf16-mixed"))
     with pytest.raises(ConflictError, match="precision='16-mixed' as well"):
         precision_policy(own, TruePrecision())
+    with pytest.raises(RequestError, match="keep_low_precision_grads=True"):
+        precision_policy(EarlierPolicy(torch.bfloat16, keep_low_precision_grads=True), TruePrecision())
     with pytest.raises(RequestError, match="is not a MixedPrecisionPolicy"):
         precision_policy("bf16", TruePrecision())

@@ -103,11 +103,29 @@ def precision_policy(given: Any, precision: Precision) -> MixedPrecisionPolicy:
         )
     if isinstance(given, MixedPrecisionPolicy):
         return given
+    if getattr(given, "keep_low_precision_grads", False):
+        raise RequestError(
+            "mixed_precision says keep_low_precision_grads=True, and gradients have the dtype of the parameters: leave "
+            "it out, or pass precision='bf16-true', which keeps both in bfloat16"
+        )
     return MixedPrecisionPolicy(
         param_dtype=given.param_dtype,
         reduce_dtype=given.reduce_dtype,
         cast_forward_inputs=given.cast_forward_inputs,
     )
+
+
+def input_dtype(given: Any, precision: Precision) -> torch.dtype | None:
+    """Return the dtype to which a step's floating-point tensors are cast; None leaves them as they are.
+
+    Args:
+        given: torch's policy, or the ``MixedPrecision`` of its earlier API; None leaves the casting to the precision.
+        precision: The strategy's precision plugin.
+    """
+    casts = getattr(given, "cast_root_forward_inputs", getattr(given, "cast_forward_inputs", False))
+    uses_autocast = precision.compute_dtype != precision.param_dtype  # which casts in each operation
+    dtype: torch.dtype | None = given.param_dtype if casts and not uses_autocast else None
+    return dtype
 
 
 def check_known(strategy: type, unknown: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from dstrat.interfaces.batch import apply_to_tensors
 from dstrat_fsdp.gradients import drop_waiting, fsdp_params, put_back, waiting_gradients
 from dstrat_fsdp.guards import ChangesInForward, OwnOutputs, ParameterGuard
 from dstrat_fsdp.shardable import check_dtypes, check_shapes, shards_explained
@@ -17,6 +18,8 @@ from dstrat_fsdp.unwrapping import unwrap
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.nn import Module
@@ -31,9 +34,11 @@ class Sharding:
         mesh: The processes: ``(shards,)``, or ``(replicas, shards)``.
         reshard_after_forward: Whether blocks are freed between their forward and backward passes; an int keeps the
             shards of a smaller mesh of that size.
-        precision_policy: The dtypes in which parameters are gathered and gradients summed.
+        precision_policy: The dtypes in which parameters are gathered, gradients summed, and outputs of steps returned.
         offload_policy: Where shards are kept.
         gathers_early: Whether a block is gathered while the gradients of the one after it are still computed.
+        input_dtype: The dtype to which a step's floating-point tensors are cast; None leaves them as they are.
+        buffer_dtype: The dtype of floating-point buffers in steps; None leaves them as they are.
     """
 
     mesh: DeviceMesh
@@ -41,6 +46,8 @@ class Sharding:
     precision_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     gathers_early: bool = True
+    input_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
 
     def apply_to(self, part: Module) -> FSDPModule:
         """Shard what of a module is not sharded yet, as one unit that is gathered together."""
@@ -48,7 +55,7 @@ class Sharding:
             part,
             mesh=self.mesh,
             reshard_after_forward=self.reshard_after_forward,
-            mp_policy=self.precision_policy,
+            mp_policy=self._policy(cast_forward_inputs=self.precision_policy.cast_forward_inputs),
             offload_policy=self.offload_policy,
         )
         if not self.gathers_early:
@@ -57,9 +64,13 @@ class Sharding:
 
     def apply_to_root(self, root: Module) -> FSDPModule:
         """Shard what is in no block; it is needed from the first layer to the last, and is freed after the last."""
-        # A batch stays as it is: the blocks convert what they are given, and autocast does the rest.
-        policy = dataclasses.replace(self.precision_policy, cast_forward_inputs=False)
+        policy = self._policy(cast_forward_inputs=False)
         return fully_shard(root, mesh=self.mesh, mp_policy=policy, offload_policy=self.offload_policy)
+
+    def _policy(self, *, cast_forward_inputs: bool) -> MixedPrecisionPolicy:
+        # ShardedModule casts what a step gets and returns: in any kind of batch, and also where there is no root.
+        # A block that casts what it returns would pass another dtype to the layers behind it than these compute in.
+        return dataclasses.replace(self.precision_policy, cast_forward_inputs=cast_forward_inputs, output_dtype=None)
 
 
 class ShardedModule:
@@ -92,6 +103,8 @@ class ShardedModule:
         self._guard: ParameterGuard | None = None
         self._around_steps = around_steps
         self._accumulates = False
+        self._input_dtype, self._output_dtype = sharding.input_dtype, sharding.precision_policy.output_dtype
+        self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module, a backward pass of which will follow.
@@ -126,13 +139,21 @@ class ShardedModule:
             self.free()
 
     def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._buffers.cast()
+        if self._input_dtype is not None:
+            args, kwargs = _in_dtype((args, kwargs), self._input_dtype)
         with shards_explained():
-            return self.root(step, *args, **kwargs)
+            output = self.root(step, *args, **kwargs)
+        return output if self._output_dtype is None else _in_dtype(output, self._output_dtype)
 
     def free(self) -> None:
         """Free everything that is gathered."""
         for unit in self._units:
             unit.reshard()
+
+    def leave_low_precision(self) -> None:
+        """Give buffers back the dtype that the module made them with, until the next step."""
+        self._buffers.restore()
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Let backward passes reduce gradients, or accumulate them without communication."""
@@ -158,6 +179,7 @@ class ShardedModule:
     def undo(self) -> None:
         """Make plain modules of the units again; their parameters stay sharded."""
         self.free()
+        self.leave_low_precision()
         for unit in self._units:
             unwrap(unit)
         for copied in self._copied:
@@ -167,3 +189,28 @@ class ShardedModule:
     def _free_after_forward(self, frees: bool) -> None:
         for unit in self._kept_in_training:
             unit.set_reshard_after_forward(frees, recurse=False)
+
+
+def _in_dtype(values: Any, dtype: torch.dtype) -> Any:
+    return apply_to_tensors(values, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+class _BuffersInSteps:
+    """Floating-point buffers, which have another dtype in steps than in checkpoints and outside of a run."""
+
+    def __init__(self, module: Module, dtype: torch.dtype | None) -> None:
+        self._module, self._dtype = module, dtype
+        self._cast: list[tuple[Tensor, torch.dtype]] = []
+
+    def cast(self) -> None:
+        if self._dtype is None or self._cast:
+            return
+        for buffer in self._module.buffers():
+            if buffer.is_floating_point() and buffer.dtype is not self._dtype:
+                self._cast.append((buffer, buffer.dtype))
+                buffer.data = buffer.data.to(self._dtype)
+
+    def restore(self) -> None:
+        for buffer, dtype in self._cast:
+            buffer.data = buffer.data.to(dtype)
+        self._cast = []

@@ -247,6 +247,7 @@ class ShardedStrategy(ParallelStrategy):
         """Return the state of the module by its own names; parameters are DTensors of this rank's shards."""
         if self._sharded is not None:
             self._sharded.free()  # otherwise what is gathered would be in it
+            self._sharded.leave_low_precision()
         state: dict[str, Any] = self.module.state_dict()
         return state
 

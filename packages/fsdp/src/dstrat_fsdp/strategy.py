@@ -14,6 +14,7 @@ from dstrat_fsdp.meshes import REPLICATE, SHARD, checked_mesh, open_mesh, shardi
 from dstrat_fsdp.options import (
     check_known,
     gathers_early,
+    input_dtype,
     offload_policy,
     precision_policy,
     sharding_name,
@@ -68,7 +69,8 @@ class FSDPStrategy(ShardedStrategy):
         cpu_offload: Whether shards and the optimizer's step are on the CPU; True, or torch's policy.
         backward_prefetch: ``"BACKWARD_PRE"`` gathers a block while gradients of the one after it are computed,
             ``"BACKWARD_POST"`` when they are, which takes less memory; or torch's enumeration.
-        mixed_precision: Torch's policy of dtypes; None takes that of the precision plugin.
+        mixed_precision: Torch's policy of dtypes, with or without a ``precision``: batches are cast to its dtype, too.
+            None takes that of the precision plugin.
         activation_checkpointing: A class of layers, or several, that keep no activations for the backward pass.
         auto_wrap_policy: What the blocks are: classes of layers, a function of a module, or the least number of
             parameters; None finds layers that are repeated.
@@ -164,6 +166,8 @@ class FSDPStrategy(ShardedStrategy):
             precision_policy=precision_policy(self._mixed_precision, self.precision_plugin),
             offload_policy=offload_policy(self._cpu_offload, self.root_device),
             gathers_early=self._gathers_early,
+            input_dtype=input_dtype(self._mixed_precision, self.precision_plugin),
+            buffer_dtype=getattr(self._mixed_precision, "buffer_dtype", None),
         )
 
     def _blocks(self) -> list[Module]:
