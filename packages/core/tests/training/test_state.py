@@ -182,3 +182,17 @@ def test_a_module_can_leave_its_gradients_unsynchronised(quiet_trainer, line_cla
 
     quiet_trainer(strategy=Noting(), max_epochs=1).fit(ByHand(), loader())
     assert entered == [1, 2]
+
+
+def test_the_number_of_processes_is_known_before_they_start_and_after(quiet_trainer, averaging, line_class, loader):
+    class Asking(line_class):
+        def on_train_start(self):
+            assert self.trainer.world_size == self.trainer.strategy.world_size == 2
+
+        def prepare_data(self):
+            assert self.trainer.world_size == 2
+
+    trainer = quiet_trainer(strategy=averaging(), devices=2, max_steps=1)
+    assert (trainer.world_size, trainer.num_devices, trainer.num_nodes, trainer.global_rank) == (2, 2, 1, 0)
+    trainer.fit(Asking(), loader())
+    assert trainer.world_size == 2

@@ -12,6 +12,7 @@ from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.continued import ContinuedLoader
 from dstrat.data.division import divide_evaluation, divide_training, is_divisible, with_parts
 from dstrat.data.placed import PlacedLoader
+from dstrat.data.random_state import WorkerSeeds
 from dstrat.data.recorded_batches import record_batches
 from dstrat.data.sharded_dataset import ShardedIterableDataset
 from dstrat.data.structure import describe, is_structure, leaves, map_leaves, named_leaves
@@ -46,9 +47,9 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
     agrees = distribute and _reads_with_others(strategy)
 
     def divided(part: Any) -> Any:
-        if agrees and is_divisible(part, "training", strategy):
-            return divide_training(part, strategy)
-        return _for_all_workers(part)
+        is_divided = agrees and is_divisible(part, "training", strategy)
+        part = divide_training(part, strategy) if is_divided else _for_all_workers(part)
+        return _with_worker_seeds(part, strategy)
 
     loader = _map_loaders(loader, divided)
     _check_not_empty(loader, f"the part of the training data of rank {strategy.global_rank}")
@@ -83,6 +84,7 @@ def prepare_evaluation_loader(
         loader = _map_loaders(loader, lambda part: divide_evaluation(part, strategy, repeat_to=repeat_to))
     else:
         loader = _map_loaders(loader, _for_all_workers)
+    loader = _map_loaders(loader, lambda part: _with_worker_seeds(part, strategy))
     if records_indices:
         loader = record_batches(loader)
     return strategy.process_dataloader(loader), agrees and strategy.distributed_sampler_kwargs["num_replicas"] > 1
@@ -104,6 +106,14 @@ def _for_all_workers(loader: Any) -> Any:
         return loader
     dataset = loader.dataset.divided(rank=0, num_replicas=1, batch_size=loader.batch_size, pads=False)
     return with_parts(loader, dataset=dataset)
+
+
+def _with_worker_seeds(loader: Any, strategy: Strategy) -> Any:
+    """Return the loader with workers that draw other random numbers than those of the first process."""
+    rank = strategy.distributed_sampler_kwargs.get("rank", 0)  # the same where processes read the same data
+    if rank == 0 or not isinstance(loader, DataLoader) or loader.num_workers == 0:
+        return loader
+    return with_parts(loader, worker_init_fn=WorkerSeeds(rank, loader.worker_init_fn))
 
 
 def _map_loaders(loader: Any, function: Callable[[Any], Any]) -> Any:

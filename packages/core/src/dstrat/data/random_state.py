@@ -3,37 +3,113 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 import random
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from dstrat.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
     from typing_extensions import Self
 
 
-def seed_everything(seed: int) -> int:
+SEED_VARIABLE = "PL_GLOBAL_SEED"
+"""The seed of a call without one; by Lightning's name, so that programs and job scripts stay as they are."""
+
+_LARGEST_SEED = 2**32 - 1
+_SPREAD = 0x9E3779B1
+"""Far apart in their lower 32 bits, of which torch makes its numbers on the CPU, are the multiples of this one."""
+
+_log = logging.getLogger(__name__)
+
+
+def seed_everything(
+    seed: int | None = None,
+    workers: bool = False,  # noqa: ARG001 - as Lightning has it
+    verbose: bool = True,
+) -> int:
     """Let python, numpy (where it is installed) and torch draw the same random numbers in every run; return the seed.
 
     Args:
-        seed: From 0 to 2**32 - 1; the same in every process, so that all of them create the same module.
+        seed: From 0 to 2**32 - 1; the same in every process, so that all of them create the same module.  None takes
+            the environment variable ``PL_GLOBAL_SEED``, or 0.
+        workers: Changes nothing, and is there for programs from Lightning: workers of loaders always draw numbers that
+            follow from the seed, and in a run those of each process draw others.
+        verbose: Whether the seed is logged, at the level INFO; where there is none, as a warning.
+
+    Raises:
+        RequestError: It is no such number.
     """
-    if not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise RequestError(f"seed_everything({seed!r}) is not possible: give an int from 0 to {2**32 - 1}")
+    number = _seed_of_environment(verbose=verbose) if seed is None else _read_seed(seed, f"seed_everything({seed!r})")
+    if verbose:
+        _log.info("seed set to %d", number)
+    _seed_generators(number, number)
+    return number
+
+
+def _seed_of_environment(*, verbose: bool) -> int:
+    value = os.environ.get(SEED_VARIABLE)
+    if value is not None:
+        return _read_seed(value, f"{SEED_VARIABLE}={value!r}")
+    if verbose:
+        _log.warning("seed_everything() was called without a seed, and %s is not set: the seed is 0", SEED_VARIABLE)
+    return 0
+
+
+def _read_seed(seed: Any, asked: str) -> int:
+    """Return a seed as an int: of other integers such as numpy's, whole floats, and texts."""
+    try:
+        number = int(seed)
+        is_whole = isinstance(seed, str) or number == seed
+    except (TypeError, ValueError, OverflowError):
+        number, is_whole = -1, False
+    if not is_whole or not 0 <= number <= _LARGEST_SEED:
+        raise RequestError(f"{asked} is not possible: give an int from 0 to {_LARGEST_SEED}")
+    return number
+
+
+def _seed_generators(seed: int, numpy_seed: Any) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     if importlib.util.find_spec("numpy") is not None:
         import numpy as np
 
-        np.random.seed(seed)
-    return seed
+        np.random.seed(numpy_seed)
+
+
+class WorkerSeeds:
+    """A loader's ``worker_init_fn`` by which the workers of each process draw random numbers of their own.
+
+    Without it they draw the same in every process: torch seeds them by numbers of the process, which begins with the
+    seed of the job.  The first process keeps torch's own seeds, so that it draws what a single process would.
+
+    Args:
+        rank: Which of the processes that read different data this is.
+        worker_init_fn: The loader's own, which is called afterwards.
+    """
+
+    def __init__(self, rank: int, worker_init_fn: Callable[[int], Any] | None) -> None:
+        self._rank, self._worker_init_fn = rank, worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        """Seed the worker in which this is called."""
+        info = get_worker_info()
+        if info is not None and getattr(info, "worker_method", None) != "thread":  # which shares the generators
+            seed = (info.seed + self._rank * _SPREAD) % 2**63
+            object.__setattr__(info, "seed", seed)  # datasets make generators of it; torch lets nobody set it
+            # A third word, as python and numpy would make the same numbers of the same words.
+            _seed_generators(seed, [seed % 2**32, seed >> 32, 1])
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker_id)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -104,8 +104,8 @@ class RunState:
 
     @property
     def world_size(self) -> int:
-        """Number of processes of the job."""
-        return self.strategy.world_size
+        """Number of processes of the job, also before they are started and after they have ended."""
+        return self.strategy.world_size if self.is_running else self.plan.world_size
 
     @property
     def global_rank(self) -> int:
