@@ -27,9 +27,6 @@ def collect_checkpoint(
         trainer: In a run, or after a fit.
         weights_only: Whether everything but the module's weights and the hyperparameters is left out.
         ended: What was kept of the fit, after its end.
-
-    Raises:
-        CheckpointError: A hyperparameter is not plain.
     """
     checkpoint = _weights(trainer)
     if not weights_only:

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import pickle
 from argparse import Namespace
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from dstrat import DataModule, TrainModule
-from dstrat.errors import CheckpointError, MisuseError
+from dstrat.errors import MisuseError
 from dstrat.training.loggers.logger import Logger
 from dstrat.training.module.loading import read_checkpoint
 from dstrat.training.module.plain_values import to_plain
@@ -271,32 +274,76 @@ def test_a_module_without_settings_leaves_no_trace_of_them_in_a_checkpoint(saved
     assert not {"hyper_parameters", "hparams_name", "datamodule_hyper_parameters"} & saved(Plain).keys()
 
 
+class Size(Enum):
+    SMALL = 1
+
+
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        (nn.Linear(1, 1), r"others\.net \(Linear\)|net \(Linear\)"),
-        ([1, {"f": len}], r"net\[1\]\.f \(builtin_function_or_method\)"),
-        ({1: 2}, r"net \(dict\)"),
+        (nn.Linear(1, 1), "net (Linear)"),
+        (nn.ReLU, "net (type)"),
+        (functools.partial(nn.Linear, 3), "net (partial)"),
+        (Size.SMALL, "net (Size)"),
+        (torch.float16, "net (dtype)"),
+        ({1, 2}, "net (set)"),
+        (torch.zeros(2), "net (Tensor)"),
+        ([1, {"f": len}], "net[1].f (builtin_function_or_method)"),
+        ({1: 2}, "net (dict)"),
     ],
-    ids=["a module", "a function deep inside", "a dict with keys that are no strings"],
 )
-def test_a_setting_that_is_not_plain_is_refused_by_its_name_when_it_is_saved(saved, value, named):
-    with pytest.raises(CheckpointError, match=named) as error:
-        saved(Net, 3, net=value)
-    assert "save_hyperparameters(ignore=['net'])" in str(error.value)
+def test_a_setting_that_is_not_plain_is_left_out_of_checkpoints(saved, value, named):
+    checkpoint = saved(Net, 3, net=value)
+    assert checkpoint["hyper_parameters"] == {"width": 3, "depth": 2}
+    assert checkpoint["hparams_left_out"] == {"net": named}
 
 
-def test_a_run_that_writes_checkpoints_refuses_such_a_setting_before_it_trains(quiet_trainer, line_class, loader):
+def test_one_line_names_the_settings_that_checkpoints_do_not_hold(quiet_trainer, line_class, loader, caplog):
     class Held(line_class):
-        def __init__(self, net):
+        def __init__(self, net, act, size=nn.ReLU):
             super().__init__()
             self.save_hyperparameters()
 
-        def on_train_start(self):
-            raise AssertionError("training has started")
+    module = Held(nn.Linear(1, 1), act=nn.GELU)
+    quiet_trainer(enable_checkpointing=True, max_epochs=2).fit(module, loader())
+    (message,) = caplog.messages
+    assert message == (
+        "checkpoints do not hold these hyperparameters of Held, which are no plain values: net (Linear), act (type); "
+        "load_from_checkpoint(path, net=..., act=...) takes them, and save_hyperparameters(ignore=['net', 'act']) "
+        "keeps them out of hparams"
+    )
+    assert (type(module.hparams.net), module.hparams.act) == (nn.Linear, nn.GELU)
 
-    with pytest.raises(CheckpointError, match=r"Held has net \(Linear\)"):
-        quiet_trainer(enable_checkpointing=True).fit(Held(nn.Linear(1, 1)), loader())
+
+def test_a_subclass_may_leave_out_what_its_base_class_saves():
+    class Headed(Net):
+        def __init__(self, net, width=3):
+            super().__init__(width)
+            self.save_hyperparameters(ignore="net")
+
+    module = Headed(nn.Linear(1, 1))
+    assert module.hparams == module.hparams_initial == {"width": 3, "depth": 2}
+
+
+def test_containers_of_omegaconf_are_saved_as_what_they_hold(saved):
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create({"sizes": [1, 2], "net": {"width": 3, "double": "${mul:2}"}, "lr": "???"})
+    checkpoint = saved(Net, 3, config=omegaconf.OmegaConf.create({"sizes": [1, {"a": "${..[0]}"}]}), sizes=config.sizes)
+    assert checkpoint["hyper_parameters"] == {
+        "width": 3,
+        "depth": 2,
+        "config": {"sizes": [1, {"a": 1}]},
+        "sizes": [1, 2],
+    }
+    assert checkpoint["hparams_containers"] == ["config", "sizes"]
+
+
+def test_a_container_of_omegaconf_may_be_what_holds_all_settings(saved):
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create({"sizes": [1, 2], "net": {"width": 3, "double": "${mul:2}"}, "lr": "???"})
+    checkpoint = saved(Configured, config)
+    assert checkpoint["hyper_parameters"] == {"sizes": [1, 2]}  # what is missing, or cannot be found, is not
+    assert checkpoint["hparams_left_out"] == {"net": "net (DictConfig)"}
 
 
 def test_a_run_without_checkpoints_keeps_whatever_a_setting_is(quiet_trainer, line_class, loader):

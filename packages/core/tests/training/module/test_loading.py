@@ -208,6 +208,80 @@ def test_a_missing_argument_is_an_error_that_says_how_to_pass_it(write):
     assert Headed.load_from_checkpoint(path, head=1).hparams.head == 1
 
 
+def test_a_setting_that_the_checkpoint_does_not_hold_is_asked_for_by_its_name(write):
+    class Acting(Net):
+        def __init__(self, width=8, act=nn.ReLU, norm=nn.LayerNorm):
+            super().__init__(width)
+            self.save_hyperparameters()
+
+    message = r"Acting was made with act \(type\), which '.*' does not hold, .*: call .*load_from_checkpoint\(..., act="
+    path = write(Acting(3, act=nn.GELU))
+    with pytest.raises(MisuseError, match=message):  # rather than the default, which it was not made with
+        Acting.load_from_checkpoint(path)
+    loaded = Acting.load_from_checkpoint(path, act=nn.GELU)
+    assert (loaded.hparams.act, loaded.hparams.norm) == (nn.GELU, nn.LayerNorm)
+
+
+def test_a_field_that_the_checkpoint_does_not_hold_is_asked_for_by_its_name(write):
+    class Configured(TrainModule):
+        def __init__(self, config):
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    path = write(Configured({"width": 4, "act": nn.GELU}))
+    with pytest.raises(MisuseError, match=r"made with act \(type\)"):
+        Configured.load_from_checkpoint(path)
+    assert Configured.load_from_checkpoint(path, act=nn.GELU).hparams == {"width": 4, "act": nn.GELU}
+    assert Configured.load_from_checkpoint(path, config={"width": 5}).hparams == {"width": 5}
+
+
+def test_containers_of_omegaconf_come_back(write):
+    omegaconf = pytest.importorskip("omegaconf")
+
+    class Configured(TrainModule):
+        def __init__(self, config):
+            super().__init__()
+            self.save_hyperparameters(config)
+            self.config = config
+
+    config = omegaconf.OmegaConf.create({"net": {"width": 3}})
+    assert Configured.load_from_checkpoint(write(Configured(config))).config == config
+
+
+def test_an_argument_that_was_a_container_of_omegaconf_comes_back_as_one(write):
+    omegaconf = pytest.importorskip("omegaconf")
+
+    class Sized(TrainModule):
+        def __init__(self, sizes):
+            super().__init__()
+            self.save_hyperparameters()
+
+    sizes = Sized.load_from_checkpoint(write(Sized(omegaconf.OmegaConf.create([1, 2])))).hparams.sizes
+    assert (type(sizes).__name__, sizes) == ("ListConfig", [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("map_location", "device"),
+    [
+        (lambda storage, _: storage, "cpu"),
+        (lambda *_: None, "cpu"),
+        (lambda storage, location: torch.empty(1, device={"cpu": "meta"}[location]).untyped_storage(), "meta"),
+        ({"cpu": "meta"}, "meta"),
+        ({"cpu": "cpu"}, "cpu"),
+        (torch.device("meta"), "meta"),
+    ],
+)
+def test_a_map_location_is_what_torch_load_takes(write, map_location, device, caplog):
+    loaded = Net.load_from_checkpoint(write(Net(3)), map_location=map_location)
+    assert loaded.device.type == device
+    assert not caplog.messages
+
+
+def test_a_map_location_that_says_nothing_of_the_cpu_is_told_of(write, caplog):
+    Net.load_from_checkpoint(write(Net(3)), map_location={"cuda:0": "cuda:1"})
+    assert "does not say where tensors on 'cpu' go" in caplog.text
+
+
 def test_an_override_that_is_no_argument_is_an_error_that_lists_them(write):
     with pytest.raises(MisuseError, match=r"given 'widht', and Net\.__init__ takes width, depth"):
         Net.load_from_checkpoint(write(Net(3)), widht=4)

@@ -67,12 +67,14 @@ class Constructor:
         names: Names of all arguments, those that ``**kwargs`` hands on to base classes too.
         takes_any: Whether it takes arguments of any other name.
         annotations: The types of the arguments by name, as far as they can be found.
+        defaults: The values of the arguments that have one.
     """
 
     required: tuple[str, ...]
     names: tuple[str, ...]
     takes_any: bool
     annotations: dict[str, Any]
+    defaults: dict[str, Any]
 
     @classmethod
     def of(cls, constructed: type) -> Constructor:
@@ -80,17 +82,25 @@ class Constructor:
         required: tuple[str, ...] | None = None
         names: dict[str, None] = {}
         annotations: dict[str, Any] = {}
+        defaults: dict[str, Any] = {}
         takes_any = True
         for init in _inits(constructed):
             parameters = list(inspect.signature(init).parameters.values())[1:]
             names |= {parameter.name: None for parameter in parameters if parameter.kind in _NAMED}
             annotations = type_hints(init) | annotations
+            defaults = {p.name: p.default for p in parameters if p.default is not p.empty} | defaults
             if required is None:  # a base class's are given by its subclass
                 required = tuple(p.name for p in parameters if p.kind in _NAMED and p.default is p.empty)
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
             if not takes_any:
                 break
-        return cls(required=required or (), names=tuple(names), takes_any=takes_any, annotations=annotations)
+        return cls(
+            required=required or (),
+            names=tuple(names),
+            takes_any=takes_any,
+            annotations=annotations,
+            defaults=defaults,
+        )
 
 
 def _inits(constructed: type) -> list[Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dstrat.errors import CheckpointError, MisuseError
-from dstrat.training.module.constructor import running_calls
-from dstrat.training.module.plain_values import AttributeDict, fields_of, to_plain
+from dstrat.errors import MisuseError
+from dstrat.training.module.constructor import Constructor, running_calls
+from dstrat.training.module.plain_values import AttributeDict, fields_of, is_container, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -21,11 +22,36 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MODULE_KEYS = ("hyper_parameters", "hparams_name")
-"""The keys of a checkpoint that hold a module's settings, and the argument that took them all."""
 
-DATAMODULE_KEYS = ("datamodule_hyper_parameters", "datamodule_hparams_name")
-"""The same of a data module."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keys:
+    """Where a checkpoint has the settings of a module or of a data module.
+
+    Attributes:
+        values: The settings that are plain values.
+        argument: The constructor's argument that held all of them.
+        left_out: What the checkpoint does not hold, as it is not plain: a description by name.
+        containers: Names of the settings that were containers of omegaconf.
+    """
+
+    values: str
+    argument: str
+    left_out: str
+    containers: str
+
+
+MODULE_KEYS = Keys(
+    values="hyper_parameters",
+    argument="hparams_name",
+    left_out="hparams_left_out",
+    containers="hparams_containers",
+)
+DATAMODULE_KEYS = Keys(
+    values="datamodule_hyper_parameters",
+    argument="datamodule_hparams_name",
+    left_out="datamodule_hparams_left_out",
+    containers="datamodule_hparams_containers",
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,12 +62,14 @@ class Saved:
         current: The settings, which the user may change.
         initial: The settings as they were saved.
         argument: The constructor's argument that held all of them; None where each was an argument.
+        argument_is_container: Whether that was a container of omegaconf.
         is_logged: Whether loggers get them.
     """
 
     current: AttributeDict = field(default_factory=AttributeDict)
     initial: AttributeDict = field(default_factory=AttributeDict)
     argument: str | None = None
+    argument_is_container: bool = False
     is_logged: bool = False
 
 
@@ -65,13 +93,14 @@ class HyperparameterMethods:
         """Keep the arguments of ``__init__``, in which this is called, as :attr:`hparams`.
 
         Loggers get them when a run starts, and each checkpoint holds them, so that ``load_from_checkpoint`` can make
-        the object again.  A checkpoint takes numbers, strings, paths, None, and lists, dicts, namespaces and
-        dataclasses of them; leave others out by ``ignore``.
+        the object again.  A checkpoint takes numbers, strings, paths, None, and lists, dicts, namespaces, dataclasses
+        and omegaconf's containers of them.  Others, such as modules, are kept here alone: a line in the log names them
+        when a run starts that saves checkpoints, and ``load_from_checkpoint`` asks for them.
 
         Args:
             *names: The arguments to keep; by default all, also those of subclasses.  Or one dict, namespace or
                 dataclass, whose fields are kept.
-            ignore: Arguments or fields to leave out.
+            ignore: Arguments or fields to leave out, also where a base class has saved them.
             frame: The frame of a call inside ``__init__``; by default the caller's.
             logger: Whether loggers get them.
 
@@ -82,9 +111,12 @@ class HyperparameterMethods:
         saved = self._hyperparameters
         found, argument = self._found(names, caller)
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-        saved.current.update({name: value for name, value in found.items() if name not in ignored})
+        saved.current.update(found)
+        for name in ignored & saved.current.keys():
+            del saved.current[name]
         saved.initial = _copied(saved.current)
-        saved.argument = argument or saved.argument
+        if argument is not None:
+            saved.argument, saved.argument_is_container = argument, is_container(names[0])
         saved.is_logged = logger
 
     @property
@@ -138,53 +170,69 @@ def _copied(values: AttributeDict) -> AttributeDict:
 
 
 def _copy_of(value: Any) -> Any:
+    if is_container(value):
+        return copy.deepcopy(value)
     if isinstance(value, dict):
         return {key: _copy_of(part) for key, part in value.items()}
     return [_copy_of(part) for part in value] if isinstance(value, list) else value
 
 
-def checkpoint_entries(owner: HyperparameterMethods | None, keys: tuple[str, str]) -> dict[str, Any]:
+def checkpoint_entries(owner: HyperparameterMethods | None, keys: Keys) -> dict[str, Any]:
     """Return what a checkpoint holds of an object's settings; nothing where it has saved none.
 
     Args:
         owner: A module or a data module.
         keys: :data:`MODULE_KEYS` or :data:`DATAMODULE_KEYS`.
-
-    Raises:
-        CheckpointError: One of them is not plain; the message names it.
     """
     if owner is None or not owner.hparams:
         return {}
-    refused: dict[str, Any] = {}
-    entries = {keys[0]: to_plain(owner.hparams, "", refused.__setitem__)}
-    if refused:
-        raise _refusal(owner, refused)
-    argument = owner._hyperparameters.argument  # noqa: SLF001 - the other half of the class
-    return entries if argument is None else entries | {keys[1]: argument}
+    saved = owner._hyperparameters  # noqa: SLF001 - the other half of the class
+    plain: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name, value in saved.current.items():
+        refused: dict[str, Any] = {}
+        plain[name] = to_plain(value, name, refused.__setitem__)
+        if refused:
+            del plain[name]
+            if not _is_default(owner, name, value):  # with which the constructor makes the same
+                left_out[name] = ", ".join(f"{part} ({type(refused[part]).__name__})" for part in refused)
+    containers = [name for name in plain if is_container(saved.current[name])]
+    if saved.argument is not None and saved.argument_is_container:
+        containers.append(saved.argument)
+    others = {keys.argument: saved.argument, keys.left_out: left_out, keys.containers: containers}
+    return {keys.values: plain, **{key: value for key, value in others.items() if value}}
 
 
-def _refusal(owner: HyperparameterMethods, refused: Mapping[str, Any]) -> CheckpointError:
-    listed = ", ".join(f"{name} ({type(value).__name__})" for name, value in refused.items())
-    names = list(dict.fromkeys(name.partition(".")[0].partition("[")[0] for name in refused))
-    return CheckpointError(
-        f"a checkpoint holds hyperparameters that are numbers, strings, None, or lists, dicts and dataclasses of them, "
-        f"and {type(owner).__name__} has {listed}: leave out what is not, by save_hyperparameters(ignore={names!r})"
-    )
+def _is_default(owner: HyperparameterMethods, name: str, value: Any) -> bool:
+    defaults = Constructor.of(type(owner)).defaults
+    return name in defaults and defaults[name] is value
 
 
 def log_hyperparameters(trainer: Trainer) -> None:
     """Give the loggers the settings of module and data module; called when a run starts, in every process.
 
     Raises:
-        CheckpointError: The run writes checkpoints, and could not write the settings.
         MisuseError: Both have a setting of one name with different values.
     """
     owners = [owner for owner in (trainer.module, trainer.datamodule) if owner is not None]
-    if trainer.is_fitting and trainer.checkpoint_callbacks:
+    if trainer.is_fitting and trainer.checkpoint_callbacks and trainer.is_global_zero:
         for owner in owners:
-            checkpoint_entries(owner, MODULE_KEYS)
+            left_out = checkpoint_entries(owner, MODULE_KEYS).get(MODULE_KEYS.left_out, {})
+            if left_out:
+                _warn_of(owner, left_out)
     settings = _shown([owner for owner in owners if owner._hyperparameters.is_logged])  # noqa: SLF001 - as above
     trainer.publisher.log_hyperparams(settings)
+
+
+def _warn_of(owner: HyperparameterMethods, left_out: Mapping[str, str]) -> None:
+    _log.warning(
+        "checkpoints do not hold these hyperparameters of %s, which are no plain values: %s; "
+        "load_from_checkpoint(path, %s) takes them, and save_hyperparameters(ignore=%r) keeps them out of hparams",
+        type(owner).__name__,
+        ", ".join(left_out.values()),
+        ", ".join(f"{name}=..." for name in left_out),
+        list(left_out),
+    )
 
 
 def _shown(owners: Iterable[HyperparameterMethods]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from dstrat.builtin.checkpoint.formats import io_for
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
@@ -11,17 +12,25 @@ from dstrat.errors import CheckpointError, MisuseError
 from dstrat.interfaces.fitting import check_names, load_by_names
 from dstrat.training.module.constructor import Constructor
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS
-from dstrat.training.module.plain_values import from_plain
+from dstrat.training.module.plain_values import from_plain, to_container
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import torch
     from torch import nn
     from typing_extensions import Self
 
+    from dstrat.training.module.hyperparameters import Keys
+
+    MapLocation: TypeAlias = (
+        torch.device | str | int | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
+    )
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class ModuleLoading:
@@ -39,7 +48,7 @@ class ModuleLoading:
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path,
-        map_location: torch.device | str | None = None,
+        map_location: MapLocation = None,
         strict: bool | None = None,
         **overrides: Any,
     ) -> Self:
@@ -49,7 +58,9 @@ class ModuleLoading:
 
         Args:
             checkpoint_path: A checkpoint of a Trainer.
-            map_location: The device of the module; by default the CPU.
+            map_location: The device of the module; by default the CPU.  Also as ``torch.load`` takes it, for a
+                checkpoint whose tensors are on the CPU: a function of a storage and ``"cpu"`` that returns a storage,
+                or a dict that says where what is on ``"cpu"`` goes.
             strict: Whether it is an error that weights are missing or left over; otherwise that is logged.  None takes
                 the module's ``strict_loading``.
             **overrides: Arguments for ``__init__``, which come before the checkpoint's.
@@ -64,7 +75,7 @@ class ModuleLoading:
         module.on_load_checkpoint(checkpoint)
         is_strict = module.strict_loading if strict is None else strict
         load_weights(module, checkpoint["state_dict"], checkpoint_path, strict=is_strict)
-        loaded: Self = module if map_location is None else module.to(map_location)
+        loaded: Self = module if map_location is None else module.to(_device_of(map_location))
         return loaded
 
 
@@ -88,6 +99,25 @@ class DataModuleLoading:
         datamodule.load_state_dict(checkpoint.get("datamodule", {}))
         loaded: Self = datamodule
         return loaded
+
+
+def _device_of(map_location: MapLocation) -> Any:
+    """Return the device that a ``map_location`` of ``torch.load`` means for tensors on the CPU."""
+    import torch
+
+    if isinstance(map_location, Mapping):
+        if "cpu" not in map_location:
+            _log.warning(
+                "map_location=%r does not say where tensors on 'cpu' go, and a checkpoint has all of them there: "
+                "the module stays on the CPU",
+                map_location,
+            )
+        return map_location.get("cpu", "cpu")
+    if isinstance(map_location, torch.device) or not callable(map_location):
+        return map_location
+    storage = torch.empty(1).untyped_storage()
+    mapped = map_location(storage, "cpu")
+    return (storage if mapped is None else mapped).device
 
 
 def configure_for(module: Any, state: Mapping[str, Any]) -> None:
@@ -119,14 +149,14 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def construct(
-    cls: type[T], checkpoint: Mapping[str, Any], keys: tuple[str, str], overrides: Mapping[str, Any], path: str | Path
+    cls: type[T], checkpoint: Mapping[str, Any], keys: Keys, overrides: Mapping[str, Any], path: str | Path
 ) -> T:
     """Make an object with the hyperparameters of a checkpoint.
 
     Args:
         cls: Its class.
         checkpoint: What was read.
-        keys: Where the checkpoint has the hyperparameters, and the argument that takes them all.
+        keys: Where the checkpoint has the hyperparameters.
         overrides: What comes before the checkpoint's.
         path: The checkpoint's place, for messages.
 
@@ -134,14 +164,22 @@ def construct(
         MisuseError: The class needs another argument, or does not take one of the overrides.
     """
     constructor = Constructor.of(cls)
-    saved, argument = dict(checkpoint.get(keys[0], {})), checkpoint.get(keys[1])
+    saved, argument = dict(checkpoint.get(keys.values, {})), checkpoint.get(keys.argument)
+    containers = checkpoint.get(keys.containers, ())
+    if argument not in overrides:
+        lacking = {name: what for name, what in checkpoint.get(keys.left_out, {}).items() if name not in overrides}
+        _check_whole(cls, constructor, lacking, path, takes_fields=argument in constructor.names)
     if argument in constructor.names and argument not in overrides:
         fields = {name: value for name, value in overrides.items() if name not in constructor.names}
         overrides = {name: value for name, value in overrides.items() if name not in fields}
         saved = {argument: saved | fields}
     _check_accepted(cls, constructor, overrides)
     taken = {name: value for name, value in saved.items() if name in constructor.names or constructor.takes_any}
-    arguments = {name: from_plain(value, constructor.annotations.get(name)) for name, value in taken.items()}
+    arguments = {
+        name: to_container(value) if name in containers else from_plain(value, constructor.annotations.get(name))
+        for name, value in taken.items()
+        if name not in overrides
+    }
     arguments |= overrides
     missing = [name for name in constructor.required if name not in arguments]
     if missing:
@@ -152,6 +190,20 @@ def construct(
             "save_hyperparameters() in __init__ and write the checkpoint again"
         )
     return cls(**arguments)
+
+
+def _check_whole(
+    cls: type, constructor: Constructor, lacking: Mapping[str, str], path: str | Path, *, takes_fields: bool
+) -> None:
+    """Raise MisuseError where the class takes something that the checkpoint does not hold."""
+    takes_all = takes_fields or constructor.takes_any
+    lacking = {name: what for name, what in lacking.items() if takes_all or name in constructor.names}
+    if lacking:
+        example = ", ".join(f"{name}=..." for name in lacking)
+        raise MisuseError(
+            f"{cls.__name__} was made with {', '.join(lacking.values())}, which {str(path)!r} does not hold, as it is "
+            f"no plain value: call {cls.__name__}.load_from_checkpoint(..., {example})"
+        )
 
 
 def _check_accepted(cls: type, constructor: Constructor, overrides: Mapping[str, Any]) -> None:

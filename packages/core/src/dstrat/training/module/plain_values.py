@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import numbers
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -30,8 +32,26 @@ class AttributeDict(dict[str, Any]):
         del self[name]
 
 
+def is_container(value: Any) -> bool:
+    """Return whether a value is a container of omegaconf, which is not imported for that."""
+    omegaconf = sys.modules.get("omegaconf")
+    return omegaconf is not None and isinstance(value, omegaconf.Container)
+
+
+def to_container(plain: Any) -> Any:
+    """Return plain values as a container of omegaconf; where that is not installed as :func:`from_plain` does."""
+    if importlib.util.find_spec("omegaconf") is None:
+        return from_plain(plain)
+    import omegaconf  # type: ignore[import-not-found,unused-ignore]  # no environment of CI has to have it
+
+    return omegaconf.OmegaConf.create(plain)
+
+
 def fields_of(value: Any) -> dict[str, Any] | None:
     """Return what a mapping, a namespace or a dataclass holds, by name; None for anything else."""
+    if is_container(value) and isinstance(value, Mapping):
+        is_missing = sys.modules["omegaconf"].OmegaConf.is_missing  # such a value cannot be read
+        return {key: value[key] for key in value if not is_missing(value, key)}
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Namespace | SimpleNamespace):
@@ -44,7 +64,7 @@ def fields_of(value: Any) -> dict[str, Any] | None:
 def to_plain(value: Any, name: str, otherwise: Callable[[str, Any], Any]) -> Any:
     """Return a value as numbers, strings, None, lists, tuples and dicts.
 
-    Paths become strings; namespaces and dataclasses become dicts.
+    Paths become strings; namespaces, dataclasses and containers of omegaconf become dicts and lists.
 
     Args:
         value: What to turn into plain values.
@@ -53,6 +73,12 @@ def to_plain(value: Any, name: str, otherwise: Callable[[str, Any], Any]) -> Any
     """
     if value is None or isinstance(value, bool | str | PurePath | numbers.Real):
         return _plain_scalar(value)
+    if is_container(value):
+        omegaconf = sys.modules["omegaconf"]
+        try:
+            return to_plain(omegaconf.OmegaConf.to_container(value, resolve=True), name, otherwise)
+        except omegaconf.errors.OmegaConfBaseException:  # it refers to something that cannot be found
+            return otherwise(name, value)
     if isinstance(value, list | tuple):
         parts = [to_plain(part, f"{name}[{index}]", otherwise) for index, part in enumerate(value)]
         return tuple(parts) if isinstance(value, tuple) else parts
