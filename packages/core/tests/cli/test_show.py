@@ -27,6 +27,8 @@ def test_all_facts_are_shown_without_importing_the_class(site, dstrat):
         requires=("engine>=2", "packaging-is-not-here"),
         options={"level": 3, "name": "x"},
         accelerators=("cpu", "cuda"),
+        device_types=("cpu",),
+        uses_torch_distributed=True,
         starts_processes=True,
         multi_node=True,
         notebook_safe=False,
@@ -51,6 +53,8 @@ def test_all_facts_are_shown_without_importing_the_class(site, dstrat):
         "preset": "level=3, name='x'",
         "requires": "engine>=2, packaging-is-not-here (missing)",
         "accelerators": "cpu, cuda",
+        "device types": "cpu",
+        "collectives": "through torch.distributed",
         "precisions": "any",
         "devices": "at most 8",
         "processes": "one per device",
@@ -58,6 +62,14 @@ def test_all_facts_are_shown_without_importing_the_class(site, dstrat):
         "notebooks": "no",
         "automatic": "rank 5, the highest is chosen",
     }
+
+
+def test_the_collectives_and_strategies_of_hardware_are_shown(site, dstrat):
+    facts_of_beads = {"process_group_backend": "hccl", "supports_torch_distributed": False, "device_type": "beads"}
+    site.add("acme", site.component("beads", kind="accelerator", strategies={"ddp": "rows"}, **facts_of_beads))
+    shown = {name.strip(): text.strip() for name, text in facts(dstrat("show", "beads").stdout).items()}
+    assert (shown["device type"], shown["collectives"]) == ("beads", "hccl, not through torch.distributed")
+    assert (shown["strategies"], shown["devices"]) == ("rows for ddp", "as its class says")
 
 
 @pytest.mark.parametrize("target", ["acme.strategy:Missing", "acme.gone:Fast", "gone.deep:Fast", "acme.broken:Fast"])

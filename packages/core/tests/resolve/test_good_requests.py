@@ -8,6 +8,8 @@ import pickle
 import pytest
 import torch
 
+from dstrat.plugins.catalog import Catalog
+from dstrat.plugins.component import Component
 from dstrat.resolve import Request, make_plan
 
 TORCHRUN = {
@@ -229,3 +231,30 @@ def test_a_class_says_how_it_starts_and_what_it_has_when_it_is_constructed(catal
         request = Request(strategy=Mine, accelerator="cpu", devices=2)
         plan = make_plan(request, catalog=catalog, environ={}, interactive=interactive)
         assert (plan.start_method, plan.precision) == ("fork", "odd")
+
+
+def test_a_strategy_whose_record_says_nothing_of_processes_starts_them(parts):
+    """Its class starts one per device; it is asked where the record leaves it out."""
+    others = {plugin.distribution for plugin in Catalog({}).plugins} - {"dstrat"}
+    catalog = Catalog({"DSTRAT_DISABLE_PLUGINS": ",".join(others)})
+    catalog.register(Component(kind="strategy", alias="quiet", target=subclass(parts["many"]), summary="", auto=1))
+    for strategy in ("quiet", "auto"):
+        request = Request(strategy=strategy, accelerator="cpu", devices=2)
+        plan = make_plan(request, catalog=catalog, environ={}, interactive=False)
+        assert (plan.strategy, plan.world_size, plan.started_by) == ("quiet", 2, "dstrat")
+
+
+def test_a_strategy_without_processes_has_one_device_unless_it_says_more(core_catalog, parts):
+    class Rows(parts["pair"]):
+        drives_several_devices = True
+
+    request = Request(strategy=Rows, accelerator="cpu", devices=3)
+    plan = make_plan(request, catalog=core_catalog, environ={}, interactive=False)
+    assert (plan.num_devices, plan.world_size) == (3, 1)
+    with pytest.raises(ValueError, match="strategy Pair uses at most 1 device on a machine, and not 3"):
+        make_plan(
+            Request(strategy=parts["pair"], accelerator="cpu", devices=3),
+            catalog=core_catalog,
+            environ={},
+            interactive=False,
+        )

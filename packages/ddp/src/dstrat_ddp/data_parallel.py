@@ -38,6 +38,8 @@ class DataParallelStrategy(Strategy):
         precision_plugin: The dtypes and what follows from them.
     """
 
+    drives_several_devices = True
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,

@@ -29,6 +29,7 @@ class DDP2Strategy(DDPStrategy):
     """
 
     start_method = None
+    drives_several_devices = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if "start_method" in kwargs:

@@ -14,7 +14,8 @@ _DDP = Component(
     summary="one process per device, gradients averaged during the backward pass",
     options={"start_method": "popen"},
     auto=100,
-    accelerators=("cpu", "cuda"),
+    uses_torch_distributed=True,
+    drives_several_devices=False,
     starts_processes=True,
     notebook_safe=False,
     multi_node=True,
@@ -26,12 +27,19 @@ _FORK = dataclasses.replace(
 )
 _NOTEBOOK = dataclasses.replace(_FORK, alias="ddp_notebook", summary="ddp for notebooks, its processes forked", auto=50)
 
+_REPLICATED = ("cpu", "cuda")  # torch's DataParallel copies between devices of CUDA, and calls the module on CPUs
+
 _DP = Component(
     kind="strategy",
     alias="dp",
     target="dstrat_ddp.data_parallel:DataParallelStrategy",
     summary="one process, the module replicated on its devices, each batch split among them",
-    accelerators=("cpu", "cuda"),
+    device_types=_REPLICATED,
+    uses_torch_distributed=False,
+    drives_several_devices=True,
+    starts_processes=False,
+    notebook_safe=True,
+    multi_node=False,
 )
 
 _DDP2 = Component(
@@ -39,7 +47,11 @@ _DDP2 = Component(
     alias="ddp2",
     target="dstrat_ddp.ddp2:DDP2Strategy",
     summary="one process per machine: dp inside it, ddp between machines",
-    accelerators=("cpu", "cuda"),
+    device_types=_REPLICATED,
+    uses_torch_distributed=True,
+    drives_several_devices=True,
+    starts_processes=False,
+    notebook_safe=True,
     multi_node=True,
 )
 

@@ -7,6 +7,10 @@ from typing import Any
 from dstrat.plugins.component import Component
 from dstrat.plugins.hookspec import hookimpl
 
+# DeepSpeed brings code for each type of device, chosen by its name; those of its own list that can communicate.
+# The ones beside CPUs and CUDA need software of their makers, and are not among our tests.
+_DEVICE_TYPES = ("cpu", "cuda", "hpu", "mlu", "npu", "sdaa", "supa", "xpu")
+
 _DEEPSPEED = Component(
     kind="strategy",
     alias="deepspeed",
@@ -14,7 +18,9 @@ _DEEPSPEED = Component(
     summary="DeepSpeed's ZeRO, by default stage 2: gradients and optimizer state sharded",
     requires=("deepspeed>=0.19.8,<0.20",),
     options={"start_method": "popen"},
-    accelerators=("cpu", "cuda"),
+    device_types=_DEVICE_TYPES,
+    uses_torch_distributed=True,
+    drives_several_devices=False,
     precisions=("32-true", "bf16-true", "bf16-mixed", "16-mixed"),
     starts_processes=True,
     notebook_safe=False,

@@ -13,7 +13,11 @@ _SINGLE_DEVICE = Component(
     target="dstrat.builtin.strategies.single_device:SingleDeviceStrategy",
     summary="one process on one device, without communication",
     auto=100,  # where one device is enough nothing beats it; for more it cannot be chosen
-    max_devices=1,
+    uses_torch_distributed=False,
+    drives_several_devices=False,
+    starts_processes=False,
+    notebook_safe=True,
+    multi_node=False,
 )
 
 _CPU = Component(
@@ -22,6 +26,10 @@ _CPU = Component(
     target="dstrat.builtin.accelerators.cpu:CPUAccelerator",
     summary="the processor; devices are processes",
     auto=10,
+    device_type="cpu",
+    process_group_backend="gloo",
+    supports_torch_distributed=True,
+    devices_share_process=True,
 )
 _CUDA = Component(
     kind="accelerator",
@@ -30,6 +38,10 @@ _CUDA = Component(
     summary="NVIDIA GPUs, and AMD GPUs with a ROCm build of torch",
     auto=50,
     groups=("gpu",),
+    device_type="cuda",
+    process_group_backend="nccl",
+    supports_torch_distributed=True,
+    devices_share_process=True,
 )
 _MPS = Component(
     kind="accelerator",
@@ -38,6 +50,10 @@ _MPS = Component(
     summary="the GPU of Apple silicon",
     auto=40,
     groups=("gpu",),
+    device_type="mps",
+    process_group_backend="none",
+    supports_torch_distributed=False,
+    devices_share_process=True,
 )
 
 _TRUE = Component(

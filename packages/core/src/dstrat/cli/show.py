@@ -9,7 +9,7 @@ import click
 from dstrat.cli.catalog import loaded_catalog, offer_as_dict
 from dstrat.cli.docstring import first_line
 from dstrat.cli.output import json_option, print_json, print_table
-from dstrat.plugins.component import KINDS
+from dstrat.plugins.component import KINDS, NO_BACKEND
 from dstrat.plugins.known import KNOWN
 from dstrat.plugins.offer import kind_label
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Component, Kind
     from dstrat.plugins.offer import Offer
+
+
+_UNDECLARED = "as its class says"
 
 
 @click.command(short_help="Show all that is known of an alias.")
@@ -70,13 +73,47 @@ def _lines(offer: Offer, catalog: Catalog) -> Iterable[tuple[str, str]]:
     yield "requires", ", ".join(f"{text}{' (missing)' if text in missing else ''}" for text in component.requires)
     if component.kind == "strategy":
         yield from _strategy_lines(component)
+    if component.kind == "accelerator":
+        yield from _accelerator_lines(component)
     yield "automatic", "never chosen" if component.auto is None else f"rank {component.auto}, the highest is chosen"
 
 
 def _strategy_lines(component: Component) -> Iterable[tuple[str, str]]:
     yield "accelerators", ", ".join(component.accelerators) or "any"
+    yield "device types", ", ".join(component.device_types) or "any"
+    yield "collectives", _said(component.uses_torch_distributed, "through torch.distributed", "its own, or none")
     yield "precisions", ", ".join(component.precisions) or "any"
-    yield "devices", "any number" if component.max_devices is None else f"at most {component.max_devices}"
-    yield "processes", "one per device" if component.starts_processes else "one"
-    yield "machines", "several" if component.multi_node else "one"
-    yield "notebooks", "yes" if component.notebook_safe else "no"
+    yield "devices", _devices(component)
+    yield "processes", _said(component.starts_processes, "one per device", "one")
+    yield "machines", _said(component.multi_node, "several", "one")
+    yield "notebooks", _said(component.notebook_safe, "yes", "no")
+
+
+def _devices(component: Component) -> str:
+    if component.max_devices is not None:
+        return f"at most {component.max_devices}"
+    if component.starts_processes or component.drives_several_devices:
+        return "any number"
+    return _said(component.drives_several_devices, "any number", "one")
+
+
+def _accelerator_lines(component: Component) -> Iterable[tuple[str, str]]:
+    yield "device type", component.device_type or _UNDECLARED
+    yield "collectives", _collectives(component)
+    yield "devices", _said(component.devices_share_process, "several in a process", "one in each process")
+    yield "strategies", ", ".join(f"{other} for {alias}" for alias, other in component.strategies.items())
+
+
+def _collectives(component: Component) -> str:
+    backend = component.process_group_backend
+    if backend is None or backend == NO_BACKEND:
+        return backend or _UNDECLARED
+    through = {True: ", through torch.distributed", False: ", not through torch.distributed", None: ""}
+    return f"{backend}{through[component.supports_torch_distributed]}"
+
+
+def _said(fact: bool | None, yes: str, no: str) -> str:
+    """Return a fact in words."""
+    if fact is None:
+        return _UNDECLARED
+    return yes if fact else no

@@ -37,8 +37,14 @@ class Accelerator(ABC):
                 return [torch.device("cpu") for _ in indices]
     """
 
-    process_group_backend: str
-    """Name of the ``torch.distributed`` backend that carries tensors of this hardware, such as ``"gloo"``."""
+    process_group_backend: str = "none"
+    """Name of the backend that carries tensors of this hardware, such as ``"gloo"``; ``"none"`` where it has none."""
+
+    supports_torch_distributed: bool = True
+    """Whether ``torch.distributed`` can use that backend, so that strategies of others run on this hardware."""
+
+    devices_share_process: bool = True
+    """Whether one process can drive several devices of this hardware."""
 
     @abstractmethod
     def is_available(self) -> bool:

@@ -69,6 +69,9 @@ class Strategy(ABC):
 
     Attributes:
         start_method: How the processes of this machine are started; None where the strategy starts none.
+        uses_torch_distributed: Whether its processes communicate through torch.distributed, which the accelerator must
+            support then.
+        drives_several_devices: Whether one process drives several devices, where the strategy starts none.
         accumulates_gradients: Whether the backend decides itself when accumulated gradients are applied.
         replicates_state: Whether each process holds the whole state of the module and its optimizers, so that one can
             write it without the others.
@@ -82,6 +85,8 @@ class Strategy(ABC):
     """
 
     start_method: str | None = None
+    uses_torch_distributed: bool = False
+    drives_several_devices: bool = False
     accumulates_gradients: bool = False
     replicates_state: bool = True
     saves_gradients: bool = False

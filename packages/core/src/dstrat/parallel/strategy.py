@@ -53,6 +53,7 @@ class ParallelStrategy(Strategy):
     """
 
     start_method: str | None = "popen"
+    uses_torch_distributed = True
 
     def __init__(
         self,

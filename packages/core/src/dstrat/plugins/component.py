@@ -4,21 +4,84 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from dstrat.errors import InvalidComponentError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 Kind = Literal["strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment"]
 """The kinds of component that a plugin can offer."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+NO_BACKEND = "none"
+"""The ``process_group_backend`` of an accelerator without collectives."""
+
 _ALIAS = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+
+
+def _is_fact(value: object) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or (isinstance(value, str) and bool(value))
+
+
+def _is_options(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _is_redirections(value: object) -> bool:
+    return _is_options(value) and all(isinstance(item, str) for item in cast("Mapping[str, Any]", value).values())
+
+
+def _is_target(value: object) -> bool:
+    return isinstance(value, str | type)
+
+
+_TEXTS = (_is_texts, "a tuple of strings")
+_FACT = (_is_fact, "True, False or None")
+_NUMBER = (_is_number, "a whole number or None")
+_FIELD_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "target": (_is_target, "a string or a class"),
+    "summary": (_is_text, "a string"),
+    "options": (_is_options, "a dict of arguments by their names"),
+    "strategies": (_is_redirections, "a dict of aliases by aliases"),
+    "auto": _NUMBER,
+    "max_devices": _NUMBER,
+    "device_type": (_is_text_or_none, "a string or None"),
+    "process_group_backend": (_is_text_or_none, f"a string ({NO_BACKEND!r} where there is none) or None"),
+    **dict.fromkeys(
+        ("synonyms", "requires", "pip_options", "groups", "accelerators", "device_types", "precisions"), _TEXTS
+    ),
+    **dict.fromkeys(
+        (
+            "supports_torch_distributed",
+            "devices_share_process",
+            "uses_torch_distributed",
+            "drives_several_devices",
+            "starts_processes",
+            "notebook_safe",
+            "multi_node",
+        ),
+        _FACT,
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +103,20 @@ class Component:
         auto: Rank for the automatic choice, the highest available one wins; None is never chosen automatically.
         groups: Names that stand for several accelerators (``"gpu"``); the available one with the highest
             ``auto`` is taken.
-        accelerators: For a strategy, the accelerators or groups that it runs on; empty means any.
+        device_type: For an accelerator, the type of its torch devices, such as ``"cuda"``.
+        process_group_backend: For an accelerator, the backend of its collectives, such as ``"gloo"``, ``"nccl"`` or
+            ``"hccl"``; ``"none"`` where it has none.
+        supports_torch_distributed: For an accelerator, whether torch.distributed can use that backend.
+        devices_share_process: For an accelerator, whether one process can drive several of its devices.
+        strategies: For an accelerator, the strategies that serve general aliases on it:
+            ``{"ddp_spawn": "tpu_spawn"}``.
+        accelerators: For a strategy that is written for some accelerators, these or their groups; empty means any
+            that has what the strategy needs.
+        device_types: For a strategy, the types of torch devices that it can use; empty means any.
         precisions: For a strategy, the precision aliases that it can run; empty means any.
+        uses_torch_distributed: For a strategy, whether it needs an accelerator that torch.distributed supports.
+        drives_several_devices: For a strategy without processes, whether its one process drives several devices;
+            otherwise it has one on each machine.
         starts_processes: For a strategy, whether it runs one process per device.
         notebook_safe: For a strategy, whether it starts from an interactive session.
         max_devices: For a strategy, the most devices that it uses on one machine; None is no limit.
@@ -58,25 +133,37 @@ class Component:
     options: Mapping[str, Any] = field(default_factory=dict)
     auto: int | None = None
     groups: tuple[str, ...] = ()
+    device_type: str | None = None
+    process_group_backend: str | None = None
+    supports_torch_distributed: bool | None = None
+    devices_share_process: bool | None = None
+    strategies: Mapping[str, str] = field(default_factory=dict)
     accelerators: tuple[str, ...] = ()
+    device_types: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
-    starts_processes: bool = False
-    notebook_safe: bool = True
+    uses_torch_distributed: bool | None = None
+    drives_several_devices: bool | None = None
+    starts_processes: bool | None = None
+    notebook_safe: bool | None = None
     max_devices: int | None = None
-    multi_node: bool = False
+    multi_node: bool | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidComponentError(f"kind {self.kind!r} of {self.alias!r} is not one of {', '.join(KINDS)}")
-        for name in (self.alias, *self.synonyms):
-            check_alias(name)
+        check_alias(self.alias)
+        for name, (is_right, expected) in _FIELD_TYPES.items():
+            value = getattr(self, name)
+            if not is_right(value):
+                raise InvalidComponentError(
+                    f"{name} of {self.kind} {self.alias!r} must be {expected}, and is {value!r}"
+                )
+        for synonym in self.synonyms:
+            check_alias(synonym)
         if isinstance(self.target, str) and not _TARGET.fullmatch(self.target):
             raise InvalidComponentError(
                 f"target {self.target!r} of {self.kind} {self.alias!r} must look like 'package.module:Class'"
             )
-        for name in ("synonyms", "requires", "pip_options", "groups", "accelerators", "precisions"):
-            if not isinstance(getattr(self, name), tuple):
-                raise InvalidComponentError(f"{name} of {self.kind} {self.alias!r} must be a tuple of strings")
 
     @property
     def target_name(self) -> str:
@@ -118,6 +205,8 @@ class Tombstone:
 
     def __post_init__(self) -> None:
         check_alias(self.alias)
+        if self.kind not in KINDS:
+            raise InvalidComponentError(f"kind {self.kind!r} of {self.alias!r} is not one of {', '.join(KINDS)}")
 
 
 def check_alias(alias: str) -> None:

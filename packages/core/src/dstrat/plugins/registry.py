@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dstrat.errors import CatalogError, InvalidComponentError, MisuseError
 from dstrat.plugins.catalog import get_catalog
 from dstrat.plugins.component import Component
+from dstrat.plugins.facts import facts_of_subclass, with_class_facts
 from dstrat.plugins.inheritance import inherited_record
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ class _Registry:
 
     def __getitem__(self, name: str) -> Component:
         """Return the record of a component: its summary, preset arguments and facts."""
-        return get_catalog().find(self.kind, name).component
+        record = get_catalog().find(self.kind, name).component
+        return with_class_facts(record, record.target) if isinstance(record.target, type) else record
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names())
@@ -162,6 +165,8 @@ def _component(
     if unknown:
         raise InvalidComponentError(f"facts {unknown} of {kind} {alias!r} do not exist: there are {', '.join(_FACTS)}")
     known = inherited_record(get_catalog(), kind, cls, init_params)
+    if known is not None:
+        known = facts_of_subclass(dataclasses.replace(known, options=init_params), cls)
     inherited = {name: getattr(known, name) for name in _FACTS} if known else {}
     return Component(
         kind=kind,

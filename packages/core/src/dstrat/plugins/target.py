@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import BrokenComponentError
+from dstrat.plugins.facts import contradiction
 from dstrat.plugins.offer import Offer, kind_label
 from dstrat.plugins.requirements import check_requirements
 
@@ -27,13 +28,15 @@ def load_class(offer: Offer) -> type[Any]:
 
     Raises:
         MissingRequirementError: It cannot be imported, and something that it requires is missing.
-        BrokenComponentError: It cannot be imported, or is not a complete class of its kind.
+        BrokenComponentError: It cannot be imported, is not a complete class of its kind, or contradicts its record.
     """
     target = offer.component.target
     found = _imported(offer, target) if isinstance(target, str) else target
     problem = _problem(found, offer.component.kind)
     if problem is not None:
         raise BrokenComponentError(f"{offer.title} cannot be used: {offer.component.target_name} {problem}")
+    if (difference := contradiction(offer.component, found)) is not None:
+        raise BrokenComponentError(f"{offer.title} cannot be used: its record {difference}")
     return found
 
 
@@ -45,7 +48,7 @@ def is_of_kind(value: object, kind: Kind) -> bool:
 def _imported(offer: Offer, target: str) -> Any:
     try:
         return _attribute(target)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ImportError):
             check_requirements(offer)
         cause = f"{type(error).__name__}: {error}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dstrat.errors import ConflictError, DeviceError
-from dstrat.resolve.ability import ability_of
+from dstrat.errors import BrokenComponentError, ConflictError, DeviceError
+from dstrat.plugins.facts import contradiction
+from dstrat.resolve.ability import Hardware, ability_of
 from dstrat.resolve.chosen import Chosen, chosen_as_given
 from dstrat.resolve.part import automatic_parts, usable_parts
 
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dstrat.interfaces.accelerator import Accelerator
-    from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.offer import Offer
+    from dstrat.resolve.asked import AskedStrategy
     from dstrat.resolve.given import Given
     from dstrat.resolve.part import Part
 
@@ -26,21 +27,20 @@ class Load:
     """What is to run on the accelerator, as far as the user said.
 
     Attributes:
-        strategy: The strategy that was asked for; None where none was.
+        asked: The strategy that was asked for; None where none was.
         device_type: The type of the devices that it was constructed with, such as ``"cuda"``; None without devices.
     """
 
-    strategy: Part[Strategy] | None
+    asked: AskedStrategy | None
     device_type: str | None
 
-    def runs_on(self, part: Part[Any], accelerator: Accelerator) -> bool:
+    def runs_on(self, hardware: Hardware) -> bool:
         """Return whether it runs on the accelerator."""
-        fits = self.strategy is None or ability_of(self.strategy).runs_on(part)
-        return fits and self.has_type_of(accelerator)
+        return (self.asked is None or self.asked.runs_on(hardware)) and self.has_type_of(hardware)
 
-    def has_type_of(self, accelerator: Accelerator) -> bool:
+    def has_type_of(self, hardware: Hardware) -> bool:
         """Return whether the devices, if there are any, are the accelerator's."""
-        return self.device_type is None or self.device_type == accelerator.get_parallel_devices([0])[0].type
+        return self.device_type is None or self.device_type == hardware.device_type
 
 
 def choose_accelerator(given: Given | None, catalog: Catalog, load: Load) -> Chosen[Accelerator]:
@@ -77,14 +77,21 @@ def _members(name: object, catalog: Catalog) -> list[Offer]:
 
 
 def _check(chosen: Chosen[Accelerator], catalog: Catalog, load: Load) -> None:
+    _check_record(chosen.part, chosen.live)
     absence = _absence(chosen.live)
     if absence is not None:
         raise DeviceError(f"{chosen.part.title} {absence}. {_what_is_there(catalog)}")
-    if not load.has_type_of(chosen.live):
+    if not load.has_type_of(Hardware(part=chosen.part, live=chosen.live)):
         raise ConflictError(
             f"{chosen.part.title} has no devices of the type {load.device_type!r}, "
             "with which the strategy was constructed: leave one of the two out"
         )
+
+
+def _check_record(part: Part[Accelerator], live: Accelerator) -> None:
+    """Refuse an accelerator whose record says of its collectives what the accelerator itself does not."""
+    if part.catalog_name and part.record is not None and (difference := contradiction(part.record, live)) is not None:
+        raise BrokenComponentError(f"{part.title} cannot be used: its record {difference}")
 
 
 def _absence(accelerator: Accelerator) -> str | None:
@@ -107,10 +114,13 @@ def _best(asked: str, parts: Iterator[Part[Accelerator]], catalog: Catalog, load
     absences = {part.name: absence for part, live in candidates if (absence := _absence(live)) is not None}
     available = [(part, live) for part, live in candidates if part.name not in absences]
     for part, live in available:
-        if load.runs_on(part, live):
+        if load.runs_on(Hardware(part=part, live=live)):
+            _check_record(part, live)
             return Chosen(part=part, reason=_reason(asked, part, [other for other, _ in available]), live=live)
+    if available and load.asked is not None and load.asked.error is not None:
+        raise load.asked.error
     if available:
-        raise ConflictError(_nothing_fits(asked, [part.name for part, _ in available], load))
+        raise ConflictError(_nothing_fits(asked, [Hardware(part=part, live=live) for part, live in available], load))
     members = "; ".join(f"{name!r} {absence}" for name, absence in absences.items()) or "none can be loaded"
     raise DeviceError(f"accelerator={asked!r} finds none: {members}. {_what_is_there(catalog)}")
 
@@ -125,12 +135,15 @@ def _reason(asked: str, best: Part[Accelerator], available: list[Part[Accelerato
     return f"the best {kind} that the strategy runs on; {others} would be available too"
 
 
-def _nothing_fits(asked: str, available: list[str], load: Load) -> str:
-    machine = f"accelerator={asked!r} can be {_listed(available)} on this machine"
-    if load.strategy is None or load.device_type is not None:
+def _nothing_fits(asked: str, available: list[Hardware], load: Load) -> str:
+    machine = f"accelerator={asked!r} can be {_listed([hardware.name for hardware in available])} on this machine"
+    strategy = load.asked.part if load.asked is not None else None
+    if strategy is None or load.device_type is not None:
         return f"{machine}, and the strategy was constructed with devices of the type {load.device_type!r}"
-    accelerators = ability_of(load.strategy).accelerators
-    return f"{machine}, and {load.strategy.title} runs on {_listed(accelerators)} only: choose another strategy"
+    ability = ability_of(strategy)
+    only = f"runs on {_listed(ability.accelerators)} only" if ability.accelerators else None
+    why = only or ability.misfit(available[0])
+    return f"{machine}, and {strategy.title} {why}: choose another strategy"
 
 
 def _listed(names: list[str] | tuple[str, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from dstrat.errors import BrokenComponentError
 from dstrat.interfaces.parts import Parts
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve.given import SUBJECTS, given_parts, written
@@ -12,6 +13,8 @@ from dstrat.resolve.part import constructed_strategy, part_from, part_of_offer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.launcher import Launcher
@@ -39,7 +42,7 @@ def build(
         The strategy with all its parts; the user's own where the request holds one.
 
     Raises:
-        CatalogError: The catalog has changed since the plan was made.
+        CatalogError: The catalog has changed since the plan was made, or a record is wrong about its devices.
         MisuseError: A class cannot be constructed.
     """
     catalog = get_catalog() if catalog is None else catalog
@@ -50,7 +53,7 @@ def build(
     strategy.receive(
         Parts(
             accelerator=accelerator,
-            parallel_devices=tuple(accelerator.get_parallel_devices(plan.device_indices)) or None,
+            parallel_devices=_devices(plan, parts["accelerator"], accelerator),
             cluster_environment=parts["cluster_environment"].construct(environ),
             checkpoint_io=parts["checkpoint_io"].construct(),
             precision_plugin=_precision(plan, parts["precision"], strategy, accelerator),
@@ -72,6 +75,18 @@ def _planned_parts(plan: Plan, request: Request, catalog: Catalog) -> dict[Kind,
         if kind not in planned:
             planned[kind] = part_from(kind, given[subject].value, catalog, place=given[subject].place)
     return planned
+
+
+def _devices(plan: Plan, part: Part[Accelerator], accelerator: Accelerator) -> tuple[torch.device, ...] | None:
+    devices = tuple(accelerator.get_parallel_devices(plan.device_indices))
+    declared = part.record.device_type if part.catalog_name and part.record is not None else None
+    others = {device.type for device in devices} - {declared}
+    if declared is not None and others:
+        raise BrokenComponentError(
+            f"{part.title} cannot be used: its record says device_type={declared!r}, and its devices are of the type "
+            f"{', '.join(map(repr, sorted(others)))}"
+        )
+    return devices or None
 
 
 def _precision(plan: Plan, part: Part[Precision], strategy: Strategy, accelerator: Accelerator) -> Precision:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.resolve.ability import Ability
+    from dstrat.resolve.ability import Ability, Hardware
     from dstrat.resolve.chosen import Chosen
     from dstrat.resolve.part import Part
 
@@ -22,7 +22,7 @@ class Situation:
     """Everything that a strategy has to fit.
 
     Attributes:
-        accelerator: The hardware.
+        hardware: The accelerator with what it supports.
         precision: The dtypes.
         num_devices: Devices of each machine.
         num_nodes: Machines.
@@ -31,7 +31,7 @@ class Situation:
         interactive: Whether this is a notebook or a prompt.
     """
 
-    accelerator: Part[Any]
+    hardware: Hardware
     precision: Part[Any]
     num_devices: int
     num_nodes: int
@@ -71,13 +71,11 @@ def first_obstacle(ability: Ability, situation: Situation) -> Obstacle | None:
 
 
 def _other_accelerator(ability: Ability, situation: Situation) -> Obstacle | None:
-    if ability.runs_on(situation.accelerator):
+    misfit = ability.misfit(situation.hardware)
+    if misfit is None:
         return None
-    name = situation.accelerator.name
-    return Obstacle(
-        problem=f"cannot run on accelerator {name!r}, only on {_listed(ability.accelerators)}",
-        cure=f"choose one of these, or a strategy for {name!r}",
-    )
+    choice = "choose one of these" if ability.accelerators else "choose another accelerator"
+    return Obstacle(problem=misfit, cure=f"{choice}, or a strategy for {situation.hardware.name!r}")
 
 
 def _other_precision(ability: Ability, situation: Situation) -> Obstacle | None:
@@ -118,6 +116,17 @@ def _too_many_devices(ability: Ability, situation: Situation) -> Obstacle | None
     )
 
 
+def _one_device_per_process(ability: Ability, situation: Situation) -> Obstacle | None:
+    """Refuse to drive several devices from one process where the hardware cannot."""
+    hardware = situation.hardware
+    if ability.starts_processes or situation.num_devices == 1 or hardware.devices_share_process:
+        return None
+    return Obstacle(
+        problem=f"drives {situation.num_devices} devices from one process, which accelerator {hardware.name!r} cannot",
+        cure="ask for devices=1, or choose a strategy with one process per device",
+    )
+
+
 def _too_many_nodes(ability: Ability, situation: Situation) -> Obstacle | None:
     if situation.num_nodes == 1 or ability.multi_node:
         return None
@@ -140,6 +149,7 @@ _RULES: tuple[Callable[[Ability, Situation], Obstacle | None], ...] = (
     _other_accelerator,
     _too_many_processes,
     _too_many_devices,
+    _one_device_per_process,
     _too_many_nodes,
     _other_precision,
     _no_script,

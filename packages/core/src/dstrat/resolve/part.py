@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -11,6 +12,7 @@ from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.interfaces.cluster import ClusterEnvironment
 from dstrat.interfaces.precision import Precision
 from dstrat.interfaces.strategy import Strategy
+from dstrat.plugins.facts import facts_of_subclass, with_class_facts
 from dstrat.plugins.inheritance import inherited_record, is_target
 from dstrat.plugins.offer import kind_label
 
@@ -139,11 +141,12 @@ def part_of_offer(offer: Offer, catalog: Catalog) -> Part[Any]:
         CatalogError: Something that it requires is missing, or its class cannot be used.
     """
     catalog.check_requirements(offer)
+    cls = catalog.load(offer)
     return Part(
         kind=offer.component.kind,
         name=offer.component.alias,
-        cls=catalog.load(offer),
-        record=offer.component,
+        cls=cls,
+        record=with_class_facts(offer.component, cls),
         catalog_name=offer.full_alias,
         owner=offer.owner_label,
         options=offer.component.options,
@@ -174,10 +177,14 @@ def usable_parts(offers: Iterable[Offer], catalog: Catalog) -> Iterator[Part[Any
 def _own(kind: Kind, cls: type[Any], catalog: Catalog, instance: Any = None) -> Part[Any]:
     # The start method tells apart the aliases of one strategy class.
     settings = {} if instance is None else {"start_method": getattr(instance, "start_method", None)}
+    record = inherited_record(catalog, kind, cls, settings)
+    if record is not None:
+        record = dataclasses.replace(record, options={**record.options, **settings})
+        record = with_class_facts(facts_of_subclass(record, cls), cls)
     return Part(
         kind=kind,
         name=cls.__name__,
         cls=cls,
-        record=inherited_record(catalog, kind, cls, settings),
+        record=record,
         instance=instance,
     )

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dstrat.errors import RequestError
 from dstrat.plugins.catalog import get_catalog
+from dstrat.resolve.ability import Hardware
 from dstrat.resolve.accelerator import Load, choose_accelerator
+from dstrat.resolve.asked import asked_strategy
 from dstrat.resolve.checkpoint_io import choose_checkpoint_io
 from dstrat.resolve.choice import Choice
 from dstrat.resolve.cluster import choose_cluster, num_started
 from dstrat.resolve.devices import choose_devices, device_type
-from dstrat.resolve.given import given_parts, written
+from dstrat.resolve.given import given_parts
 from dstrat.resolve.interactive import is_interactive
 from dstrat.resolve.launcher import choose_launch
 from dstrat.resolve.obstacles import Situation
-from dstrat.resolve.part import constructed_strategy
 from dstrat.resolve.plan import Plan
 from dstrat.resolve.precision import choose_precision, flag_of, precision_choice
 from dstrat.resolve.strategy import choose_strategy
@@ -28,12 +30,10 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import Precision
-    from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
     from dstrat.resolve.chosen import Chosen
     from dstrat.resolve.devices import ChosenDevices
     from dstrat.resolve.launcher import ChosenLaunch
-    from dstrat.resolve.part import Part
     from dstrat.resolve.request import Request
     from dstrat.resolve.strategy import ChosenStrategy
 
@@ -64,19 +64,23 @@ def make_plan(
     catalog = get_catalog() if catalog is None else catalog
     environ = os.environ if environ is None else environ
     num_nodes = _checked_num_nodes(request.num_nodes)
-    asked = _asked_strategy(request, catalog)
-    given = given_parts(request, asked, catalog)
+    asked = asked_strategy(request.strategy, catalog)
+    given = given_parts(request, asked.part if asked is not None else None, catalog)
+    if asked is not None and any(part.in_strategy for part in given.values()):
+        asked = replace(asked, names=())  # another strategy would lack the parts that this one was given
     cluster = choose_cluster(given.get("cluster environment"), catalog, environ)
     started = num_started(cluster)
     accelerator = choose_accelerator(
-        given.get("accelerator"), catalog, Load(strategy=asked, device_type=device_type(given.get("devices")))
+        given.get("accelerator"), catalog, Load(asked=asked, device_type=device_type(given.get("devices")))
     )
+    strategy_part, why = asked.on(accelerator, catalog) if asked is not None else (None, "")
+    given = given_parts(request, strategy_part, catalog)  # once more, as it may be another strategy on the accelerator
     devices = choose_devices(
-        given.get("devices"), accelerator.live, started=started, num_nodes=num_nodes, strategy=asked
+        given.get("devices"), accelerator.live, started=started, num_nodes=num_nodes, strategy=strategy_part
     )
     precision = choose_precision(given.get("precision"), accelerator, catalog)
     situation = Situation(
-        accelerator=accelerator.part,
+        hardware=Hardware(part=accelerator.part, live=accelerator.live),
         precision=precision.part,
         num_devices=devices.count,
         num_nodes=num_nodes,
@@ -84,7 +88,7 @@ def make_plan(
         started=started,
         interactive=is_interactive() if interactive is None else interactive,
     )
-    strategy = choose_strategy(asked, catalog, situation)
+    strategy = choose_strategy(strategy_part, why, catalog, situation)
     return _assembled(
         strategy=strategy,
         accelerator=accelerator,
@@ -141,12 +145,6 @@ def _checked_num_nodes(num_nodes: object) -> int:
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
         raise RequestError(f"num_nodes={num_nodes!r} is not a number of machines: give 1 or more")
     return num_nodes
-
-
-def _asked_strategy(request: Request, catalog: Catalog) -> Part[Strategy] | None:
-    if isinstance(request.strategy, str) and request.strategy == "auto":
-        return None
-    return constructed_strategy(request.strategy, catalog, place=written("strategy", request.strategy))
 
 
 def _nodes_choice(num_nodes: int) -> list[Choice]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dstrat.errors import ClusterError, ConflictError, DstratError
 from dstrat.plugins.known import FOR_SEVERAL_DEVICES, known_requirement, pip_command
-from dstrat.resolve.ability import ability_by, ability_of
+from dstrat.resolve.ability import ability_of, ability_of_offer
 from dstrat.resolve.choice import Choice
 from dstrat.resolve.cluster import check_cluster
 from dstrat.resolve.obstacles import first_obstacle
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Component
     from dstrat.plugins.offer import Offer
+    from dstrat.resolve.ability import Ability
     from dstrat.resolve.obstacles import Obstacle, Situation
     from dstrat.resolve.part import Part
 
@@ -42,11 +43,14 @@ class ChosenStrategy:
         return Choice(subject="strategy", value=self.part.name, reason=self.reason, owner=self.part.owner)
 
 
-def choose_strategy(asked: Part[Strategy] | None, catalog: Catalog, situation: Situation) -> ChosenStrategy:
+def choose_strategy(
+    asked: Part[Strategy] | None, reason: str, catalog: Catalog, situation: Situation
+) -> ChosenStrategy:
     """Choose the strategy.
 
     Args:
-        asked: The strategy that the user gave; None takes the best that fits.
+        asked: The strategy that the user gave, or that serves its alias here; None takes the best that fits.
+        reason: Why it is that one.
         catalog: What there is.
         situation: What it has to fit.
 
@@ -60,7 +64,7 @@ def choose_strategy(asked: Part[Strategy] | None, catalog: Catalog, situation: S
     if found is not None:
         _check_processes(found, situation)
         raise found.error(f"{asked.title} {found.problem}: {found.cure}{_alternatives(catalog, situation)}")
-    return ChosenStrategy(part=asked, reason="asked for")
+    return ChosenStrategy(part=asked, reason=reason)
 
 
 def _check_processes(found: Obstacle, situation: Situation) -> None:
@@ -71,24 +75,37 @@ def _check_processes(found: Obstacle, situation: Situation) -> None:
 
 
 def _automatic(catalog: Catalog, situation: Situation) -> ChosenStrategy:
-    offers = [
-        offer
-        for offer in automatic_offers("strategy", catalog)
-        if offer.component.starts_processes == situation.needs_processes
-    ]
-    fitting = [offer for offer in offers if first_obstacle(ability_by(offer.component), situation) is None]
+    offers = automatic_offers("strategy", catalog)
+    candidates: list[tuple[Offer, Obstacle | None]] = []
+    for offer in offers:
+        try:
+            ability = ability_of_offer(offer, catalog)
+        except DstratError:  # its class, which has to be asked for a fact, cannot be loaded
+            if offer.component.starts_processes is situation.needs_processes:
+                candidates.append((offer, None))  # where nothing else fits, it says why
+            continue
+        if _is_candidate(ability, situation):
+            candidates.append((offer, first_obstacle(ability, situation)))
+    fitting = [offer for offer, obstacle in candidates if obstacle is None]
     if fitting:
         # Where none can be loaded, the best of them says why.
         part = next(usable_parts(fitting, catalog), None) or part_of_offer(fitting[0], catalog)
         return ChosenStrategy(part=part, reason=f"the first choice for {_need(situation)}")
-    for offer in offers:
-        found = first_obstacle(ability_by(offer.component), situation)
+    for offer, found in candidates:
         if found is not None:
             raise found.error(
                 f"no strategy that is chosen automatically fits: {offer.title} {found.problem}: {found.cure}"
                 f"{_alternatives(catalog, situation)}"
             )
     raise ConflictError(_nothing_installed(situation))
+
+
+def _is_candidate(ability: Ability, situation: Situation) -> bool:
+    """Return whether a strategy is one for so many devices and processes."""
+    if not situation.needs_processes:
+        return not ability.starts_processes
+    drives_several = ability.max_devices != 1 and ability.runs_on(situation.hardware)
+    return ability.starts_processes or drives_several
 
 
 def _nothing_installed(situation: Situation) -> str:
@@ -126,10 +143,10 @@ def _extends(component: Component, other: Component) -> bool:
 
 
 def _fits(offer: Offer, catalog: Catalog, situation: Situation) -> bool:
-    ability = ability_by(offer.component)
-    if ability.starts_processes != situation.needs_processes or first_obstacle(ability, situation) is not None:
-        return False
     try:
+        ability = ability_of_offer(offer, catalog)
+        if not _is_candidate(ability, situation) or first_obstacle(ability, situation) is not None:
+            return False
         return not catalog.missing_requirements(offer)
     except DstratError:  # its author wrote a requirement that is none
         return False

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import DeviceError
 from dstrat.plugins.catalog import get_catalog
+from dstrat.plugins.facts import accelerator_facts, contradiction
 from dstrat.testing.advice import fail
+from dstrat.testing.jobs import run_job
 from dstrat.testing.light import check_light
 from dstrat.testing.record import check_record
 from dstrat.testing.skips import not_declared
@@ -42,7 +44,31 @@ class AcceleratorSuite(Suite):
     def test_it_names_a_backend_for_its_tensors(self) -> None:
         name = getattr(self._accelerator, "process_group_backend", None)
         if not isinstance(name, str) or not name:
-            fail(f"process_group_backend is {name!r}", cure='name a backend of torch.distributed, such as "gloo".')
+            fail(
+                f"process_group_backend is {name!r}",
+                cure='name the backend of its collectives, such as "gloo", or "none".',
+            )
+
+    @standard("basic", "record")
+    def test_its_collectives_are_those_of_its_record(self) -> None:
+        difference = contradiction(self.component, self._accelerator)
+        if difference is not None:
+            fail(f"the record of {self.alias} {difference}", cure="correct the one that is wrong.")
+
+    @standard("device", "collectives")
+    def test_its_backend_adds_the_numbers_of_two_processes(self) -> None:
+        accelerator = self._available
+        if not accelerator_facts(accelerator)["supports_torch_distributed"]:
+            not_declared(f"{self.alias} declares no collectives of torch.distributed")
+        try:
+            accelerator.parse_devices(2)
+        except DeviceError:
+            not_declared(f"{self.alias} has fewer than two devices here")
+        from dstrat.testing.communication import sum_over_ranks
+
+        totals = run_job(sum_over_ranks, 2, component=self.offer.component, options=dict(self.options))
+        if totals != [3.0, 3.0]:
+            fail(f"the sum of 1 and 2 over two processes is {totals} by {accelerator.process_group_backend}")
 
     @standard("device", "devices")
     def test_it_finds_the_devices_that_a_user_means(self) -> None:
@@ -72,6 +98,12 @@ class AcceleratorSuite(Suite):
         devices = accelerator.get_parallel_devices(accelerator.parse_devices(1))
         if len(devices) != 1 or not isinstance(devices[0], torch.device):
             fail(f"get_parallel_devices gave {devices!r} for one index: it must give one torch.device for each")
+        if self.component.device_type not in (None, devices[0].type):
+            fail(
+                f"the record of {self.alias} says device_type={self.component.device_type!r}, and its devices are of "
+                f"the type {devices[0].type!r}",
+                cure=f'write device_type="{devices[0].type}" in the record.',
+            )
         total = float(torch.ones(3, device=devices[0]).sum())
         if total != 3.0:
             fail(f"the sum of three ones on {devices[0]} is {total}")

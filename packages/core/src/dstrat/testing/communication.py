@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dstrat.parallel.collectives import reduce_tensor
+from dstrat.parallel.process_group import close_process_group, open_process_group
 from dstrat.testing.opened import opened
+from dstrat.testing.subject import Subject
 
 if TYPE_CHECKING:
+    from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.strategy import Strategy
+    from dstrat.plugins.component import Component
     from dstrat.testing.place import Place
-    from dstrat.testing.subject import Subject
 
 OPERATIONS = ("mean", "avg", "sum", "max", "min")
 _NAP = 0.08  # seconds that each rank comes later than the one before
@@ -21,6 +26,20 @@ _NAP = 0.08  # seconds that each rank comes later than the one before
 def own_values(part: int) -> list[float]:
     """Return the numbers that the reader of a part of the data brings along; the largest is not always the last's."""
     return [float(part * 3 + 1), float(-((part - 1) ** 2)), 0.5]
+
+
+def sum_over_ranks(place: Place, component: Component, options: dict[str, Any]) -> float:
+    """Return the sum of 1, 2 ... that an accelerator's own backend finds on its devices, one for each rank."""
+    accelerator: Accelerator = Subject(component=component, options=options).make()
+    device = accelerator.get_parallel_devices(accelerator.parse_devices(place.world_size))[place.rank]
+    accelerator.setup(device)
+    backend = accelerator.process_group_backend
+    open_process_group(place.cluster, backend=backend, timeout=timedelta(seconds=60))
+    try:
+        return float(reduce_tensor(torch.tensor([place.rank + 1.0], device=device), reduce_op="sum"))
+    finally:
+        close_process_group()
+        accelerator.teardown()
 
 
 def positions(place: Place, subject: Subject, accelerator: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The strategy that is tested, as its ranks get it."""
+"""The component that is tested, as its ranks get it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dstrat.testing.signatures import constructor_parameters
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.component import Component
     from dstrat.training.module.train_module import TrainModule
 
@@ -56,9 +55,8 @@ class Subject:
     @property
     def replicates_state(self) -> bool:
         """Whether each rank holds the whole state; with some strategies it depends on their options."""
-        return self.make().replicates_state
+        return bool(self.make().replicates_state)
 
-    def make(self) -> Strategy:
+    def make(self) -> Any:
         """Construct the strategy."""
-        strategy: Strategy = self.cls(**{**self.component.options, **self.options})
-        return strategy
+        return self.cls(**{**self.component.options, **self.options})

@@ -9,8 +9,9 @@ try:
 except ImportError as error:
     raise ImportError('dstrat.testing needs pytest: pip install "dstrat[testing]"') from error
 
-from dstrat.errors import MisuseError
+from dstrat.errors import CatalogError, MisuseError
 from dstrat.plugins.catalog import get_catalog
+from dstrat.plugins.facts import declares_all, with_class_facts
 from dstrat.testing.skips import KeepsStandardTests
 from dstrat.testing.standard import check_collected, check_complete, expected_failure
 
@@ -81,5 +82,11 @@ class Suite(metaclass=Collected):
 
     @property
     def component(self) -> Component:
-        """The record of the component that is tested."""
-        return self.offer.component
+        """The record of the component that is tested, with the facts that its class adds."""
+        record = self.offer.component
+        if declares_all(record):
+            return record
+        try:
+            return with_class_facts(record, get_catalog().load(self.offer))
+        except CatalogError:  # the test of the record says why
+            return record

@@ -103,7 +103,6 @@ def _render(kind: Kind, names: Names, folder: Path) -> None:
 
 
 def _compatible_versions() -> str:
-    """Return the versions of dstrat that a package can rely on: from this one to before the next with changes."""
+    """Return the versions of dstrat that the package can rely on: from this one on, as v1 of the contract stays."""
     here = Version(version("dstrat"))
-    following = f"{here.major}.{here.minor + 1}" if here.major == 0 else str(here.major + 1)
-    return f">={here.major}.{here.minor},<{following}"
+    return f">={here.major}.{here.minor}"

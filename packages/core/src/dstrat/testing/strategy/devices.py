@@ -14,6 +14,7 @@ from dstrat.testing.strategy.base import StrategyTests
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dstrat.plugins.offer import Offer
     from dstrat.testing.place import Place
 
 _CPU = "cpu"
@@ -33,7 +34,7 @@ class Devices(StrategyTests):
         names = [
             offer.component.alias
             for offer in get_catalog().offers("accelerator")
-            if offer.component.alias != _CPU and self._runs_on((*offer.names, *offer.component.groups))
+            if offer.component.alias != _CPU and self._may_run_on(offer)
         ]
         counts = self.shared_job(count_devices, 1, names=names)[0]
         sizes = {name: size for name, count in counts.items() if (size := self._largest_size(count))}
@@ -56,8 +57,13 @@ class Devices(StrategyTests):
         most = min(devices, _MOST if self.component.starts_processes else 1)
         return max((size for size in self.world_sizes if size <= most), default=0)
 
-    def _runs_on(self, names: Sequence[str]) -> bool:
-        return not self.component.accelerators or bool({*names} & {*self.component.accelerators})
+    def _may_run_on(self, offer: Offer) -> bool:
+        """Return whether an accelerator's record leaves it possible."""
+        strategy, hardware = self.component, offer.component
+        is_meant = not strategy.accelerators or bool({*offer.names, *hardware.groups} & {*strategy.accelerators})
+        has_type = not strategy.device_types or hardware.device_type in (None, *strategy.device_types)
+        can_communicate = not strategy.uses_torch_distributed or hardware.supports_torch_distributed is not False
+        return is_meant and has_type and can_communicate
 
 
 def count_devices(place: Place, names: Sequence[str]) -> dict[str, int]:  # noqa: ARG001 - every job's function takes it
