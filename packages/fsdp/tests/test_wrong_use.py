@@ -181,7 +181,7 @@ CANNOT_BE_SHARDED = {
     "HasScalar": "parameter 'scale' is a scalar, which cannot be sharded: give it the shape (1,)",
     "HasTwoDtypes": "parameters 'first.weight' of torch.float32 and 'exact' of torch.float64 are gathered together",
     "PenalizesWeights": "a step computes with the parameters of a block outside of the block's forward",
-    "StepsWholeParameters": "torch's Rprop cannot step parameters that are sharded",
+    "StepsWholeParameters": "Rprop cannot step parameters as FSDPStrategy shards them (aten.index_put_",
 }
 
 

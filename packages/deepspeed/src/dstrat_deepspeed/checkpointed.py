@@ -200,6 +200,14 @@ class CheckpointedStrategy(ParallelStrategy):
         if self._changes is not None:
             self._changes.accept(moves=moves)
 
+    def _take_first_state(self) -> None:
+        """Give the partitions the state that the optimizer had of parameters, such as Adagrad's constructor makes."""
+        for optimizer in self.optimizers:
+            partitioned, names = self._partitioned(optimizer), self._names()
+            if partitioned is not None:
+                stepped = [parameter for parameter in self.module.parameters() if parameter in optimizer.state]
+                partitioned.begin_with({names[id(p)]: optimizer.state.pop(p) for p in stepped})
+
     def _names(self) -> dict[int, str]:
         return {id(parameter): name.replace("_orig_mod.", "") for name, parameter in self.module.named_parameters()}
 

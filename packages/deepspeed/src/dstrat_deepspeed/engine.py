@@ -18,7 +18,7 @@ from dstrat_deepspeed.ending import release_groups
 from dstrat_deepspeed.exchanges import Exchanges, exchanges_of
 from dstrat_deepspeed.layers import naming_new_parameters
 from dstrat_deepspeed.nvme import free_buffers_of_state, let_go_unused, with_files
-from dstrat_deepspeed.optimizers import undo_first_step
+from dstrat_deepspeed.optimizers import keep, without_first_step
 from dstrat_deepspeed.unused import UnusedGradients, unused_gradients
 
 if TYPE_CHECKING:
@@ -67,9 +67,10 @@ class Engine:
         self._trained = [parameter for group in groups for parameter in group["params"]]
         if is_manual:
             config = without_boundaries(config)
-        self.engine, *_ = deepspeed.initialize(
-            model=steps, optimizer=optimizer, config=config, dist_init_required=False
-        )
+        with without_first_step():
+            self.engine, *_ = deepspeed.initialize(
+                model=steps, optimizer=optimizer, config=config, dist_init_required=False
+            )
         self._with_files = with_files(steps)
         self._unused: UnusedGradients | None = None
         self._exchanges: Exchanges | None = None
@@ -78,10 +79,10 @@ class Engine:
             self.optimizer.zero_grad = self._zero_grad  # it has shards of parameters now
             self._is_sharded = self.engine.optimizer is not self.optimizer
             if self._is_sharded:
+                keep(self.optimizer, self.engine.optimizer)
                 self.optimizer.add_param_group = _refuse_group
             self._unused = unused_gradients(self.engine.optimizer, sends_in_step=is_manual)
             self._exchanges = exchanges_of(self.engine.optimizer, steps)
-            undo_first_step(self.engine.optimizer)
             share_memory(self.engine.optimizer)
             self._set_clipping(0.0)
             self.set_boundary(is_boundary=True)

@@ -16,15 +16,21 @@ if TYPE_CHECKING:
 
 
 def check_layers(module: Module, *, stage: int, world_size: int) -> None:
-    """Refuse layers that change their own weights in a forward pass, for the rank's own batch alone.
+    """Refuse embeddings with sparse gradients, and those that change their own weights for the rank's own batch alone.
 
     Raises:
-        MisuseError: There is an embedding with ``max_norm``, and several ranks or stage 3.
+        MisuseError: There is an embedding with ``sparse=True`` and a stage that shards the optimizer, or with
+            ``max_norm`` and several ranks or stage 3.
     """
-    if stage < 3 and world_size == 1:
-        return
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if layer.sparse and layer.weight.requires_grad and stage > 0:
+            raise MisuseError(
+                f"the embedding {name!r} has sparse=True, and stage {stage} of ZeRO has no sparse gradients: leave "
+                "sparse=True out, or choose stage 0"
+            )
+        if layer.max_norm is not None and (stage == 3 or world_size > 1):
             raise MisuseError(
                 f"{name} is an {type(layer).__name__} with max_norm={layer.max_norm!r}, which scales its weight in "
                 "each forward: ranks would do so for their own batches only, and stage 3 of ZeRO drops it; leave "

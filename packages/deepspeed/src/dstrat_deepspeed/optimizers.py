@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dstrat.errors import MisuseError, RequestError
+from dstrat.parallel.optimizer_probe import how_division_fails
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.optim import Optimizer
 
@@ -115,13 +117,53 @@ def _cpu_adam(optimizer: Optimizer, *, adamw_mode: bool) -> Optimizer:
     return adam
 
 
-def undo_first_step(optimizer: Any) -> None:
-    """Undo the step with zero gradients that DeepSpeed makes of stage 0's optimizer in 16 bits, to allocate its state.
+@contextmanager
+def without_first_step() -> Iterator[None]:
+    """Keep DeepSpeed from stepping stage 0's optimizer in 16 bits with zero gradients when it is wrapped.
 
-    It has decayed the weights, and counts in Adam's correction of the real steps.
+    It does so to allocate the state, decays the weights by it, and counts it in Adam's correction of the real steps.
     """
-    if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "initialize_optimizer_states"):
-        optimizer.optimizer.state.clear()
-        for precise, used in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-            for master, parameter in zip(precise, used, strict=True):
-                master.data.copy_(parameter.data)
+    wrappers = [
+        import_module("deepspeed.runtime.fp16.fused_optimizer").FP16_Optimizer,
+        import_module("deepspeed.runtime.fp16.unfused_optimizer").FP16_UnfusedOptimizer,
+    ]
+    before = [wrapper.initialize_optimizer_states for wrapper in wrappers]
+    try:
+        for wrapper in wrappers:
+            wrapper.initialize_optimizer_states = lambda _: None
+        yield
+    finally:
+        for wrapper, method in zip(wrappers, before, strict=True):
+            wrapper.initialize_optimizer_states = method
+
+
+def keep(optimizer: Optimizer, wrapped: Any) -> None:
+    """Let what DeepSpeed has wrapped around an optimizer step this one.
+
+    In the place of torch's Adagrad stages 1 to 3 put a new one with the options of the first, without its groups, which
+    nobody else knows: schedulers and checkpoints have the first one.
+    """
+    if wrapped.optimizer is not optimizer:
+        wrapped.optimizer = optimizer
+
+
+def check_division(optimizer: Optimizer | None, stage: int, device: torch.device) -> None:
+    """Check that the optimizer gives the same results where it steps pieces of parameters.
+
+    Args:
+        optimizer: None, and one of DeepSpeed's own, pass.
+        stage: Of ZeRO; from 1 on pieces of parameters, flattened, are in the place of these.
+        device: Where it steps.
+
+    Raises:
+        RequestError: It needs whole parameters.
+    """
+    if optimizer is None or stage == 0 or type(optimizer).__module__.startswith("deepspeed."):
+        return
+    reason = how_division_fails(optimizer, device, lambda whole: [piece.clone() for piece in whole.flatten().split(9)])
+    if reason is not None:
+        raise RequestError(
+            f"{type(optimizer).__name__} needs whole parameters, and stage {stage} of ZeRO lets it step flat pieces of "
+            f"them ({reason}): take an optimizer that treats each element by itself, such as torch.optim.AdamW, or "
+            "choose stage 0"
+        )

@@ -26,6 +26,8 @@ _NOT_OURS: tuple[tuple[str, type[Warning]], ...] = (
     (r".torch\.distributed\.\w+. is deprecated", FutureWarning),
     # DeepSpeed imports parts of torch that raise these themselves
     (r".torch\.jit\.\w+. is deprecated", DeprecationWarning),
+    # stage 0 makes sparse gradients of their averaged parts
+    (r"Sparse invariant checks are implicitly disabled", UserWarning),
 )
 _SAID_ALREADY = (
     "ZeRO with an untested optimizer",  # zero_allow_untested_optimizer allows it

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dstrat.errors import CheckpointError
+from dstrat.errors import CheckpointError, MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.fitting import groups_misfit
 from dstrat.interfaces.flat_shard import FlatShard
-from dstrat_deepspeed.optimizer_probe import state_after_one_step
+from dstrat.parallel.optimizer_probe import state_after_one_step
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -102,6 +102,37 @@ class PartitionedState:
             self._load_weights(partition, state.get(MASTER, {}))
         self._buffers.clear()
 
+    def begin_with(self, entries: Mapping[str, Any]) -> None:
+        """Let the optimizer begin with the state that it had of parameters before DeepSpeed had put in the partitions.
+
+        Adagrad makes one in its constructor.
+
+        Args:
+            entries: By the names of parameters, with whole tensors; those of parameters that were sharded already are
+                empty, and count as what the constructor makes.
+
+        Raises:
+            MisuseError: What the constructor makes cannot be found out.
+        """
+        for number, partition in enumerate(self._partitions):
+            of_partition = {extent: entries.get(extent.name, {}) for extent in partition.extents}
+            first = next(filter(None, of_partition.values()), None)
+            if first is None:
+                continue
+            kept = self._kept(partition)
+            state = {key: _converted(value, None) for key, value in first.items() if key not in kept}
+            if any(isinstance(value, Tensor) and value.dim() > 0 for value in state.values()):
+                raise MisuseError(
+                    f"{type(self._optimizer).__name__} had a state of the parameters before they were sharded, which "
+                    f"cannot be divided as these are ({', '.join(sorted(first))}): let it make its state in its first "
+                    "step, as the optimizers of torch do, or choose stage 0"
+                )
+            for key, like in kept.items():
+                whole = {e: {key: v[key]} for e, v in of_partition.items() if key in v and v[key].numel()}
+                state[key] = _filled(self._buffer(number, key, like), whole, key)
+            partition.set_state(self._optimizer, state)
+        self._buffers.clear()
+
     def take_weights(self, names: Collection[str] | None = None) -> None:
         """Let the optimizer go on with the module's weights, which were loaded or changed.
 
@@ -127,7 +158,7 @@ class PartitionedState:
         state = partition.state(self._optimizer)
         if state:
             return {key: value for key, value in state.items() if _is_like(value, partition.weights)}
-        found = state_after_one_step(self._optimizer, partition.group, partition.weights)
+        found = _first_state(self._optimizer, partition)
         return {key: value for key, value in found.items() if isinstance(value, Tensor) and value.shape == (2,)}
 
     def _buffer(self, number: int, key: str, like: Tensor) -> Tensor:
@@ -178,7 +209,7 @@ class PartitionedState:
                 f"{type(self._optimizer).__name__} needs {', '.join(missing)}: it is the state of another optimizer"
             )
         state = {key: value for key, value in found.items() if not _is_element_wise(key, value, kept)}
-        example = state_after_one_step(self._optimizer, partition.group, partition.weights)
+        example = _first_state(self._optimizer, partition)
         new = {key: _converted(value, example.get(key)) for key, value in state.items()}
         for key, value in found.items():
             if key not in state:
@@ -211,6 +242,14 @@ def _names_of(partitions: Sequence[Partition]) -> list[list[str]]:
     for partition in partitions:
         groups.setdefault(partition.group, []).extend(extent.name for extent in partition.extents)
     return [groups[number] for number in sorted(groups)]
+
+
+def _first_state(optimizer: Optimizer, partition: Partition) -> dict[str, Any]:
+    """Return what a first step would make of two elements; empty where that is not known."""
+    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # which cannot be copied
+        moments = {key: torch.zeros(2, dtype=partition.weights.dtype) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": 0, **moments}
+    return state_after_one_step(optimizer, partition.group, partition.weights)
 
 
 def _part(value: Any, partition: Partition, extent: Extent) -> Any:

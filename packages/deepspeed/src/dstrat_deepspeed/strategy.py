@@ -22,7 +22,7 @@ from dstrat_deepspeed.engine import Engine
 from dstrat_deepspeed.feasibility import check_clipping, check_state_buffers, uses_cpu_optimizer
 from dstrat_deepspeed.layers import check_layers
 from dstrat_deepspeed.nvme import free_buffers, read_once, swappers_of
-from dstrat_deepspeed.optimizers import only_optimizer, optimizer_for_cpu, resume_exactly
+from dstrat_deepspeed.optimizers import check_division, only_optimizer, optimizer_for_cpu, resume_exactly
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.prerequisites import programs_path
 from dstrat_deepspeed.runtime import environment, load_deepspeed, log_level, running
@@ -202,6 +202,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             check_layers(self.module, stage=self.stage, world_size=self.world_size)
         flag = self.precision_plugin.flag
         config = self._configuration.of_run(trainer, optimizer, flag=flag, world_size=self.world_size)
+        check_division(optimizer, self.stage, self.root_device)
         if optimizer is not None:
             check_state_buffers(config, optimizer.param_groups, self.world_size)
         if "activation_checkpointing" in config:
@@ -221,9 +222,12 @@ class DeepSpeedStrategy(CheckpointedStrategy):
                 config,
                 is_manual=not getattr(self.module, "automatic_optimization", True),
             )
+        if optimizer is None:  # the configuration may name one
+            check_division(self._engine.optimizer, self.stage, self.root_device)
         resume_exactly(self._engine.optimizer)
         self.model = self._engine.engine
         self.optimizers = [] if self._engine.optimizer is None else [self._engine.optimizer]
+        self._take_first_state()
         self._watch_weights()
 
     def _watch_weights(self) -> None:

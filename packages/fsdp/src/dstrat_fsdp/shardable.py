@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.optimizer_probe import how_division_fails
 from dstrat_fsdp.gradients import fsdp_params
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch import Tensor
     from torch.distributed.fsdp import FSDPModule
     from torch.nn import Module
     from torch.optim import Optimizer
-
-_WHOLE_ONLY = (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor)
 
 
 def check_shapes(module: Module) -> None:
@@ -30,6 +32,24 @@ def check_shapes(module: Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0 and not isinstance(parameter, DTensor):
             raise MisuseError(f"parameter {name!r} is a scalar, which cannot be sharded: give it the shape (1,)")
+
+
+def check_gradients(module: Module, whose: str) -> None:
+    """Check that no layer has sparse gradients.
+
+    Args:
+        module: Is going to be trained.
+        whose: Name of the strategy.
+
+    Raises:
+        MisuseError: An embedding has.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+            raise MisuseError(
+                f"the embedding {name!r} has sparse=True, and {whose} has no sparse gradients: leave "
+                "sparse=True out, or choose a strategy that does not shard parameters"
+            )
 
 
 def check_dtypes(units: Sequence[FSDPModule], module: Module) -> None:
@@ -58,18 +78,35 @@ def check_dtypes(units: Sequence[FSDPModule], module: Module) -> None:
                 )
 
 
-def check_steps_shards(optimizers: Sequence[Optimizer]) -> None:
-    """Check that optimizers can step parameters that are sharded.
+def check_steps_shards(optimizers: Sequence[Optimizer], whose: str) -> None:
+    """Check that optimizers give the same results where they step parameters that are sharded; collective.
+
+    Args:
+        optimizers: Of a module that has been sharded.
+        whose: Name of the strategy.
 
     Raises:
-        MisuseError: One uses operations that torch does not have for them.
+        MisuseError: One needs whole parameters, or uses operations that torch does not have for shards.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, _WHOLE_ONLY):
+        sharded = next((p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)), None)
+        if sharded is None:
+            continue
+        if isinstance(optimizer, torch.optim.LBFGS):
+            reason: str | None = "it joins all of them in one vector"
+        else:
+            reason = how_division_fails(optimizer, sharded.device, partial(_sharded_as, sharded))
+        if reason is not None:
             raise MisuseError(
-                f"torch's {type(optimizer).__name__} cannot step parameters that are sharded: take another optimizer, "
-                "such as AdamW or SGD, or a strategy that does not shard parameters"
+                f"{type(optimizer).__name__} cannot step parameters as {whose} shards them ({reason}): take another "
+                "optimizer, such as torch.optim.AdamW, or a strategy that does not shard parameters"
             )
+
+
+def _sharded_as(sharded: DTensor, whole: Tensor) -> list[Tensor]:
+    """Return a matrix, which all ranks have, in shards by rows over the same dimensions of the mesh; collective."""
+    placements = [placement if placement.is_replicate() else Shard(0) for placement in sharded.placements]
+    return [distribute_tensor(whole.clone(), sharded.device_mesh, placements)]
 
 
 @contextmanager

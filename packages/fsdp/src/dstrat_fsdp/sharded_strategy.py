@@ -21,7 +21,7 @@ from dstrat_fsdp.clipping import clip_by_norm, clip_by_value
 from dstrat_fsdp.first_values import materialize, parameters_on_meta, take_from_first_rank
 from dstrat_fsdp.meshes import release_mesh
 from dstrat_fsdp.optimizer_check import check_optimizers
-from dstrat_fsdp.shardable import check_steps_shards, shards_explained
+from dstrat_fsdp.shardable import check_gradients, check_steps_shards, shards_explained
 from dstrat_fsdp.sharded_module import ShardedModule
 from dstrat_fsdp.shards_at_rest import make_whole, put_to_rest, wake
 from dstrat_fsdp.whole_state import as_shards, gathered, load_module, load_optimizer
@@ -142,8 +142,9 @@ class ShardedStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.module)
+        check_gradients(self.module, type(self).__name__)
         if self.world_size > 1:
-            check_steps_shards(self.optimizers)
+            check_steps_shards(self.optimizers, type(self).__name__)
         for optimizer in self.optimizers:
             optimizer.zero_grad = self._clearing(optimizer)  # type: ignore[method-assign]  # until the run ends
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import LBFGS
 
 from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
@@ -19,9 +20,11 @@ from dstrat.parallel.synchronized_norm import SynchronizedNorm
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
@@ -164,6 +167,15 @@ class ParallelStrategy(Strategy):
             self._synchronized_norm = None
         super().teardown()
         close_process_group()
+
+    # Steps
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Module | None = None, **kwargs: Any
+    ) -> Any:
+        if isinstance(optimizer, LBFGS):  # it decides by the loss how far to go, which must be as far on all ranks
+            return super().optimizer_step(optimizer, lambda: self.reduce(closure()), model, **kwargs)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # Communication
 
