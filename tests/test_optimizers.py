@@ -78,14 +78,16 @@ class SparseNet(Net):
 
 
 def fit(make, cluster, name, folder, *, ckpt_path=None, callbacks=()):
-    losses, strategy = Losses(), make()
+    losses = Losses()
     trainer = quiet_trainer(
-        strategy,
+        make(),
         cluster,
         plugins=[PortableCheckpointIO()],
         callbacks=[losses, *callbacks],
         default_root_dir=folder,
-        precision="64-true" if name == "LBFGS" and not strategy.saves_gradients else None,  # it amplifies rounding
+        precision="64-true"
+        if name == "LBFGS" and make in (SingleDeviceStrategy, DDPStrategy)
+        else None,  # it amplifies rounding
     )
     inputs = torch.randn(STEPS * GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(inputs, inputs[:, :1] * inputs[:, 1:2])
