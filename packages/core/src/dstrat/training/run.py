@@ -123,6 +123,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path:
     path = resolve_checkpoint(trainer, ckpt_path)
     trainer.ckpt_path = None if path is None else str(path)
     restoration = None if path is None else Restoration(trainer, path)
+    trainer.publisher.log_graph(module)
     strategy.setup(trainer)
     log_hyperparameters(trainer)
     if restoration is not None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import csv
 import json
 import os
@@ -11,8 +12,10 @@ import sys
 import types
 
 import pytest
+import torch
 
 from dstrat import Trainer
+from dstrat.errors import RequestError
 from dstrat.training.loggers.csv_logger import CSVLogger, CSVTable
 from dstrat.training.loggers.several import agree_on_folders
 
@@ -26,8 +29,8 @@ def rows_of(logger):
 def open_logger(tmp_path):
     made = []
 
-    def open_(version=None):
-        made.append(CSVLogger(tmp_path, version=version))
+    def open_(version=None, **options):
+        made.append(CSVLogger(tmp_path, version=version, **options))
         return made[-1]
 
     yield open_
@@ -231,3 +234,53 @@ def test_a_process_that_does_not_write_joins_the_folder_of_rank_0(logger, tmp_pa
     assert agree_on_folders([logger], OfRank1()) == logger.log_dir == tmp_path / "dstrat_logs" / "version_5"
     logger.log_metrics({"loss": 0.5}, step=1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_without_a_name_versions_are_in_the_folder_itself(tmp_path, name):
+    logger = CSVLogger(tmp_path, name=name)
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.finalize("success")
+    assert (logger.name, logger.save_dir, logger.log_dir) == ("", tmp_path, tmp_path / "version_0")
+    assert len(rows_of(logger)) == 1
+
+
+def test_a_prefix_comes_before_the_names_of_all_values(open_logger):
+    logger = open_logger(prefix="run")
+    logger.log_metrics({"epoch": 0, "loss": 0.5}, step=1)
+    assert rows_of(logger) == [{"step": "1", "run-epoch": "0", "run-loss": "0.5"}]
+
+
+def test_values_of_users_may_be_tensors_and_lack_a_step(logger):
+    logger.log_metrics({"loss": torch.tensor(0.5)})
+    logger.log_metrics({"loss": torch.tensor([0.25])})
+    assert rows_of(logger) == [{"step": "0", "loss": "0.5"}, {"step": "1", "loss": "0.25"}]
+
+
+def test_rows_wait_for_others_where_that_is_asked_for(open_logger):
+    logger = open_logger(flush_logs_every_n_steps=100)
+    for step in (10, 60, 110):
+        logger.log_metrics({"loss": step / 4, **({"late": 1.0} if step == 110 else {})}, step)
+        assert (logger.log_dir / "metrics.csv").exists() == (step == 110)
+    logger.log_metrics({"loss": 0.5}, 120)
+    assert [row["step"] for row in rows_of(logger)] == ["10", "60", "110"]
+    logger.save()
+    logger.log_metrics({"test_loss": 0.5}, 121)
+    logger.finalize("failed")
+    assert [row["step"] for row in rows_of(logger)] == ["10", "60", "110", "120", "121"]
+    with pytest.raises(RequestError, match=r"CSVLogger\(flush_logs_every_n_steps=0\) must be 1, .* or more"):
+        CSVLogger(flush_logs_every_n_steps=0)
+
+
+def test_later_settings_join_the_earlier_ones(logger):
+    logger.log_hyperparams({"lr": 0.1, "width": 8})
+    logger.log_hyperparams({"lr": 0.2})
+    assert json.loads((logger.log_dir / "hparams.json").read_text()) == {"lr": 0.2, "width": 8}
+
+
+def test_several_loggers_come_in_any_collection_but_a_string(tmp_path):
+    loggers = collections.UserList([CSVLogger(tmp_path, name="a"), CSVLogger(tmp_path, name="b")])  # as a ListConfig
+    trainer = Trainer(accelerator="cpu", logger=loggers, default_root_dir=tmp_path)
+    assert trainer.loggers == list(loggers)
+    with pytest.raises(RequestError, match="logger='csv' is not a Logger, True or False"):
+        Trainer(accelerator="cpu", logger="csv", default_root_dir=tmp_path)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import RequestError
 from dstrat.training.loggers.logger import Logger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 
 def complete_loggers(
-    given: Logger | Sequence[Logger] | bool | None, root_dir: Path, *, writes: bool = True, is_tried: bool = False
+    given: Logger | Iterable[Logger] | bool | None, root_dir: Path, *, writes: bool = True, is_tried: bool = False
 ) -> list[Logger]:
     """Return the loggers of a Trainer, each with a folder to write in.
 
     Args:
-        given: One, several, True or None for the CSV logger, False for none.
+        given: One, several in any collection, True or None for the CSV logger, False for none.
         root_dir: Where a logger writes that was given no folder.
         writes: Whether this process is the one that writes.
         is_tried: Whether the run is only tried: silent ones then take the place of all of them.
@@ -32,7 +32,8 @@ def complete_loggers(
         given = CSVLogger()
     if given is False:
         return []
-    loggers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    several = isinstance(given, Iterable) and not isinstance(given, str | Logger)
+    loggers: list[Any] = list(given) if several else [given]
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise RequestError(

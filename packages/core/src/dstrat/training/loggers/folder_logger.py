@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dstrat.training.loggers.logger import Logger
+from dstrat.training.loggers.parameters import as_mapping
 from dstrat.training.loggers.version_folder import VersionFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class FolderLogger(Logger):
@@ -13,15 +19,22 @@ class FolderLogger(Logger):
 
     Args:
         save_dir: Holds everything; by default the trainer's ``default_root_dir``.
-        name: The folder in it that holds all versions.
+        name: The folder in it that holds all versions; None and ``""`` are ``save_dir`` itself.
         version: A number, or a folder's own name; by default the next number that is free.
+        prefix: Comes before the names of values, with a hyphen between.
     """
 
     def __init__(
-        self, save_dir: str | Path | None = None, name: str = "dstrat_logs", version: int | str | None = None
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = "dstrat_logs",
+        version: int | str | None = None,
+        prefix: str = "",
     ) -> None:
         self.root_dir = None if save_dir is None else Path(save_dir)
-        self._folder = VersionFolder(name, version)
+        self._folder = VersionFolder(name or "", version)
+        self._prefix = prefix
+        self._hparams: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -37,6 +50,14 @@ class FolderLogger(Logger):
 
     def join(self, log_dir: Path | None) -> None:
         self._folder.join(log_dir)
+
+    def write_hparams(self, params: Mapping[str, Any]) -> None:
+        """Add settings to those in ``hparams.json``."""
+        self._hparams |= as_mapping(params)
+        path = self.claimed_dir / "hparams.json"
+        temporary = path.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(self._hparams, indent=2, default=str) + "\n")
+        temporary.replace(path)
 
     @property
     def claimed_dir(self) -> Path:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from torch.nn import Module
+
     from dstrat.training.callbacks.callback import Callback
 
 
@@ -43,6 +45,11 @@ class Logger(ABC):
         return None
 
     @property
+    def save_dir(self) -> Path | None:
+        """The folder that holds everything of this logger: its ``root_dir``."""
+        return self.root_dir
+
+    @property
     def log_dir(self) -> Path | None:
         """The folder of this run; None for a logger that writes elsewhere, or where it is not known yet."""
         return None
@@ -56,16 +63,25 @@ class Logger(ABC):
         return None
 
     @abstractmethod
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write values by name.
 
         Args:
-            metrics: Plain numbers.
-            step: Number of optimizer steps taken; of values of evaluation steps, the number of batches evaluated.
+            metrics: Numbers; those that the Trainer logs are plain.
+            step: Number of optimizer steps taken; of values of evaluation steps, the number of batches evaluated.  The
+                Trainer always gives it.
         """
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write the settings of a run."""
+
+    def log_graph(self, model: Module, input_array: Any = None) -> None:
+        """Write the graph of a module; the Trainer calls it when a run starts, before the strategy wraps the module.
+
+        Args:
+            model: The module.
+            input_array: The input of its ``forward``; by default the module's ``example_input_array``.
+        """
 
     def after_save_checkpoint(self, checkpoint_callback: Callback) -> None:
         """Take note of what a ModelCheckpoint has just saved: its ``saved_paths``."""

@@ -1,4 +1,4 @@
-"""The settings of a run in the shapes that loggers can write."""
+"""Settings and values of a run in the shapes that loggers write."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def flatten(params: Any) -> dict[str, Any]:
         else:
             flat[str(name)] = value
     return flat
+
+
+def as_numbers(metrics: Mapping[str, Any], prefix: str = "", separator: str = "-") -> dict[str, Any]:
+    """Return values with a prefix before their names; tensors, which users log, as numbers."""
+    start = f"{prefix}{separator}" if prefix else ""
+    return {f"{start}{name}": value.item() if hasattr(value, "item") else value for name, value in metrics.items()}

@@ -2,60 +2,172 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from dstrat.errors import RequestError
 from dstrat.training.loggers.folder_logger import FolderLogger
-from dstrat.training.loggers.parameters import flatten
+from dstrat.training.loggers.parameters import as_numbers, flatten
 from dstrat.training.loggers.requirement import require
 from dstrat.training.loggers.writer import Silence, writer_only
+from dstrat.training.module.export import traceable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    from torch import Tensor
+    from torch.nn import Module
     from torch.utils.tensorboard import SummaryWriter
+
+_HP_METRIC = "hp_metric"
+"""What TensorBoard compares runs by, where no value of their own is logged beside the settings."""
+
+_log = logging.getLogger(__name__)
 
 
 class TensorBoardLogger(FolderLogger):
-    """Writes event files that ``tensorboard --logdir`` shows; needs the extra ``dstrat[tensorboard]``.
+    """Writes event files that ``tensorboard --logdir`` shows, and ``hparams.json``; needs ``dstrat[tensorboard]``.
 
     Args:
         save_dir: Holds everything; by default the trainer's ``default_root_dir``.
-        name: The folder in it that holds all versions.
+        name: The folder in it that holds all versions; None and ``""`` are ``save_dir`` itself.
         version: A number, or a folder's own name; by default the next number that is free.
+        log_graph: Whether the graph of the module is written when a run starts; the module needs an
+            ``example_input_array``.
+        default_hp_metric: Whether settings without values of their own come with ``hp_metric``, which is -1.  Otherwise
+            they are not written to the event file, so that a later ``log_hyperparams(settings, values)`` can do so.
+        prefix: Comes before the names of values, with a hyphen between.
+        sub_dir: A folder in that of the version for the event files.
+        **kwargs: For ``torch.utils.tensorboard.SummaryWriter``, such as ``flush_secs`` and ``max_queue``.
 
     Raises:
         MissingRequirementError: tensorboard is not installed.
     """
 
     def __init__(
-        self, save_dir: str | Path | None = None, name: str = "dstrat_logs", version: int | str | None = None
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = "dstrat_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | Path | None = None,
+        **kwargs: Any,
     ) -> None:
         require("tensorboard", "TensorBoardLogger")
-        super().__init__(save_dir, name, version)
+        super().__init__(save_dir, name, version, prefix)
+        self._logs_graph, self._default_hp_metric = log_graph, default_hp_metric
+        self._sub_dir, self._options = sub_dir or "", kwargs
         self._writer: SummaryWriter | None = None
 
     @property
     def experiment(self) -> SummaryWriter | Silence:
-        """The ``SummaryWriter``, for images, histograms, graphs and what else it takes."""
+        """The ``SummaryWriter``, for what else it takes, such as embeddings and figures."""
         return self._open() if self.writes else Silence()
 
     @writer_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write values by name; those of a dict become one chart."""
         writer = self._open()
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        for name, value in as_numbers(metrics, self._prefix).items():
+            if isinstance(value, dict):
+                writer.add_scalars(name, value, step)
+            else:
+                writer.add_scalar(name, value, step)
 
     @writer_only
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(
+        self, params: Mapping[str, Any], metrics: Mapping[str, Any] | float | None = None, step: int | None = None
+    ) -> None:
+        """Write the settings of a run, and values to compare runs by.
+
+        Args:
+            params: The settings.
+            metrics: Values by name, or one, which is ``hp_metric``.
+            step: The step of the values.
+        """
         from torch.utils.tensorboard.summary import hparams
 
+        self.write_hparams(params)
+        if metrics is None:
+            metrics = {_HP_METRIC: -1} if self._default_hp_metric else {}
+        elif not hasattr(metrics, "items"):
+            metrics = {_HP_METRIC: metrics}
+        if not metrics:
+            return
+        values = as_numbers(metrics)
+        self.log_metrics(values, step)
         simple = {name: _simple(value) for name, value in flatten(params).items()}
         writer = self._open()
-        for summary in hparams(simple, {}):
+        for summary in hparams(simple, values):
             writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # torch declares it as None
+
+    @override
+    @writer_only
+    def log_graph(self, model: Module, input_array: Any = None) -> None:
+        """Write the graph of a module, with ``TensorBoardLogger(log_graph=True)``; ``forward`` is traced for it.
+
+        Args:
+            model: The module, with all its parameters on one device.
+            input_array: A tensor or a tuple of positional arguments; by default the module's ``example_input_array``.
+        """
+        if not self._logs_graph:
+            return
+        example = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if reason := _no_graph(model, example):
+            _log.warning("TensorBoardLogger(log_graph=True) writes no graph of %s: %s", type(model).__name__, reason)
+        else:
+            with traceable(model):
+                self._open().add_graph(model, example)
+
+    @writer_only
+    def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write images.
+
+        Args:
+            key: Their name; several are called ``key/0``, ``key/1`` ...
+            images: Tensors of channels, height and width; arrays of height, width and channels, or of height and width;
+                images of PIL; or paths of files.
+            step: Number of optimizer steps taken.
+            **kwargs: For ``SummaryWriter.add_image``, such as ``dataformats``.
+        """
+        if isinstance(images, str | Path) or not hasattr(images, "__len__"):
+            raise RequestError(f"log_image({key!r}) takes a list of images, and got {type(images).__name__}")
+        for index, image in enumerate(images):
+            tag = key if len(images) == 1 else f"{key}/{index}"
+            pixels, layout = _pixels(image)
+            self._open().add_image(tag, pixels, step, **{"dataformats": layout, **kwargs})
+
+    @writer_only
+    def log_histogram(self, key: str, values: Tensor | np.ndarray, step: int | None = None, **kwargs: Any) -> None:
+        """Write the distribution of numbers, such as those of a weight; options are for ``add_histogram``."""
+        self._open().add_histogram(key, values, step, **kwargs)
+
+    @writer_only
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        """Write a text, which is shown as Markdown."""
+        self._open().add_text(key, text, step)
+
+    @writer_only
+    def log_table(
+        self,
+        key: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Write a table, of columns and rows or a data frame, as text: TensorBoard shows it."""
+        if dataframe is not None:
+            columns, data = list(dataframe.columns), dataframe.to_numpy().tolist()
+        rows = [list(columns or []), ["---"] * len(columns or []), *(data or [])]
+        lines = ("|".join(["", *(str(cell).replace("|", "\\|") for cell in row), ""]) for row in rows)
+        self.log_text(key, "\n".join(lines), step)
 
     @writer_only
     def save(self) -> None:
@@ -73,9 +185,38 @@ class TensorBoardLogger(FolderLogger):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self.claimed_dir))
+            self._writer = SummaryWriter(str(self.claimed_dir / self._sub_dir), **self._options)
         return self._writer
 
 
 def _simple(value: Any) -> bool | float | str:
     return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _no_graph(model: Module, example: Any) -> str | None:
+    """Return why a module cannot be traced, None where it can."""
+    from torch import Tensor
+
+    if example is None:
+        return "it has no example_input_array, and no input was passed"
+    if not isinstance(example, Tensor | tuple):
+        return f"its example input is a {type(example).__name__}: make it a tensor, or a tuple of forward's arguments"
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return "its parameters have no values yet, because the strategy makes them later"
+    return None
+
+
+def _pixels(image: Any) -> tuple[Any, str]:
+    """Return what ``add_image`` takes, and the order of its dimensions."""
+    from torch import Tensor
+
+    if isinstance(image, Tensor):
+        return image, "CHW" if image.ndim == 3 else "HW"
+    if isinstance(image, str | Path):
+        from PIL import Image
+
+        image = Image.open(image)
+    import numpy as np
+
+    array = np.asarray(image)
+    return array, "HWC" if array.ndim == 3 else "HW"

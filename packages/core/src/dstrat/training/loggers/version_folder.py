@@ -14,11 +14,11 @@ class VersionFolder:
     """A numbered folder that belongs to one run, also where several start at the same moment.
 
     Args:
-        name: The folder that holds all versions.
+        name: The folder that holds all versions; empty for the root itself.
         version: A number, or a folder's own name; None takes the next number that is free.
 
     Attributes:
-        name: The folder that holds all versions.
+        name: The folder that holds all versions; empty for the root itself.
         claimed: The folder, None before the first claim.
 
     Raises:

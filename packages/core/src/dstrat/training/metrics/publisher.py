@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from dstrat.training.metrics.logged import LoggedValues
+    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.state import RunState
 
 SECONDS_BETWEEN_SAVES = 10.0
@@ -45,6 +46,10 @@ class Publisher:
         """Write the settings of the run."""
         if params:
             call_loggers(self._trainer.loggers, "log_hyperparams", params)
+
+    def log_graph(self, module: TrainModule) -> None:
+        """Write the graph of the module, in loggers that do so; before the strategy wraps it."""
+        call_loggers(self._trainer.loggers, "log_graph", module)
 
     def publish_step(self, logged: LoggedValues) -> None:
         """Write the values of steps to the loggers; collective."""

@@ -75,7 +75,7 @@ class ExportMethods(nn.Module):
         """
         if method not in ("script", "trace"):
             raise MisuseError(f"to_torchscript(method={method!r}): the method is 'script' or 'trace'")
-        with _evaluating(self), _readable(self), _quiet_about_torchscript():
+        with _evaluating(self), traceable(self):
             if method == "script":
                 scripted: torch.jit.ScriptModule = torch.jit.script(self, **kwargs)
             else:
@@ -142,19 +142,34 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _readable(module: Any) -> Iterator[None]:
-    """Let torch.jit read every attribute, as it does not expect that one like ``trainer`` raises."""
-    trainer = module._trainer  # noqa: SLF001 - this is a part of its class
-    module._trainer = object()  # noqa: SLF001 - nothing has an attribute that it lacks
-    try:
-        yield
-    finally:
-        module._trainer = trainer  # noqa: SLF001 - as above
+def traceable(module: nn.Module) -> Iterator[None]:
+    """Let torch.jit read every attribute of a module, and say nothing of its deprecation: it was asked for by name.
 
-
-@contextmanager
-def _quiet_about_torchscript() -> Iterator[None]:
-    """Leave out that TorchScript is deprecated: the caller has asked for it by name."""
+    torch.jit looks at each property, and does not expect that one like ``trainer`` raises.
+    """
+    attached = [part for part in module.modules() if "_trainer" in vars(part)]
+    trainers = [vars(part)["_trainer"] for part in attached]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r".torch\.jit\.\w+. is deprecated", DeprecationWarning)
-        yield
+        for kind in (DeprecationWarning, FutureWarning):  # the latter since torch 2.15
+            warnings.filterwarnings("ignore", r".torch\.jit\.\w+. is deprecated", kind)
+        try:
+            for part, trainer in zip(attached, trainers, strict=True):
+                vars(part)["_trainer"] = _Readable(trainer)
+            yield
+        finally:
+            for part, trainer in zip(attached, trainers, strict=True):
+                vars(part)["_trainer"] = trainer
+
+
+class _Readable:
+    """What stands in for a Trainer, or its strategy: an attribute that raises is one that it lacks."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = getattr(self._original, name)
+        except MisuseError as error:
+            raise AttributeError(str(error)) from error
+        return _Readable(value) if name == "strategy" else value
