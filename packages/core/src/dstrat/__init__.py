@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.torch_prediction_writer import read_predictions as read_predictions
     from dstrat.training.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from dstrat.training.callbacks.weight_averaging import WeightAveraging as WeightAveraging
+    from dstrat.training.loggers.comet_logger import CometLogger as CometLogger
     from dstrat.training.loggers.csv_logger import CSVLogger as CSVLogger
     from dstrat.training.loggers.logger import Logger as Logger
     from dstrat.training.loggers.mlflow_logger import MLFlowLogger as MLFlowLogger
@@ -82,6 +83,7 @@ _HOMES = {
     "CheckpointIO": "dstrat.interfaces.checkpoint_io",
     "ClusterEnvironment": "dstrat.interfaces.cluster",
     "CombinedLoader": "dstrat.data.combined_loader",
+    "CometLogger": "dstrat.training.loggers.comet_logger",
     "Component": "dstrat.plugins.component",
     "DataModule": "dstrat.training.module.data_module",
     "DeviceStatsMonitor": "dstrat.training.callbacks.device_stats_monitor",

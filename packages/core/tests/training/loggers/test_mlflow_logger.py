@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from time import time
 
 import pytest
+import torch
 
 from dstrat import MLFlowLogger, ModelCheckpoint, Trainer
 from dstrat.errors import LoggerError
@@ -189,3 +190,22 @@ def test_a_trainer_writes_to_it_and_sends_checkpoints(tmp_path, line, loader, cl
     assert client.get_experiment_by_name("dstrat_logs").artifact_location == (tmp_path / "mlartifacts").as_uri()
     best = client.get_run(logger.version).data.tags.get("best_checkpoint")
     assert best == ("best-1.ckpt" if log_model else None)
+
+
+def test_a_prefix_tensors_images_and_texts_are_written(tmp_path, client, monkeypatch):
+    location = (tmp_path / "kept").as_uri()
+    logger = MLFlowLogger("trial", tags={"kind": "a"}, save_dir=tmp_path, prefix="run", artifact_location=location)
+    run_id, experiment_id = logger.run_id, logger.experiment_id
+    logger.log_metrics({"loss": torch.tensor(0.5)})
+    logger.log_image("seen", [torch.zeros(3, 6, 4)], step=2)
+    logger.log_text("note", "hello", step=2)
+    logger.finalize("success")
+    assert (logger.run_id, logger.experiment_id, logger.version) == (run_id, experiment_id, run_id)
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.tags["kind"]) == ("FINISHED", "a")
+    assert "mlflow.source.name" in run.data.tags
+    assert client.get_experiment(experiment_id).artifact_location == location
+    assert values(client, logger, "run-loss") == [(0, 0.5)]
+    written = [path.relative_to(tmp_path / "kept" / run_id / "artifacts") for path in tmp_path.glob("kept/**/*.*")]
+    assert sorted({path.parts[0] for path in written}) == ["images", "note"]
+    assert (tmp_path / "kept" / run_id / "artifacts" / "note" / "2.txt").read_text() == "hello"

@@ -30,14 +30,15 @@ def bare(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("file", "name", "library"),
+    ("file", "name", "library", "extra"),
     [
-        ("tensorboard_logger", "TensorBoardLogger", "tensorboard"),
-        ("wandb_logger", "WandbLogger", "wandb"),
-        ("mlflow_logger", "MLFlowLogger", "mlflow"),
+        ("comet_logger", "CometLogger", "comet_ml", "comet"),
+        ("tensorboard_logger", "TensorBoardLogger", "tensorboard", "tensorboard"),
+        ("wandb_logger", "WandbLogger", "wandb", "wandb"),
+        ("mlflow_logger", "MLFlowLogger", "mlflow", "mlflow"),
     ],
 )
-def test_without_its_library_a_logger_says_what_to_install(bare, file, name, library):
+def test_without_its_library_a_logger_says_what_to_install(bare, file, name, library, extra):
     command = [sys.executable, "-I", "-S", "-c", SCRIPT, str(bare), file, name]
     done = subprocess.run(command, timeout=60, check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == (f'{name} needs {library}, which is not installed: pip install "dstrat[{library}]"')
+    assert done.stdout.strip() == (f'{name} needs {library}, which is not installed: pip install "dstrat[{extra}]"')

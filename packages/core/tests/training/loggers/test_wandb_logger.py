@@ -9,8 +9,10 @@ from time import monotonic, sleep
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dstrat import ModelCheckpoint, Trainer, WandbLogger
+from dstrat.errors import MisuseError
 
 if find_spec("wandb") is None:
     pytest.skip("the extra dstrat[wandb] is not installed", allow_module_level=True)
@@ -194,3 +196,65 @@ def test_a_trainer_writes_to_it_and_sends_checkpoints(tmp_path, line, loader, lo
     assert len(sent) == {False: 0, True: 1, "all": 2}[log_model]
     assert all(re.fullmatch(r"model-\w+", artifact.name) for artifact in sent)
     assert all("best" in artifact.aliases for artifact in sent)
+
+
+def test_names_of_values_have_the_prefix_and_the_axis_has_not(open_logger, tmp_path):
+    logger = open_logger(prefix="run")
+    logger.log_metrics({"loss": torch.tensor(0.5)}, step=1)
+    logger.log_metrics({"loss": 0.25})
+    logger.finalize("success")
+    first, second = history(tmp_path)
+    assert first == {"run-loss": 0.5, "trainer/global_step": 1}
+    assert second["run-loss"] == 0.25
+
+
+def test_arguments_have_the_order_and_names_of_lightning(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    logger = WandbLogger("shown", tmp_path, "an-id", True, tags=["a"])
+    assert (logger.name, logger.version, logger.save_dir) == ("mine", "an-id", tmp_path)
+    assert WandbLogger(dir=tmp_path, id="b").save_dir == tmp_path
+    assert WandbLogger(dir=tmp_path, id="b").version == "b"
+    logger.finalize("success")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_in_progress_is_used_and_not_finished(tmp_path, caplog):
+    import wandb
+
+    with wandb.init(dir=str(tmp_path), mode="offline", project="own") as run:
+        logger = WandbLogger()
+        logger.log_metrics({"loss": 0.5}, step=1)
+        logger.finalize("success")
+        run.log({"mine": 1.0})
+    assert [row.get("mine") for row in history(tmp_path)] == [None, 1.0]
+    assert f"WandbLogger writes to the run {run.id} that is in progress: call wandb.finish() before" in caplog.text
+
+
+def test_media_are_written_and_each_takes_its_own_arguments(open_logger, tmp_path):
+    logger = open_logger()
+    logger.log_image("seen", [torch.zeros(3, 6, 4), torch.ones(3, 6, 4)], step=3, caption=["a", "b"])
+    logger.log_table("table", columns=["a", "b"], data=[[1, 2]], step=3)
+    logger.log_text("said", columns=["text"], data=[["hello"]], step=3)
+    logger.log_histogram("weight", torch.arange(10.0), step=3)
+    with pytest.raises(MisuseError, match=r"log_image\('one'\) takes a list, and got Tensor"):
+        logger.log_image("one", torch.zeros(3, 6, 4))
+    with pytest.raises(MisuseError, match=r"log_image\('one'\) takes one caption for each of the 1, and got 2"):
+        logger.log_image("one", [torch.zeros(3, 6, 4)], caption=["a", "b"])
+    logger.finalize("success")
+    images, table, text, histogram = history(tmp_path)
+    assert (images["seen/count"], images["seen/captions"]) == (2, ["a", "b"])
+    assert (table["table/ncols"], text["said/nrows"], histogram["weight/_type"]) == (2, 1, "histogram")
+
+
+def test_a_module_is_watched_from_the_start_of_a_run_to_its_end(tmp_path, line, loader):
+    logger = WandbLogger(offline=True)
+    logger.watch(line, log_freq=1)
+    assert logger.version is None  # it begins with the run
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=logger, log_every_n_steps=2, default_root_dir=tmp_path,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(line, loader())
+    rows = [row for row in history(tmp_path) if "loss_step" in row]
+    assert [row["gradients/layer.weight/_type"] for row in rows] == ["histogram"] * 3
+    line.layer(torch.zeros(1, 8)).sum().backward()  # and nothing writes to the run that is over

@@ -32,8 +32,8 @@ def complete_loggers(
         given = CSVLogger()
     if given is False:
         return []
-    several = isinstance(given, Iterable) and not isinstance(given, str | Logger)
-    loggers: list[Any] = list(given) if several else [given]
+    is_one = isinstance(given, str | Logger) or not isinstance(given, Iterable)
+    loggers: list[Any] = [given] if is_one else list(given)  # type: ignore[arg-type]  # it is known to be iterable
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise RequestError(

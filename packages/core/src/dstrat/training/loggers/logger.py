@@ -72,6 +72,9 @@ class Logger(ABC):
                 Trainer always gives it.
         """
 
+    def start_run(self) -> None:
+        """Begin a run; the Trainer calls it when the strategy has set the module up."""
+
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write the settings of a run."""
 

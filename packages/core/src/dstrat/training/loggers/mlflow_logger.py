@@ -11,13 +11,13 @@ from time import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.training.loggers.logger import Logger
-from dstrat.training.loggers.parameters import flatten
+from dstrat.training.loggers.parameters import as_numbers, as_pixels, flatten, named_images
 from dstrat.training.loggers.requirement import require
 from dstrat.training.loggers.uploads import Uploads
 from dstrat.training.loggers.writer import Silence, writer_only
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from mlflow.tracking import MlflowClient  # type: ignore[import-not-found,unused-ignore]  # an extra
 
@@ -40,12 +40,15 @@ class MLFlowLogger(Logger):
         run_name: Shown for the run; by default MLflow makes one up.
         tracking_uri: The server or database; by default ``MLFLOW_TRACKING_URI``, and without that the file
             ``mlflow.db`` in ``save_dir``.
+        tags: For the run.
         save_dir: Holds the database and, without a server, what is uploaded; by default the trainer's
             ``default_root_dir``.
-        tags: For the run.
         log_model: Whether checkpoints are uploaded: True sends the best one at the end, ``"all"`` each when a
             ``ModelCheckpoint`` has saved it.
+        prefix: Comes before the names of values, with a hyphen between.
+        artifact_location: Where the experiment keeps what is uploaded, if it is made anew.
         run_id: A run to go on in.
+        synchronous: Whether each write waits until it is done; by default MLflow decides.
 
     Raises:
         MissingRequirementError: mlflow is not installed.
@@ -56,16 +59,21 @@ class MLFlowLogger(Logger):
         experiment_name: str = "dstrat_logs",
         run_name: str | None = None,
         tracking_uri: str | None = None,
+        tags: Mapping[str, Any] | None = None,
         save_dir: str | Path | None = None,
-        tags: Mapping[str, str] | None = None,
         log_model: bool | Literal["all"] = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
         run_id: str | None = None,
+        synchronous: bool | None = None,
     ) -> None:
         require("mlflow", "MLFlowLogger")
         self.root_dir = None if save_dir is None else Path(save_dir)
         self._experiment_name, self._run_name, self._tags = experiment_name, run_name, dict(tags or {})
         self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        self._run_id = run_id
+        self._prefix, self._artifact_location, self._run_id = prefix, artifact_location, run_id
+        self._waits = {} if synchronous is None else {"synchronous": synchronous}
+        self._experiment: str | None = None
         self._client: MlflowClient | None = None
         self._uploads = Uploads(log_model, self._upload)
 
@@ -84,15 +92,29 @@ class MLFlowLogger(Logger):
         """The client of MLflow; :attr:`version` is the run that it writes to."""
         return self._open() if self.writes else Silence()
 
+    @property
+    def run_id(self) -> str | None:
+        """The run's id; the run is made where there is none yet."""
+        if self._run_id is None and self.writes:
+            self._open()
+        return self._run_id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """The experiment's id; the run is made where there is none yet."""
+        if self._experiment is None and self.writes:
+            self._open()
+        return self._experiment
+
     @writer_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         from mlflow.entities import Metric  # type: ignore[import-not-found,unused-ignore]  # an extra
 
         now = int(time() * 1000)
-        values = [Metric(name, value, now, step) for name, value in metrics.items()]
+        values = [Metric(name, value, now, step or 0) for name, value in as_numbers(metrics, self._prefix).items()]
         client = self._open()
         with self._told_of_waiting():
-            client.log_batch(self._run_id, metrics=values)
+            client.log_batch(self._run_id, metrics=values, **self._waits)
 
     @writer_only
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -100,7 +122,26 @@ class MLFlowLogger(Logger):
 
         settings = [Param(name, str(value)) for name, value in flatten(params).items()]
         for start in range(0, len(settings), _MOST_PARAMETERS):
-            self._open().log_batch(self._run_id, params=settings[start : start + _MOST_PARAMETERS])
+            self._open().log_batch(self._run_id, params=settings[start : start + _MOST_PARAMETERS], **self._waits)
+
+    @writer_only
+    def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write images.
+
+        Args:
+            key: Their name; several are called ``key/0``, ``key/1`` ...
+            images: Tensors of channels, height and width, or of height and width; arrays of height, width and channels;
+                images of PIL; or paths of files.
+            step: Number of optimizer steps taken.
+            **kwargs: For ``MlflowClient.log_image``.
+        """
+        for name, image in named_images(key, images):
+            self._open().log_image(self._run_id, as_pixels(image), key=name, step=step or 0, **kwargs)
+
+    @writer_only
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        """Upload a text, as the file ``<key>.txt`` or, with a step, ``<key>/<step>.txt``."""
+        self._open().log_text(self._run_id, text, f"{key}.txt" if step is None else f"{key}/{step}.txt")
 
     @writer_only
     def after_save_checkpoint(self, checkpoint_callback: Callback) -> None:
@@ -124,20 +165,26 @@ class MLFlowLogger(Logger):
     def _connect(self) -> MlflowClient:
         """Return a client that has a run."""
         from mlflow.tracking import MlflowClient
+        from mlflow.tracking.context.registry import resolve_tags
 
         client = MlflowClient(tracking_uri=self._uri or self._database())
         if self._run_id is None:
-            run = client.create_run(self._experiment_id(client), tags=self._tags, run_name=self._run_name)
+            tags = resolve_tags(self._tags)  # with user, source and commit, as MLflow's own functions have them
+            run = client.create_run(self._find_experiment(client), tags=tags, run_name=self._run_name)
             self._run_id = run.info.run_id
         else:
             client.update_run(self._run_id, status="RUNNING")
+            run = client.get_run(self._run_id)
+        self._experiment = str(run.info.experiment_id)
         return client
 
-    def _experiment_id(self, client: MlflowClient) -> str:
+    def _find_experiment(self, client: MlflowClient) -> str:
         found = client.get_experiment_by_name(self._experiment_name)
         if found is not None:
             return str(found.experiment_id)
-        artifacts = None if self._uri else (self._folder() / "mlartifacts").as_uri()
+        artifacts = self._artifact_location
+        if artifacts is None and not self._uri:
+            artifacts = (self._folder() / "mlartifacts").as_uri()
         return str(client.create_experiment(self._experiment_name, artifact_location=artifacts))
 
     @contextmanager

@@ -18,7 +18,7 @@ class SilentLogger(Logger):
     def experiment(self) -> Silence:
         return Silence()
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         pass
 
     def __getattr__(self, name: str) -> Silence:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from dstrat.errors import RequestError
 from dstrat.training.loggers.folder_logger import FolderLogger
-from dstrat.training.loggers.parameters import as_numbers, flatten
+from dstrat.training.loggers.parameters import as_numbers, as_pixels, flatten, named_images
 from dstrat.training.loggers.requirement import require
 from dstrat.training.loggers.writer import Silence, writer_only
-from dstrat.training.module.export import traceable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
+    from pathlib import Path
 
     import numpy as np
     from torch import Tensor
@@ -96,11 +95,9 @@ class TensorBoardLogger(FolderLogger):
         self.write_hparams(params)
         if metrics is None:
             metrics = {_HP_METRIC: -1} if self._default_hp_metric else {}
-        elif not hasattr(metrics, "items"):
-            metrics = {_HP_METRIC: metrics}
-        if not metrics:
+        values = as_numbers(metrics if isinstance(metrics, Mapping) else {_HP_METRIC: metrics})
+        if not values:
             return
-        values = as_numbers(metrics)
         self.log_metrics(values, step)
         simple = {name: _simple(value) for name, value in flatten(params).items()}
         writer = self._open()
@@ -122,6 +119,8 @@ class TensorBoardLogger(FolderLogger):
         if reason := _no_graph(model, example):
             _log.warning("TensorBoardLogger(log_graph=True) writes no graph of %s: %s", type(model).__name__, reason)
         else:
+            from dstrat.training.module.export import traceable
+
             with traceable(model):
                 self._open().add_graph(model, example)
 
@@ -131,22 +130,23 @@ class TensorBoardLogger(FolderLogger):
 
         Args:
             key: Their name; several are called ``key/0``, ``key/1`` ...
-            images: Tensors of channels, height and width; arrays of height, width and channels, or of height and width;
+            images: Tensors of channels, height and width, or of height and width; arrays of height, width and channels;
                 images of PIL; or paths of files.
             step: Number of optimizer steps taken.
             **kwargs: For ``SummaryWriter.add_image``, such as ``dataformats``.
         """
-        if isinstance(images, str | Path) or not hasattr(images, "__len__"):
-            raise RequestError(f"log_image({key!r}) takes a list of images, and got {type(images).__name__}")
-        for index, image in enumerate(images):
-            tag = key if len(images) == 1 else f"{key}/{index}"
-            pixels, layout = _pixels(image)
-            self._open().add_image(tag, pixels, step, **{"dataformats": layout, **kwargs})
+        for tag, image in named_images(key, images):
+            if "dataformats" in kwargs:
+                self._open().add_image(tag, image, step, **kwargs)
+            else:
+                pixels = as_pixels(image)
+                layout = "HWC" if pixels.ndim == 3 else "HW"
+                self._open().add_image(tag, pixels, step, dataformats=layout, **kwargs)
 
     @writer_only
-    def log_histogram(self, key: str, values: Tensor | np.ndarray, step: int | None = None, **kwargs: Any) -> None:
-        """Write the distribution of numbers, such as those of a weight; options are for ``add_histogram``."""
-        self._open().add_histogram(key, values, step, **kwargs)
+    def log_histogram(self, key: str, values: Tensor | np.ndarray[Any, Any], step: int | None = None) -> None:
+        """Write the distribution of numbers, such as those of a weight."""
+        self._open().add_histogram(key, values, step)
 
     @writer_only
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
@@ -204,19 +204,3 @@ def _no_graph(model: Module, example: Any) -> str | None:
     if any(parameter.is_meta for parameter in model.parameters()):
         return "its parameters have no values yet, because the strategy makes them later"
     return None
-
-
-def _pixels(image: Any) -> tuple[Any, str]:
-    """Return what ``add_image`` takes, and the order of its dimensions."""
-    from torch import Tensor
-
-    if isinstance(image, Tensor):
-        return image, "CHW" if image.ndim == 3 else "HW"
-    if isinstance(image, str | Path):
-        from PIL import Image
-
-        image = Image.open(image)
-    import numpy as np
-
-    array = np.asarray(image)
-    return array, "HWC" if array.ndim == 3 else "HW"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from typing_extensions import Self
 
@@ -12,19 +12,18 @@ if TYPE_CHECKING:
 
     from dstrat.training.loggers.logger import Logger
 
-P = ParamSpec("P")
-L = TypeVar("L", bound="Logger")
+M = TypeVar("M", bound="Callable[..., None]")
 
 
-def writer_only(method: Callable[Concatenate[L, P], None]) -> Callable[Concatenate[L, P], None]:
+def writer_only(method: M) -> M:
     """Make a logger's method do nothing in the processes that do not write."""
 
     @wraps(method)
-    def in_the_writer(self: L, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def in_the_writer(self: Logger, /, *args: Any, **kwargs: Any) -> None:
         if self.writes:
             method(self, *args, **kwargs)
 
-    return in_the_writer
+    return cast("M", in_the_writer)
 
 
 class Silence:

@@ -42,6 +42,10 @@ class Publisher:
         self._trainer.logged = logged
         self._trainer.metrics.follow(logged)
 
+    def start_run(self) -> None:
+        """Let the loggers begin."""
+        call_loggers(self._trainer.loggers, "start_run")
+
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write the settings of the run."""
         if params:
