@@ -106,7 +106,7 @@ def skip_without_a_loss(calls: Calls) -> Calls:
     while (start := after(calls, "module.training_step", index)) is not None:
         end = after(calls, "module.lr_scheduler_step", start)
         if end and name_of(calls[start]) == "callback.on_before_optimizer_step":
-            calls = [*calls[:start], *calls[end:]]
+            calls = [*calls[:start], *calls[end - 1 :]]  # schedulers are stepped
         index = start
     return calls
 
@@ -234,8 +234,7 @@ DIFFERENCES = (
         rewrite=step_nothing_without_a_step,
     ),
     Difference(
-        reason="a training_step that returns None skips the optimizer's step with its hooks, and the schedulers, as "
-        "there are no gradients",
+        reason="a training_step that returns None skips the optimizer's step with its hooks, as there are no gradients",
         rewrite=skip_without_a_loss,
     ),
     Difference(

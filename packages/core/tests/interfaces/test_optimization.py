@@ -86,6 +86,14 @@ def test_shapes_that_are_known(returned, optimizers, schedulers):
         (([ONE], [{"scheduler": STEPPED, "interval": "batch"}]), "interval 'batch' of a scheduler is not 'step' or"),
         (([ONE], [{"scheduler": STEPPED, "frequency": 0}]), "frequency 0 of a scheduler must be an int of at least 1"),
         (([ONE], [{"scheduler": STEPPED, "frequency": "2"}]), "frequency '2' of a scheduler must be an int"),
+        (
+            ([OTHER], [STEPPED]),
+            "returned a StepLR of another SGD than those it returned, so that it would have no effect",
+        ),
+        (
+            {"optimizer": ONE, "lr_scheduler": {"scheduler": WATCHING, "monitor": "x"}},
+            "ReduceLROnPlateau of another SGD",
+        ),
         (([OTHER], [WATCHING]), "ReduceLROnPlateau needs a value to watch"),
         (([ONE], [{"scheduler": STEPPED, "reduce_on_plateau": True}]), "StepLR needs a value to watch"),
         (([OTHER], [watched(WATCHING, False)]), "ReduceLROnPlateau takes the monitored value, and has reduce_on_pl"),
@@ -96,3 +104,12 @@ def test_shapes_that_are_known(returned, optimizers, schedulers):
 def test_other_shapes_are_errors_that_say_what_is_possible(returned, message):
     with pytest.raises(MisuseError, match=re.escape(message)):
         read_optimizers(returned)
+
+
+def test_a_scheduler_may_be_of_an_optimizer_that_a_returned_one_wraps():
+    class Wrapping(torch.optim.Optimizer):
+        def __init__(self, wrapped):
+            self.param_groups, self.wrapped = wrapped.param_groups, wrapped
+
+    wrapping = Wrapping(ONE)
+    assert configs(*read_optimizers(([wrapping], [STEPPED])).schedulers) == [(STEPPED, "epoch", 1, None)]

@@ -229,14 +229,59 @@ def test_overridden_optimization_hooks_take_part(quiet_trainer, make_line, loade
     assert torch.equal(weights(module), weights(plain))
 
 
-def test_a_step_that_returns_none_is_skipped_on_one_device(quiet_trainer, make_line, loader):
+def test_a_step_without_a_loss_trains_nothing_and_counts(quiet_trainer, make_line, loader, caplog):
     class Skipping(type(make_line())):
         def training_step(self, batch, batch_idx):
             return None if batch_idx % 2 else self.loss(batch)
 
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    ours, theirs = make_line(Skipping), make_line()
     trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(make_line(Skipping), loader())
-    assert (trainer.fit_loop.batches_seen, trainer.global_step) == (6, 3)
+    trainer.fit(ours, loader())
+    assert (trainer.fit_loop.batches_seen, trainer.global_step) == (6, 6)
+    for index, batch in enumerate(loader()):
+        optimizer = torch.optim.SGD(theirs.parameters(), lr=ours.lr * 0.5**index)
+        if index % 2 == 0:
+            theirs.loss(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(weights(ours), weights(theirs))
+    assert caplog.text.count("training_step of Skipping returned None: nothing is trained with such a batch") == 1
+
+
+def test_steps_without_a_loss_end_at_the_number_of_steps(quiet_trainer, make_line, loader):
+    class Forgetting(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            self.loss(batch)
+
+    trainer = quiet_trainer(max_epochs=-1, max_steps=10)
+    trainer.fit(make_line(Forgetting), loader())
+    assert (trainer.fit_loop.batches_seen, trainer.global_step) == (10, 10)
+
+
+def test_an_optimizer_step_that_does_not_call_its_closure_is_an_error(quiet_trainer, make_line, loader):
+    class Plain(type(make_line())):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            optimizer.step()
+
+    class Deaf(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+
+    class Hard(type(make_line())):
+        def configure_optimizers(self):
+            return Deaf(self.parameters(), lr=0.1)
+
+    with pytest.raises(
+        MisuseError, match=r"^Plain\.optimizer_step did not call the closure, .*: call optimizer\.step\("
+    ):
+        quiet_trainer().fit(make_line(Plain), loader())
+    with pytest.raises(MisuseError, match=r"^Deaf\.step did not call the closure, .*: call it there, or define"):
+        quiet_trainer().fit(make_line(Hard), loader())
 
 
 def test_transfer_hooks_see_each_batch(quiet_trainer, make_line, loader):

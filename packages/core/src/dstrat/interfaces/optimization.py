@@ -64,12 +64,26 @@ def read_optimizers(returned: Any) -> Optimization:
         returned: None, an optimizer, a dict, a sequence of either, or a pair of optimizers and schedulers.
 
     Raises:
-        MisuseError: It has none of these shapes.
+        MisuseError: It has none of these shapes, or a scheduler is of an optimizer that is not among them.
     """
     optimization = _read(returned)
     for config in optimization.schedulers:
+        _check_owner(config.scheduler, optimization.optimizers)
         _settle_monitor(config)
     return optimization
+
+
+def _check_owner(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse a scheduler that would change the learning rates of another optimizer than those returned."""
+    scheduled = getattr(scheduler, "optimizer", None)
+    if not _is_optimizer(scheduled):
+        return  # which one it changes is unknown
+    groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+    if not any(id(group) in groups for group in scheduled.param_groups):  # one that wraps another shares its groups
+        raise MisuseError(
+            f"configure_optimizers returned a {type(scheduler).__name__} of another {type(scheduled).__name__} than "
+            "those it returned, so that it would have no effect: make the scheduler with the optimizer that is returned"
+        )
 
 
 def _read(returned: Any) -> Optimization:

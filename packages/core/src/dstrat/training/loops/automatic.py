@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.training.dispatch import overrides
-from dstrat.training.loops.loss import no_loss, unusable_loss
+from dstrat.training.loops.loss import closure_not_called, no_loss, unusable_loss
 from dstrat.training.loops.optimizer_proxy import OptimizerProxy
 from dstrat.training.loops.steps import (
     bind_backward,
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat.training.trainer import Trainer
+
+
+_log = logging.getLogger(__name__)
 
 
 class _NothingToLearnError(Exception):
@@ -71,6 +75,7 @@ class AutomaticOptimization:
         self._applies = True
         self._clears = True  # until something has been accumulated
         self._outputs: Any = None
+        self._has_warned = False
         self.is_in_backward = False
 
     def _find_step(self) -> Callable[[Callable[[], Any]], Any]:
@@ -106,13 +111,15 @@ class AutomaticOptimization:
         try:
             if applies or self._strategy.accumulates_gradients:
                 self._optimizer_step(self._closure)
+                if self._outputs is None:
+                    raise closure_not_called(self._module, self._optimizer)
             else:
                 with self._strategy.no_backward_sync():
                     self._closure()
             self._clears = False
         except _NothingToLearnError:
-            applies = applies and not self._clears
-            if applies:  # earlier batches of the group have gradients
+            self._warn_of_no_loss()
+            if applies and not self._clears:  # earlier batches of the group have gradients
                 self._optimizer_step(self._prepare_step)
         except RuntimeError as error:
             if (explained := unusable_loss(self._outputs, self._module)) is not None:
@@ -160,6 +167,15 @@ class AutomaticOptimization:
                 "the other ranks would wait for its gradients; return a loss, such as 0 * output.sum()"
             )
         raise _NothingToLearnError
+
+    def _warn_of_no_loss(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "training_step of %s returned None: nothing is trained with such a batch, though it counts for "
+                "global_step and schedulers; return the loss if that is not meant",
+                type(self._module).__name__,
+            )
 
     def _prepare_step(self) -> None:
         trainer = self._trainer

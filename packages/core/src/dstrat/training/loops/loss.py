@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dstrat.errors import MisuseError
+from dstrat.training.dispatch import overrides
+from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
 _WANTED = "return the loss, a tensor with one element that depends on the parameters, or a dict with it as 'loss'"
 
@@ -50,6 +53,28 @@ def unusable_loss(outputs: Any, module: nn.Module) -> MisuseError | None:
     return MisuseError(
         f"training_step returned {shape} that does not depend on the parameters, so that there are no gradients: "
         "look for detach(), item(), no_grad() or argmax() on the way from the layers to the loss"
+    )
+
+
+def closure_not_called(module: TrainModule, optimizer: Optimizer) -> MisuseError:
+    """Return the error for an optimizer step in which no loss was computed.
+
+    Args:
+        module: Which may have an ``optimizer_step``.
+        optimizer: Of the step.
+    """
+    if overrides(module, "optimizer_step", TrainModule):
+        caller, advice = type(module).__name__, "call optimizer.step(closure=optimizer_closure) in it"
+        method = "optimizer_step"
+    else:
+        caller, method = type(optimizer).__name__, "step"
+        advice = (
+            "call it there, or define optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure) in the "
+            "module, which calls optimizer_closure() before optimizer.step()"
+        )
+    return MisuseError(
+        f"{caller}.{method} did not call the closure, which computes the loss and its gradients, so that nothing would "
+        f"be trained: {advice}"
     )
 
 
