@@ -7,11 +7,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from dstrat.training.callbacks.progress import format_value
+from dstrat.training.metrics.entry import DATALOADER_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_SUFFIX = "/dataloader_idx_"
 _DIGITS = 6
 _BETWEEN = "  "
 
@@ -36,7 +36,7 @@ def show_results(stage: str, results: Sequence[Mapping[str, float]]) -> None:
 
 def rows_of(stage: str, results: Sequence[Mapping[str, float]]) -> Rows:
     """Return a row of heads, and one for each name with its value for each loader."""
-    plain = [{name.partition(_SUFFIX)[0]: value for name, value in values.items()} for values in results]
+    plain = [{name.partition(DATALOADER_SUFFIX)[0]: value for name, value in values.items()} for values in results]
     heads = [f"loader {index}" for index in range(len(plain))] if len(plain) > 1 else ["value"]
     names = dict.fromkeys(name for values in plain for name in values)
     return [

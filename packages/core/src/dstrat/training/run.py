@@ -171,7 +171,7 @@ def _evaluate(trainer: Trainer, module: TrainModule, sources: Sources) -> list[d
         loop = EvaluationLoop(trainer, module, sources.loader("test"), "test")
     with trainer.interruption:
         loop.run()
-    return trainer.publisher.results(len(loop.num_batches))
+    return trainer.publisher.results(loop.logged, len(loop.num_batches))
 
 
 def _predict(trainer: Trainer, module: TrainModule, sources: Sources) -> list[Any]:

@@ -84,6 +84,29 @@ def test_several_loaders_have_a_value_each_or_one_over_all(test_with, loader):
     assert second == {"each/dataloader_idx_1": 1.0, "all": 0.25}
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_values_of_steps_and_epochs_end_with_the_index_of_their_loader(
+    quiet_trainer, make_line, loader, averaging, devices
+):
+    class Logging(type(make_line())):
+        def test_step(self, batch, batch_idx, dataloader_idx):
+            self.log("both", float(dataloader_idx), on_step=True, on_epoch=True)
+            self.log(f"only_{dataloader_idx}", 5.0, on_step=True, on_epoch=True, add_dataloader_idx=False)
+
+        def on_test_epoch_end(self):
+            self.log("end", 6.0)
+
+    trainer = quiet_trainer(strategy=averaging() if devices > 1 else "auto", devices=devices)
+    first, second = trainer.test(make_line(Logging), [loader(), loader(count=16)])
+    assert first == {"both_epoch/dataloader_idx_0": 0.0, "only_0_epoch": 5.0, "end": 6.0}
+    assert second == {"both_epoch/dataloader_idx_1": 1.0, "only_1_epoch": 5.0, "end": 6.0}
+    names = {"both", "both_step", "both_epoch"}
+    assert trainer.callback_metrics.keys() == {f"{name}/dataloader_idx_{idx}" for name in names for idx in (0, 1)} | {
+        "end",
+        *(f"only_{idx}{ending}" for ending in ("", "_step", "_epoch") for idx in (0, 1)),
+    }
+
+
 # Where it works
 
 

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from dstrat.training.metrics.options import Options
 
 
+DATALOADER_SUFFIX = "/dataloader_idx_"
+"""What stands between a name and the index of the loader, where several are evaluated."""
+
+
 class Entry:
     """What every kind of logged name has: its options, and the names under which it is known.
 
@@ -25,9 +29,22 @@ class Entry:
         is_fresh: Whether it was logged since the last write of step values.
         was_logged: Whether it was logged in this epoch.
         latest: The value of the last step in this process.
+        step_name: Name of the value of a step.
+        epoch_name: Name of the value over the epoch.
     """
 
-    __slots__ = ("in_step", "is_fresh", "latest", "name", "on_epoch", "on_step", "options", "was_logged")
+    __slots__ = (
+        "epoch_name",
+        "in_step",
+        "is_fresh",
+        "latest",
+        "name",
+        "on_epoch",
+        "on_step",
+        "options",
+        "step_name",
+        "was_logged",
+    )
 
     def __init__(self, name: str, options: Options, *, in_step: bool, training: bool) -> None:
         options.check(name, in_step=in_step)
@@ -37,16 +54,8 @@ class Entry:
         self.on_epoch = not of_steps if options.on_epoch is None else options.on_epoch
         self.is_fresh = self.was_logged = False
         self.latest: Tensor | float = 0.0
-
-    @property
-    def step_name(self) -> str:
-        """Name of the value of a step."""
-        return f"{self.name}_step" if self.on_epoch else self.name
-
-    @property
-    def epoch_name(self) -> str:
-        """Name of the value over the epoch."""
-        return f"{self.name}_epoch" if self.on_step else self.name
+        self.step_name = _extended(name, "_step") if self.on_epoch else name
+        self.epoch_name = _extended(name, "_epoch") if self.on_step else name
 
     @property
     def value_names(self) -> set[str]:
@@ -87,3 +96,9 @@ class Entry:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.latest, self.is_fresh, self.was_logged = state["latest"], state["is_fresh"], state["was_logged"]
+
+
+def _extended(name: str, ending: str) -> str:
+    """Return a name with an ending, which stands before the index of a loader."""
+    base, mark, index = name.rpartition(DATALOADER_SUFFIX)
+    return f"{base}{ending}{mark}{index}" if mark else f"{name}{ending}"

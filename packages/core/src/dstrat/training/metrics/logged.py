@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.training.metrics.batch_size import size_of
+from dstrat.training.metrics.entry import DATALOADER_SUFFIX
 from dstrat.training.metrics.metric_entry import MetricEntry, is_metric
 from dstrat.training.metrics.number_entry import NumberEntry
 from dstrat.training.metrics.options import Options, changed
@@ -51,6 +52,7 @@ class LoggedValues:
         self.in_step = False
         self.has_batches = self.writes_steps = False
         self.computed_metrics: list[MetricEntry] = []
+        self._loaders_of: dict[str, set[str]] = {}  # of names that are logged without the index of a loader
 
     # What the loops tell
 
@@ -58,6 +60,7 @@ class LoggedValues:
         """Let the module log, until the end of the epoch; nothing where it may already."""
         if not self._is_open:
             self._is_open, self.has_batches = True, False
+            self._loaders_of = {}
             self.forget()
 
     def end_epoch(self) -> None:
@@ -88,7 +91,7 @@ class LoggedValues:
 
     @dataloader_idx.setter
     def dataloader_idx(self, index: int | None) -> None:
-        self._suffix = "" if index is None else f"/dataloader_idx_{index}"
+        self._suffix = "" if index is None else f"{DATALOADER_SUFFIX}{index}"
 
     # What the module logs
 
@@ -102,8 +105,11 @@ class LoggedValues:
             batch_size: Its weight; None takes the size of the batch.
             module: Logs it.
         """
-        if self._suffix and asked[_ADD_DATALOADER_IDX]:
-            name += self._suffix
+        if self._suffix:
+            if asked[_ADD_DATALOADER_IDX]:
+                name += self._suffix
+            else:
+                self._loaders_of.setdefault(name, set()).add(self._suffix)
         entry = self._entries.get(name)
         if entry is None or entry.options != asked or entry.in_step is not self.in_step or not self._is_open:
             entry = self._admit(entry, name, value, asked, module)
@@ -184,6 +190,11 @@ class LoggedValues:
     def entries(self) -> Iterable[NumberEntry | MetricEntry]:
         """Every name that was logged in any epoch."""
         return (*self._entries.values(), *self._resumed.values())
+
+    @property
+    def loaders_of(self) -> dict[str, set[str]]:
+        """The suffixes of the loaders whose steps logged a value over the epoch without suffix, by its name."""
+        return {self._entries[name].epoch_name: suffixes for name, suffixes in self._loaders_of.items()}
 
     def forget(self) -> None:
         """Forget the totals of the epoch."""

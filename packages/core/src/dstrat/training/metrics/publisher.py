@@ -6,6 +6,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from dstrat.training.loggers.several import agree_on_folders, call_loggers
+from dstrat.training.metrics.entry import DATALOADER_SUFFIX
 from dstrat.training.metrics.latest import Metrics, as_numbers
 
 if TYPE_CHECKING:
@@ -81,14 +82,18 @@ class Publisher:
             self._write(values)
             self._save_when_due()
 
-    def results(self, num_loaders: int) -> list[dict[str, float]]:
-        """Return the values that an evaluation logged, as numbers, a dict for each loader."""
+    def results(self, logged: LoggedValues, num_loaders: int) -> list[dict[str, float]]:
+        """Return the values that an evaluation logged, as numbers, a dict for each loader; collective."""
         values = as_numbers(self._trainer.metrics.latest_epoch)
         if num_loaders == 1:
             return [values]
-        suffixes = [f"/dataloader_idx_{index}" for index in range(num_loaders)]
-        shared = {name: value for name, value in values.items() if "/dataloader_idx_" not in name}
-        return [shared | {n: v for n, v in values.items() if n.endswith(suffix)} for suffix in suffixes]
+        suffixes = [f"{DATALOADER_SUFFIX}{index}" for index in range(num_loaders)]
+        loaders_of = self._trainer.strategy.broadcast(logged.loaders_of)  # another process may lack a loader's batches
+
+        def is_of(name: str, suffix: str) -> bool:
+            return name.endswith(suffix) if DATALOADER_SUFFIX in name else suffix in loaders_of.get(name, suffixes)
+
+        return [{name: value for name, value in values.items() if is_of(name, suffix)} for suffix in suffixes]
 
     def finalize(self, status: str) -> None:
         """Close the loggers; the status is success, failed or interrupted."""
