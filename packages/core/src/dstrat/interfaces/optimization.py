@@ -75,7 +75,7 @@ def read_optimizers(returned: Any) -> Optimization:
 
 def _check_owner(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
     """Refuse a scheduler that would change the learning rates of another optimizer than those returned."""
-    scheduled = getattr(scheduler, "optimizer", None)
+    scheduled: Any = getattr(scheduler, "optimizer", None)
     if not _is_optimizer(scheduled):
         return  # which one it changes is unknown
     groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
