@@ -37,6 +37,12 @@ def test_an_unknown_alias_is_named_when_the_strategy_is_built():
         dstrat.build(strategy="singel_device")
 
 
+def test_plugins_are_none_one_or_several():
+    for plugins in (None, (), [], "torch", ["torch"]):
+        strategy = dstrat.build(strategy="single_device", accelerator="cpu", devices=1, plugins=plugins)
+        assert strategy.checkpoint_io.__class__.__name__.startswith("Torch" if plugins else "Portable")
+
+
 def test_an_alias_in_place_of_a_strategy_is_refused_with_the_way_out():
     with pytest.raises(MisuseError, match=r"OwnLoop\(dstrat.build\(strategy='ddp'\)\)"):
         OwnLoop("ddp")

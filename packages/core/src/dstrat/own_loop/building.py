@@ -8,8 +8,6 @@ from dstrat.resolve import Request, make_plan
 from dstrat.resolve import build as build_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from dstrat.interfaces.accelerator import Devices
     from dstrat.interfaces.strategy import Strategy
 
@@ -21,7 +19,7 @@ def build(
     devices: Devices = "auto",
     num_nodes: int = 1,
     precision: Any = None,
-    plugins: Sequence[Any] = (),
+    plugins: Any = None,
 ) -> Strategy:
     """Return the strategy with all its parts, as a Trainer that is asked for the same would use it.
 
@@ -33,7 +31,7 @@ def build(
         devices: How many devices of each machine, or which: ``4``, ``"4"``, ``[0, 1]``, ``"0,1"``, ``-1``, ``"auto"``.
         num_nodes: Number of machines.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"`` ...
-        plugins: Parts of one's own: a Precision, a ClusterEnvironment, a CheckpointIO; one of each kind.
+        plugins: Parts of one's own, one or a list: a Precision, a ClusterEnvironment, a CheckpointIO; one of each kind.
 
     Raises:
         DstratError: The request cannot be done as asked; the message says what is possible.
@@ -44,6 +42,6 @@ def build(
         devices=devices,
         num_nodes=num_nodes,
         precision=precision,
-        plugins=tuple(plugins),
+        plugins=() if plugins is None else tuple(plugins) if isinstance(plugins, list | tuple) else (plugins,),
     )
     return build_plan(make_plan(request), request)

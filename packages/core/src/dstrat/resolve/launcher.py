@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -83,13 +84,25 @@ def _local(strategy: Part[Strategy], per_node: int, situation: Situation) -> Cho
     world_size = per_node * situation.num_nodes
     if world_size == 1:
         return ChosenLaunch(started_by="nobody", processes_per_node=1, world_size=1, reason="this one is enough")
+    method = _start_method(strategy, world_size)
+    reason = f"one per {'device' if per_node == situation.num_devices else 'machine'}"
+    if method == "popen" and situation.test_runner is not None:
+        # Running it again would run all tests again in each rank, and end this process after the first of them.
+        method = _method_in_a_test()
+        reason += f"; {situation.test_runner} runs this, and is no script to run again by 'popen'"
     return ChosenLaunch(
         started_by="dstrat",
         processes_per_node=per_node,
         world_size=world_size,
-        start_method=_start_method(strategy, world_size),
-        reason=f"one per {'device' if per_node == situation.num_devices else 'machine'}",
+        start_method=method,
+        reason=reason,
     )
+
+
+def _method_in_a_test() -> StartMethod:
+    """Return a start method that runs the function only; copies of a process cannot use CUDA where it has done so."""
+    torch = sys.modules.get("torch")
+    return "spawn" if torch is not None and torch.cuda.is_initialized() else "fork"
 
 
 def _start_method(strategy: Part[Strategy], world_size: int) -> StartMethod:

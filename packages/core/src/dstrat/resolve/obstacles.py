@@ -29,6 +29,7 @@ class Situation:
         cluster: Where the job runs.
         started: How many processes of the job exist already; 1 where dstrat starts them.
         interactive: Whether this is a notebook or a prompt.
+        test_runner: What runs the test that this is, such as ``"pytest"``; None outside of tests.
     """
 
     hardware: Hardware
@@ -38,6 +39,7 @@ class Situation:
     cluster: Chosen[ClusterEnvironment]
     started: int
     interactive: bool
+    test_runner: str | None = None
 
     @property
     def needs_processes(self) -> bool:

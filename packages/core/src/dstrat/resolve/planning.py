@@ -16,7 +16,7 @@ from dstrat.resolve.choice import Choice
 from dstrat.resolve.cluster import choose_cluster, num_started
 from dstrat.resolve.devices import choose_devices, device_type
 from dstrat.resolve.given import given_parts
-from dstrat.resolve.interactive import is_interactive
+from dstrat.resolve.interactive import is_interactive, test_runner
 from dstrat.resolve.launcher import choose_launch
 from dstrat.resolve.obstacles import Situation
 from dstrat.resolve.plan import Plan
@@ -51,7 +51,7 @@ def make_plan(
         request: What the user said.
         catalog: What there is; None is the catalog of this process.
         environ: The environment variables; None is those of this process.
-        interactive: Whether this is a notebook or a prompt; None finds out.
+        interactive: Whether this is a notebook or a prompt; None finds out, and whether it is a test.
 
     Returns:
         The plan; the same request, catalog and environment always give the same.
@@ -79,6 +79,7 @@ def make_plan(
         given.get("devices"), accelerator.live, started=started, num_nodes=num_nodes, strategy=strategy_part
     )
     precision = choose_precision(given.get("precision"), accelerator, catalog)
+    runner = test_runner() if interactive is None else None
     situation = Situation(
         hardware=Hardware(part=accelerator.part, live=accelerator.live),
         precision=precision.part,
@@ -86,7 +87,8 @@ def make_plan(
         num_nodes=num_nodes,
         cluster=cluster,
         started=started,
-        interactive=is_interactive() if interactive is None else interactive,
+        interactive=is_interactive() and runner is None if interactive is None else interactive,
+        test_runner=runner,
     )
     strategy = choose_strategy(strategy_part, why, catalog, situation)
     return _assembled(

@@ -78,7 +78,7 @@ def no_end_to_save(trainer: Trainer) -> MisuseError:
         why = "there has been none: call it after fit, or in a hook of the module or a callback"
     elif trainer.ran_elsewhere:
         why = (
-            f"this one ran in other processes (start_method={trainer.strategy.start_method!r}), which have ended with "
+            f"this one ran in other processes (start_method={trainer.plan.start_method!r}), which have ended with "
             f"their optimizers: {_IN_A_RUN}"
         )
     elif _is_sharded(trainer):
