@@ -38,15 +38,20 @@ if TYPE_CHECKING:
     from dstrat.plugins.registry import AcceleratorRegistry as AcceleratorRegistry
     from dstrat.plugins.registry import StrategyRegistry as StrategyRegistry
     from dstrat.resolve.rank_zero import rank_zero_only as rank_zero_only
+    from dstrat.training.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from dstrat.training.callbacks.callback import Callback as Callback
     from dstrat.training.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from dstrat.training.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from dstrat.training.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+    from dstrat.training.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from dstrat.training.callbacks.gradient_accumulation_scheduler import (
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )
     from dstrat.training.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from dstrat.training.callbacks.learning_rate_finder import LearningRateFinder as LearningRateFinder
     from dstrat.training.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
     from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from dstrat.training.callbacks.model_pruning import ModelPruning as ModelPruning
     from dstrat.training.callbacks.model_summary import ModelSummary as ModelSummary
     from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from dstrat.training.callbacks.prediction_writer import PredictionWriter as PredictionWriter
@@ -72,12 +77,15 @@ if TYPE_CHECKING:
     from dstrat.training.profilers.simple import SimpleProfiler as SimpleProfiler
     from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
     from dstrat.training.trainer import Trainer as Trainer
+    from dstrat.training.tuner import Tuner as Tuner
 
     __version__: str
 
 _HOMES = {
     "Accelerator": "dstrat.interfaces.accelerator",
     "AcceleratorRegistry": "dstrat.plugins.registry",
+    "BackboneFinetuning": "dstrat.training.callbacks.finetuning",
+    "BaseFinetuning": "dstrat.training.callbacks.finetuning",
     "CSVLogger": "dstrat.training.loggers.csv_logger",
     "Callback": "dstrat.training.callbacks.callback",
     "CheckpointIO": "dstrat.interfaces.checkpoint_io",
@@ -100,6 +108,7 @@ _HOMES = {
     "Logger": "dstrat.training.loggers.logger",
     "MLFlowLogger": "dstrat.training.loggers.mlflow_logger",
     "ModelCheckpoint": "dstrat.training.callbacks.model_checkpoint",
+    "ModelPruning": "dstrat.training.callbacks.model_pruning",
     "ModelSummary": "dstrat.training.callbacks.model_summary",
     "OnExceptionCheckpoint": "dstrat.training.callbacks.on_exception_checkpoint",
     "OwnLoop": "dstrat.own_loop.loop",
@@ -126,6 +135,9 @@ _HOMES = {
     "Trainer": "dstrat.training.trainer",
     "WandbLogger": "dstrat.training.loggers.wandb_logger",
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
+    "BatchSizeFinder": "dstrat.training.callbacks.batch_size_finder",
+    "LearningRateFinder": "dstrat.training.callbacks.learning_rate_finder",
+    "Tuner": "dstrat.training.tuner",
     "apply_to_tensors": "dstrat.interfaces.batch",
     "build": "dstrat.own_loop.building",
     "hookimpl": "dstrat.plugins.hookspec",

@@ -8,14 +8,19 @@ from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
     from dstrat import (
+        BackboneFinetuning,
+        BaseFinetuning,
+        BatchSizeFinder,
         Callback,
         DeviceStatsMonitor,
         EarlyStopping,
         EMAWeightAveraging,
         GradientAccumulationScheduler,
         LambdaCallback,
+        LearningRateFinder,
         LearningRateMonitor,
         ModelCheckpoint,
+        ModelPruning,
         ModelSummary,
         OnExceptionCheckpoint,
         PredictionWriter,
@@ -28,14 +33,19 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
+    "BatchSizeFinder",
     "Callback",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",
     "EarlyStopping",
     "GradientAccumulationScheduler",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
     "OnExceptionCheckpoint",
     "PredictionWriter",

@@ -13,6 +13,7 @@ from dstrat.interfaces.optimization import Optimization, read_optimizers
 from dstrat.resolve import Request, build, make_plan
 from dstrat.training.arguments import check_arguments, check_count, check_fast_dev_run, choose_surroundings
 from dstrat.training.callbacks.defaults import complete_callbacks
+from dstrat.training.dispatch import overrides
 from dstrat.training.loggers.defaults import complete_loggers
 from dstrat.training.loops.interruption import Interruption, end_by, is_by_signal
 from dstrat.training.metrics.latest import Metrics
@@ -197,7 +198,7 @@ class Trainer(RunState):
         self.gradient_clip_val = gradient_clip_val or None
         self._limit_to_a_try()
 
-        request = Request(
+        self.request = Request(
             strategy=strategy,
             accelerator=accelerator,
             devices=devices,
@@ -205,8 +206,8 @@ class Trainer(RunState):
             precision=precision,
             plugins=() if plugins is None else tuple(plugins) if isinstance(plugins, list | tuple) else (plugins,),
         )
-        self.plan: Plan = make_plan(request)
-        self.strategy: Strategy = build(self.plan, request)
+        self.plan: Plan = make_plan(self.request)
+        self.strategy: Strategy = build(self.plan, self.request)
         self.profiler = make_profiler(profiler)
         self.loggers = complete_loggers(
             around.logger,
@@ -298,6 +299,8 @@ class Trainer(RunState):
         sources = Sources(model, datamodule, {"train": train_dataloaders, "val": val_dataloaders})
         sources.require("train", "training_step")
         sources.require_optimizers()
+        if asked is None:  # otherwise the run goes on with what was tuned before
+            self._prepare_fit(model, sources)
         del self.fit_loop  # each fit has its own
         self._launch("fit", model, sources, asked)
 
@@ -409,7 +412,9 @@ class Trainer(RunState):
     def configure_optimizers(self) -> Optimization:
         """Create the module's optimizers; called by the strategy when the module is on its device."""
         assert self.module is not None  # noqa: S101 - there is one in every run
-        return read_optimizers(self.module.configure_optimizers())
+        optimization = read_optimizers(self.module.configure_optimizers())
+        self.dispatch.call_callbacks("on_configure_optimizers", optimization.optimizers)
+        return optimization
 
     def profiled(self, name: str, function: Callable[..., R]) -> Callable[..., R]:
         """Return the function, measured where a profiler was asked for."""
@@ -425,6 +430,13 @@ class Trainer(RunState):
         return self.loggers if self.is_global_zero else []
 
     # Launching
+
+    def _prepare_fit(self, module: TrainModule, sources: Sources) -> None:
+        from dstrat.training.callbacks.callback import Callback
+
+        for callback in self.callbacks:
+            if overrides(callback, "on_before_fit", Callback):
+                callback.on_before_fit(self, module, sources)
 
     def _evaluate(
         self,

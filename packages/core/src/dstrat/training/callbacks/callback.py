@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from dstrat.training.data.sources import Sources
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
@@ -57,6 +58,18 @@ class Callback:
 
     def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Called after the few validation batches at the start of a fit."""
+
+    def on_before_fit(self, trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+        """Called by ``fit`` before the run begins and any other process is started; other runs are still possible.
+
+        Args:
+            trainer: The Trainer, which runs nothing yet.
+            module: As it was passed.
+            sources: Where the batches come from.
+        """
+
+    def on_configure_optimizers(self, trainer: Trainer, module: TrainModule, optimizers: Sequence[Optimizer]) -> None:
+        """Called in a fit when the optimizers exist, before a checkpoint is loaded into them."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Called when the module is on its device."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import ConflictError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.timer import Timer
+from dstrat.training.dispatch import overrides
 from dstrat.training.duration import read_duration
 from dstrat.training.removed_hooks import check_no_removed_hooks
 
@@ -75,6 +76,12 @@ def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> lis
     own = _as_list(module.configure_callbacks(), f"{type(module).__name__}.configure_callbacks")
     if not own:
         return list(callbacks)
+    for callback in own:
+        if overrides(callback, "on_before_fit", Callback):
+            raise RequestError(
+                f"{type(module).__name__}.configure_callbacks is called when a run has begun, and "
+                f"{type(callback).__name__} works before that: pass it to the Trainer"
+            )
     kept = [callback for callback in callbacks if not any(type(callback) is type(other) for other in own)]
     return _in_order([*kept, *own])
 

@@ -98,6 +98,18 @@ class Sources:
             return self.datamodule
         return self._module if overrides(self._module, name, TrainModule) else None
 
+    def passed(self, source: Source) -> Any:
+        """Return the loaders that were passed; None where a hook makes them."""
+        return self._passed.get(source)
+
+    def arguments(self, stage: str) -> dict[str, Any]:
+        """Return what another Trainer's method takes to read the same data, but for the module."""
+        if stage == "fit":
+            loaders = {"train_dataloaders": self.passed("train"), "val_dataloaders": self.passed("val")}
+        else:
+            loaders = {"dataloaders": next(iter(self._passed.values()), None)}
+        return {**loaders, "datamodule": self.datamodule}
+
     def prepare_data(self) -> None:
         """Call the hooks that download data."""
         for owner in self._owners:

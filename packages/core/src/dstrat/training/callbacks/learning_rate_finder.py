@@ -1,0 +1,289 @@
+"""Search for a learning rate: the loss over rates that grow from step to step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from dstrat.errors import MisuseError, RequestError
+from dstrat.training.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from matplotlib.axes import Axes
+
+    from dstrat.training.data.sources import Sources
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+Mode = Literal["exponential", "linear"]
+
+_ATTRIBUTES = ("lr", "learning_rate")
+_SMOOTHING = 0.98
+
+_log = logging.getLogger(__name__)
+
+
+class LearningRateCurve:
+    """Losses at learning rates that grow from step to step.
+
+    Attributes:
+        results: ``"lr"``, the rates in the order of the steps, and ``"loss"``, the smoothed losses.
+        mode: How the rate grew.
+        lr_min: The first rate.
+        lr_max: The last one.
+        num_training: Number of steps that were asked for; a search that diverges has fewer.
+    """
+
+    def __init__(self, mode: Mode, lr_min: float, lr_max: float, num_training: int) -> None:
+        self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
+        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """Return the rate at which the loss falls most steeply; None where there are too few points.
+
+        Args:
+            skip_begin: Points at the beginning that are not considered.
+            skip_end: Points at the end that are not considered.
+        """
+        index = self._steepest(skip_begin, skip_end)
+        if index is None:
+            _log.error(
+                "no learning rate is suggested, as there are not enough finite losses: %d steps were recorded, and the "
+                "first %d and the last %d of them are skipped; raise num_training, or the range of rates",
+                *(len(self.results["loss"]), skip_begin, skip_end),
+            )
+            return None
+        return self.results["lr"][index]
+
+    def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
+        losses = self.results["loss"]
+        considered = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
+        if len(considered) < 2:
+            return None
+        points = torch.tensor([losses[i] for i in considered])
+        rates = torch.tensor([self.results["lr"][i] for i in considered])
+        (slopes,) = torch.gradient(points, spacing=[rates])
+        return considered[int(torch.argmin(slopes))]
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
+        """Draw the losses over the rates with matplotlib, and return the figure.
+
+        Args:
+            suggest: Whether the suggested rate is marked.
+            show: Whether the figure is shown at once.
+            ax: Where to draw; by default in a new figure.
+
+        Raises:
+            MisuseError: matplotlib is not installed.
+        """
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise MisuseError("plot needs matplotlib, which is not installed: pip install matplotlib") from error
+        axes = plt.subplots()[1] if ax is None else ax
+        axes.plot(self.results["lr"], self.results["loss"])
+        axes.set(xlabel="learning rate", ylabel="loss", xscale="log" if self.mode == "exponential" else "linear")
+        index = self._steepest(10, 1) if suggest else None
+        if index is not None:
+            axes.plot(self.results["lr"][index], self.results["loss"][index], "ro", markersize=10)
+        if show:
+            plt.show()
+        return axes.figure
+
+
+class LearningRateFinder(Callback):
+    """Search for a good learning rate before a fit begins.
+
+    A copy of the module is trained for some steps, in which the rate grows; the fit begins as if nothing had happened,
+    with the rate at which the loss fell most steeply.  ``configure_optimizers`` must take the rate from the attribute
+    or hyperparameter.  A fit that goes on from ``ckpt_path`` keeps its rate, and nothing is searched.
+
+    Args:
+        min_lr: The first rate.
+        max_lr: The last rate.
+        num_training_steps: Number of optimizer steps.
+        mode: Whether the rate grows by a factor or by a summand.
+        early_stop_threshold: The search ends where the smoothed loss is so many times as large as the best one; None
+            never ends it.
+        update_attr: Whether the module gets the suggested rate.
+        attr_name: The attribute of the module or of its ``hparams``; by default ``lr`` or ``learning_rate``.
+
+    Attributes:
+        optimal_lr: What was found, as a :class:`LearningRateCurve`; None before a search.
+
+    Raises:
+        RequestError: An argument is not possible.
+    """
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training_steps: int = 100,
+        mode: Mode = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        _check_range(min_lr, max_lr, num_training_steps, mode)
+        self._range = {"min_lr": min_lr, "max_lr": max_lr, "num_training": num_training_steps, "mode": mode}
+        self._early_stop_threshold = early_stop_threshold
+        self._update_attr, self._attr_name = update_attr, attr_name
+        self.optimal_lr: LearningRateCurve | None = None
+
+    @override
+    def on_before_fit(self, trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+        self.optimal_lr = find_learning_rate(
+            trainer,
+            module,
+            sources,
+            **self._range,  # type: ignore[arg-type]  # they have the arguments' types
+            early_stop_threshold=self._early_stop_threshold,
+            update_attr=self._update_attr,
+            attr_name=self._attr_name,
+        )
+
+
+def find_learning_rate(
+    trainer: Trainer,
+    module: TrainModule,
+    sources: Sources,
+    *,
+    min_lr: float,
+    max_lr: float,
+    num_training: int,
+    mode: Mode,
+    early_stop_threshold: float | None,
+    update_attr: bool,
+    attr_name: str,
+) -> LearningRateCurve | None:
+    """Train a copy of a module with growing learning rates, as Leslie Smith proposed (https://arxiv.org/abs/1506.01186).
+
+    The arguments are those of :class:`LearningRateFinder`, and the run that is to follow.
+
+    Returns:
+        The losses; None where ``fast_dev_run`` only tries everything.
+
+    Raises:
+        MisuseError: There is no attribute for the rate, or not exactly one optimizer.
+        RequestError: An argument is not possible.
+    """
+    from dstrat.training.trial import TrialTrainer, copy_module, restored_random_state, run_trial, set_attribute
+
+    _check_range(min_lr, max_lr, num_training, mode)
+    if trainer.fast_dev_run:
+        _log.warning("no learning rate is searched with fast_dev_run")
+        return None
+    attribute = _attribute(module, attr_name) if update_attr else ""
+    curve = LearningRateCurve(mode, min_lr, max_lr, num_training)
+    test = _RangeTest(curve, early_stop_threshold)
+    with restored_random_state(sources.passed("train")):
+        trial = TrialTrainer(
+            trainer,
+            test,
+            max_steps=num_training,
+            limit_train_batches=trainer.limit_train_batches,
+            limit_val_batches=0,
+        )
+        run_trial(trial, "fit", copy_module(module, "the search for a learning rate"), sources)
+    if trainer.is_global_zero and len(curve.results["lr"]) < num_training:
+        _log.info("the search for a learning rate ended after %d steps: the loss diverges", len(curve.results["lr"]))
+    suggested = curve.suggestion() if update_attr else None
+    if suggested is not None:
+        set_attribute(attribute, suggested, module)
+        if trainer.is_global_zero:
+            _log.info("%s of %s is %s now", attribute, type(module).__name__, suggested)
+    return curve
+
+
+class _RangeTest(Callback):
+    """The rates and losses of a trial, whose rate it sets before each step."""
+
+    def __init__(self, curve: LearningRateCurve, early_stop_threshold: float | None) -> None:
+        self._curve, self._threshold = curve, early_stop_threshold
+        self._average = self._best = 0.0
+        self._step = 0
+        self._group: list[float] = []
+
+    @override
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if len(trainer.optimizers) != 1:
+            raise MisuseError(
+                f"configure_optimizers of {type(module).__name__} returned {len(trainer.optimizers)} optimizers, and "
+                "the search for a learning rate needs one: choose their rates by hand"
+            )
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = self._rate(trainer.global_step)
+
+    def _rate(self, step: int) -> float:
+        """Return the rate of a step, from 0."""
+        low, high = self._curve.lr_min, self._curve.lr_max
+        share = (step + 1) / self._curve.num_training if step else 0.0
+        return low * (high / low) ** share if self._curve.mode == "exponential" else low + share * (high - low)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._step:  # its gradients wait for an optimizer step
+            return
+        rate, self._step = self._rate(self._step), trainer.global_step
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        smoothed = math.nan
+        if isinstance(loss, Tensor):  # the same in every process, so that they stop together
+            smoothed = self._smooth(float(trainer.strategy.reduce(loss.detach())))
+        self._curve.results["lr"].append(rate)
+        self._curve.results["loss"].append(smoothed)
+        if self._threshold is not None and self._step > 1 and smoothed > self._threshold * self._best:
+            trainer.should_stop = True
+        if smoothed < self._best or self._step == 1:
+            self._best = smoothed
+
+    def _smooth(self, loss: float) -> float:
+        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
+        # The exponent counts one step more than there were, as in Lightning: curves of both are the same.
+        return self._average / (1 - _SMOOTHING ** (self._step + 1))
+
+    # What a trial in other processes brings back
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"results": self._curve.results}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._curve.results.update(state_dict["results"])
+
+
+def _check_range(min_lr: float, max_lr: float, num_training: int, mode: str) -> None:
+    if mode not in ("exponential", "linear"):
+        raise RequestError(f"mode={mode!r} is not known: choose 'exponential' or 'linear'")
+    if not 0 < min_lr < max_lr:
+        raise RequestError(f"min_lr={min_lr!r} and max_lr={max_lr!r} must be positive, and the first the smaller one")
+    if isinstance(num_training, bool) or not isinstance(num_training, int) or num_training < 1:
+        raise RequestError(f"a search of {num_training!r} steps is not possible: give an int of at least 1")
+
+
+def _attribute(module: TrainModule, attr_name: str) -> str:
+    """Return the name of the attribute that has the learning rate."""
+    from dstrat.training.trial import attribute_holders
+
+    names = (attr_name,) if attr_name else _ATTRIBUTES
+    for name in names:
+        if attribute_holders(name, module):
+            return name
+    raise MisuseError(
+        f"{type(module).__name__} and its hparams have no {' or '.join(map(repr, names))} that the learning rate could "
+        "be written to: take the rate from such an attribute in configure_optimizers, name another one as attr_name, "
+        "or pass update_attr=False"
+    )

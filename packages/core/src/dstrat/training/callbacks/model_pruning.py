@@ -1,0 +1,414 @@
+"""Callback that prunes a module's parameters while it is trained."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from typing_extensions import override
+
+from dstrat.errors import CheckpointError, ConflictError, RequestError
+from dstrat.training.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+Parameters = Sequence[tuple[nn.Module, str]]
+"""Pairs of a module and the name of one of its parameters."""
+
+_METHODS: dict[str, type[prune.BasePruningMethod]] = {
+    "l1_unstructured": prune.L1Unstructured,
+    "ln_structured": prune.LnStructured,
+    "random_structured": prune.RandomStructured,
+    "random_unstructured": prune.RandomUnstructured,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "l1_unstructured": prune.l1_unstructured,
+    "ln_structured": prune.ln_structured,
+    "random_structured": prune.random_structured,
+    "random_unstructured": prune.random_unstructured,
+}
+_ENTRY = "pruning"  # of a checkpoint
+
+_log = logging.getLogger(__name__)
+
+
+class ModelPruning(Callback):
+    """Pruning of parameters with :mod:`torch.nn.utils.prune`, once in each epoch.
+
+    A pruned parameter is multiplied by a mask of zeros and ones, and stays so for the rest of the training; the masks
+    are the same in every process.  In checkpoints and at the end the parameters have their own names again, with the
+    zeros in them, so that they load into a module that is not pruned; a training that goes on has the masks too.
+
+    It needs the whole parameters in each process, which a strategy that shards them does not have.
+
+    Args:
+        pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"`` or ``"random_structured"``, or
+            a class derived from :class:`torch.nn.utils.prune.BasePruningMethod`.
+        parameters_to_prune: Pairs of a module and a parameter's name; by default all ``parameter_names``.
+        parameter_names: Names of the parameters that are pruned where no pairs are given; ``("weight", "bias")``.
+        use_global_unstructured: Whether ``amount`` is of all parameters together rather than of each.
+        amount: Share of the parameters, 0.0 to 1.0, or their number as an int, that is pruned in an epoch of those that
+            are left; or a function of the epoch's index that returns it.
+        apply_pruning: Whether to prune; or a function of the epoch's index that returns it.
+        make_pruning_permanent: Whether the module has plain parameters without masks at the end and in checkpoints.
+        use_lottery_ticket_hypothesis: Whether parameters go back to the values of the start after each pruning
+            (https://arxiv.org/abs/1803.03635, page 2); or a function of the epoch's index that returns it.
+        resample_parameters: Whether they go to newly drawn values rather than to those of the start.
+        pruning_dim: Dimension along which a structured method prunes.
+        pruning_norm: The n of the norm by which ``"ln_structured"`` compares.
+        verbose: 1 logs how much is pruned, 2 also for each parameter.
+        prune_on_train_epoch_end: Whether to prune after an epoch's training rather than after each validation.
+
+    Raises:
+        RequestError: An argument is not possible.
+    """
+
+    PARAMETER_NAMES = ("weight", "bias")
+
+    def __init__(
+        self,
+        pruning_fn: str | type[prune.BasePruningMethod],
+        parameters_to_prune: Parameters = (),
+        parameter_names: Sequence[str] | None = None,
+        use_global_unstructured: bool = True,
+        amount: float | Callable[[int], float] = 0.5,
+        apply_pruning: bool | Callable[[int], bool] = True,
+        make_pruning_permanent: bool = True,
+        use_lottery_ticket_hypothesis: bool | Callable[[int], bool] = True,
+        resample_parameters: bool = False,
+        pruning_dim: int | None = None,
+        pruning_norm: int | None = None,
+        verbose: int = 0,
+        prune_on_train_epoch_end: bool = True,
+    ) -> None:
+        names = self.PARAMETER_NAMES if parameter_names is None else tuple(parameter_names)
+        unknown = [name for name in names if name not in self.PARAMETER_NAMES]
+        if unknown:
+            raise RequestError(f"parameter_names={parameter_names!r} may have 'weight' and 'bias', not {unknown[0]!r}")
+        if not callable(amount) and (isinstance(amount, bool) or not isinstance(amount, int | float)):
+            raise RequestError(f"amount={amount!r} must be a float from 0.0 to 1.0, an int, or a function of the epoch")
+        if verbose not in (0, 1, 2):
+            raise RequestError(f"verbose={verbose!r} must be 0, 1 or 2")
+        self._prune = _pruner(pruning_fn, is_global=use_global_unstructured, dim=pruning_dim, norm=pruning_norm)
+        self._method_name = pruning_fn if isinstance(pruning_fn, str) else pruning_fn.__name__
+        self._requested_parameters, self._parameter_names = parameters_to_prune, names
+        self._amount, self._applies = amount, apply_pruning
+        self._is_permanent = make_pruning_permanent
+        self._uses_lottery_ticket, self._resamples = use_lottery_ticket_hypothesis, resample_parameters
+        self._verbose, self._prunes_after_training = verbose, prune_on_train_epoch_end
+        self._parameters: Parameters = ()
+        self._initial: dict[str, nn.Module] = {}
+        self._restored: dict[str, Any] = {}
+        self._final_masks: dict[str, Tensor] = {}
+
+    def filter_parameters_to_prune(self, parameters_to_prune: Parameters = ()) -> Parameters:
+        """Return the parameters that are pruned; override it to leave some out."""
+        return parameters_to_prune
+
+    # The run
+
+    @override
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not trainer.strategy.replicates_state:
+            raise ConflictError(
+                f"{type(self).__name__} needs the whole parameters in each process, and "
+                f"{type(trainer.strategy).__name__} shards them: leave it out, or choose another strategy"
+            )
+        parameters = self._requested_parameters
+        if parameters:
+            _check_parameters(module, parameters)
+        else:
+            layers = [layer for layer in module.modules() if layer is not module and not _is_container(layer)]
+            parameters = [
+                (layer, name)
+                for name in self._parameter_names
+                for layer in layers
+                if isinstance(getattr(layer, name, None), nn.Parameter)
+            ]
+        self._parameters = self.filter_parameters_to_prune(parameters)
+        self._restored, self._final_masks = {}, {}
+        paths = _paths(module)
+        self._initial = {paths[layer]: copy.deepcopy(layer) for layer, _ in self._parameters} if self._tickets else {}
+
+    @property
+    def _tickets(self) -> bool:
+        return callable(self._uses_lottery_ticket) or self._uses_lottery_ticket
+
+    @override
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._restore_masks(module)  # now that weights and optimizers are loaded under their own names
+
+    def _restore_masks(self, module: TrainModule) -> None:
+        for layer, name in self._parameters:
+            mask = self._restored.pop(_full_name(module, layer, name), None)
+            if mask is not None:
+                prune.custom_from_mask(layer, name, mask.to(getattr(layer, name).device))
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._prunes_after_training:
+            self._run(trainer, module)
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_fitting and not trainer.sanity_checking and not self._prunes_after_training:
+            self._run(trainer, module)
+
+    def _run(self, trainer: Trainer, module: TrainModule) -> None:
+        epoch = trainer.current_epoch
+        amount = self._amount(epoch) if callable(self._amount) else self._amount
+        if not amount or not _value(self._applies, epoch):
+            return
+        before = self._count_pruned()
+        self.apply_pruning(amount)
+        _take_masks_of_first_rank(trainer.strategy, self._parameters)
+        if self._verbose and trainer.is_global_zero:
+            self._log_pruned(module, before)
+        if _value(self._uses_lottery_ticket, epoch):
+            self.apply_lottery_ticket_hypothesis(module)
+
+    def apply_pruning(self, amount: float) -> None:
+        """Prune an amount of what is left."""
+        self._prune(self._parameters, amount)
+
+    def apply_lottery_ticket_hypothesis(self, module: TrainModule) -> None:
+        """Set the parameters back to the values of the start, or to new ones; masks stay."""
+        paths = _paths(module)
+        fresh: dict[str, nn.Module] = {}
+        for layer, name in self._parameters:
+            path = paths[layer]
+            if path not in fresh:
+                fresh[path] = self._initial[path]
+                reset = getattr(fresh[path], "reset_parameters", None)
+                if self._resamples and callable(reset):
+                    fresh[path] = copy.deepcopy(fresh[path])
+                    fresh[path].reset_parameters()  # type: ignore[operator]  # it is callable
+            _trained(layer, name).data.copy_(getattr(fresh[path], name))
+
+    def make_pruning_permanent(self, module: nn.Module) -> None:  # noqa: ARG002 - the public vocabulary
+        """Remove the masks, and leave the zeros in the parameters."""
+        for layer, name in self._parameters:
+            if hasattr(layer, f"{name}_mask"):
+                prune.remove(layer, name)
+
+    @override
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._is_permanent:
+            self._final_masks = self._masks(module)  # for a checkpoint of the end, from which a longer training goes on
+            self.make_pruning_permanent(module)
+
+    # Checkpoints
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        masks = self._masks(module) or self._final_masks
+        if not masks:
+            return
+        state = checkpoint["state_dict"] = dict(checkpoint["state_dict"])
+        for name, mask in masks.items():
+            if f"{name}_orig" in state and self._is_permanent:
+                trained = state.pop(f"{name}_orig")
+                state[name] = trained * mask.to(trained)
+                state.pop(f"{name}_mask", None)  # which only rank 0 has
+        if "loops" in checkpoint:  # otherwise only weights are saved, and nothing can go on with them
+            if self._is_permanent:
+                _rename_in_optimizers(checkpoint, {f"{name}_orig": name for name in masks})
+            checkpoint[_ENTRY] = {"masks": masks, "initial": self._initial_values(masks)}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        if not trainer.is_fitting or _ENTRY not in checkpoint:
+            return
+        self._restored = dict(checkpoint[_ENTRY]["masks"])
+        names = {_full_name(module, layer, name) for layer, name in self._parameters}
+        unknown = sorted(self._restored.keys() - names)
+        if unknown:
+            raise CheckpointError(
+                f"the checkpoint has {unknown[0]!r} pruned, which {type(self).__name__} does not prune here: "
+                "give it the parameters with which the training began"
+            )
+        paths = _paths(module)
+        for layer, name in self._parameters:
+            initial = checkpoint[_ENTRY]["initial"].get(_full_name(module, layer, name))
+            if initial is not None and paths[layer] in self._initial:
+                getattr(self._initial[paths[layer]], name).data.copy_(initial)
+        if not self._is_permanent:
+            self._restore_masks(module)  # as the parameters have the names of pruned ones in the checkpoint
+
+    def _masks(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the masks by the names of the parameters."""
+        return {
+            _full_name(module, layer, name): getattr(layer, f"{name}_mask")
+            for layer, name in self._parameters
+            if hasattr(layer, f"{name}_mask")
+        }
+
+    def _initial_values(self, masks: dict[str, Tensor]) -> dict[str, Tensor]:
+        values = {}
+        for path, layer in self._initial.items():
+            for name, value in layer.named_parameters(recurse=False):
+                full = f"{path}.{name}" if path else name
+                if full in masks:
+                    values[full] = value.detach()
+        return values
+
+    # What is logged
+
+    def _count_pruned(self) -> list[tuple[int, int]]:
+        """Return for each parameter how many of its elements are pruned, and how many there are."""
+        if not self._verbose:
+            return []
+        masks = [getattr(layer, f"{name}_mask", None) for layer, name in self._parameters]
+        sizes = [_trained(layer, name).numel() for layer, name in self._parameters]
+        return [(0 if mask is None else int((mask == 0).sum()), size) for mask, size in zip(masks, sizes, strict=True)]
+
+    def _log_pruned(self, module: nn.Module, before: list[tuple[int, int]]) -> None:
+        after = self._count_pruned()
+        total = sum(size for _, size in after)
+        earlier, now = (sum(pruned for pruned, _ in counts) for counts in (before, after))
+        _log.info(
+            "%s has pruned %d of %d parameters (%.2f %%), %d (%.2f %%) before",
+            *(self._method_name, now, total, 100 * now / total, earlier, 100 * earlier / total),
+        )
+        if self._verbose < 2:
+            return
+        for (layer, name), (old, _), (new, size) in zip(self._parameters, before, after, strict=True):
+            _log.info("%s: %d of %d pruned, %d before", _full_name(module, layer, name), new, size, old)
+
+
+def _pruner(
+    pruning_fn: Any, *, is_global: bool, dim: int | None, norm: int | None
+) -> Callable[[Parameters, float], None]:
+    """Return the function that prunes an amount of parameters.
+
+    Raises:
+        RequestError: The method is not known, or lacks an argument.
+    """
+    options: dict[str, Any] = {}
+    if isinstance(pruning_fn, str):
+        name = pruning_fn.lower()
+        if name not in _METHODS:
+            raise RequestError(
+                f"pruning_fn={pruning_fn!r} is not known: choose from {', '.join(_METHODS)}, or pass a class derived "
+                "from torch.nn.utils.prune.BasePruningMethod"
+            )
+        method, function = _METHODS[name], _FUNCTIONS[name]
+        options = _structured_options(name, dim, norm)
+    elif isinstance(pruning_fn, type) and issubclass(pruning_fn, prune.BasePruningMethod):
+        method, function = pruning_fn, pruning_fn.apply
+    else:
+        raise RequestError(
+            f"pruning_fn={pruning_fn!r} must be one of {', '.join(_METHODS)}, or a class derived from "
+            "torch.nn.utils.prune.BasePruningMethod (the class, not an instance)"
+        )
+    if not is_global:
+        return partial(_prune_each, partial(function, **options))
+    if getattr(method, "PRUNING_TYPE", None) != "unstructured":
+        raise RequestError(
+            f"pruning_fn={pruning_fn!r} prunes whole slices, and use_global_unstructured=True compares single elements "
+            "of all parameters: pass use_global_unstructured=False"
+        )
+    return partial(_prune_together, method)
+
+
+def _structured_options(name: str, dim: int | None, norm: int | None) -> dict[str, Any]:
+    if not name.endswith("_structured"):
+        return {}
+    if dim is None:
+        raise RequestError(f"pruning_fn={name!r} needs pruning_dim, the dimension along which it prunes")
+    if name != "ln_structured":
+        return {"dim": dim}
+    if norm is None:
+        raise RequestError(f"pruning_fn={name!r} needs pruning_norm, the n of the norm by which it compares")
+    return {"dim": dim, "n": norm}
+
+
+def _prune_each(function: Callable[..., Any], parameters: Parameters, amount: float) -> None:
+    for layer, name in parameters:
+        function(layer, name, amount=amount)
+
+
+def _prune_together(method: type[prune.BasePruningMethod], parameters: Parameters, amount: float) -> None:
+    prune.global_unstructured(parameters, pruning_method=method, amount=amount)
+
+
+def _take_masks_of_first_rank(strategy: Strategy, parameters: Parameters) -> None:
+    """Let all processes have the masks of rank 0: those of a random method differ; collective."""
+    if strategy.world_size == 1:
+        return
+    masks = [getattr(layer, f"{name}_mask", None) for layer, name in parameters]
+    chosen = strategy.broadcast([None if mask is None else mask.bool().cpu() for mask in masks])
+    for mask, values in zip(masks, chosen, strict=True):
+        if mask is not None:
+            mask.copy_(values)
+
+
+def _rename_in_optimizers(checkpoint: dict[str, Any], names: dict[str, str]) -> None:
+    """Give parameters other names in the optimizers' state, where it has names."""
+    if "optimizers" not in checkpoint:
+        return
+    checkpoint["optimizers"] = [
+        {
+            "state": {names.get(name, name): entry for name, entry in optimizer["state"].items()},
+            "param_groups": [
+                {**group, "params": [names.get(name, name) for name in group["params"]]}
+                for group in optimizer["param_groups"]
+            ],
+        }
+        for optimizer in checkpoint["optimizers"]
+    ]
+
+
+def _check_parameters(module: nn.Module, parameters: Any) -> None:
+    pairs = isinstance(parameters, Sequence) and all(
+        isinstance(pair, tuple | list)
+        and len(pair) == 2
+        and isinstance(pair[0], nn.Module)
+        and isinstance(pair[1], str)
+        for pair in parameters
+    )
+    if not pairs:
+        raise RequestError(
+            "parameters_to_prune must be pairs of a module and a parameter's name: [(net.layer, 'weight')]"
+        )
+    known = set(module.modules())
+    for layer, name in parameters:
+        if layer not in known:
+            raise RequestError(
+                f"parameters_to_prune has a {type(layer).__name__} that {type(module).__name__} does not have"
+            )
+        if not isinstance(getattr(layer, name, None), nn.Parameter):
+            raise RequestError(f"parameters_to_prune names {name!r}, and {layer} has no parameter of that name")
+
+
+def _is_container(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+
+
+def _trained(layer: nn.Module, name: str) -> nn.Parameter:
+    """Return the parameter that the optimizer has."""
+    parameter: nn.Parameter = getattr(layer, f"{name}_orig" if hasattr(layer, f"{name}_orig") else name)
+    return parameter
+
+
+def _paths(module: nn.Module) -> dict[nn.Module, str]:
+    return {layer: path for path, layer in module.named_modules()}
+
+
+def _full_name(module: nn.Module, layer: nn.Module, name: str) -> str:
+    path = _paths(module)[layer]
+    return f"{path}.{name}" if path else name
+
+
+def _value(choice: bool | Callable[[int], bool], epoch: int) -> bool:
+    return choice(epoch) if callable(choice) else choice

@@ -1,0 +1,166 @@
+"""Tuner: searches for a learning rate and a batch size before a training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrat.errors import MisuseError
+from dstrat.training.callbacks.batch_size_finder import find_batch_size
+from dstrat.training.callbacks.learning_rate_finder import find_learning_rate
+from dstrat.training.data.sources import Sources
+
+if TYPE_CHECKING:
+    from dstrat.training.callbacks import batch_size_finder, learning_rate_finder
+    from dstrat.training.data.sources import Source
+    from dstrat.training.module.data_module import DataModule
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+
+class Tuner:
+    """Searches for a learning rate and a batch size, by short runs of a copy of the module.
+
+    A search uses the Trainer's strategy, devices and settings, without its callbacks and loggers.  Afterwards random
+    numbers, the Trainer and the module are as they were, but for the attribute that gets the value; the hooks of a data
+    module have been called.
+
+    Args:
+        trainer: Runs the training that follows.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def lr_find(
+        self,
+        model: TrainModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: Literal["fit"] = "fit",
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training: int = 100,
+        mode: learning_rate_finder.Mode = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> learning_rate_finder.LearningRateCurve | None:
+        """Train with growing learning rates, and set the one at which the loss falls most steeply.
+
+        Args:
+            model: The module.
+            train_dataloaders: As for ``fit``.
+            val_dataloaders: As for ``fit``; a search validates nothing.
+            dataloaders: Not for a fit.
+            datamodule: As for ``fit``.
+            method: ``"fit"``, as nothing else has a learning rate.
+            min_lr: The first rate.
+            max_lr: The last rate.
+            num_training: Number of optimizer steps.
+            mode: Whether the rate grows by a factor or by a summand.
+            early_stop_threshold: The search ends where the smoothed loss is so many times as large as the best one;
+                None never ends it.
+            update_attr: Whether the module gets the suggested rate.
+            attr_name: The attribute of the module or of its ``hparams``; by default ``lr`` or ``learning_rate``.
+
+        Returns:
+            Losses and rates, with ``suggestion()`` and ``plot()``; None with ``fast_dev_run``.
+
+        Raises:
+            MisuseError: There is no attribute for the rate, or not exactly one optimizer.
+            RequestError: An argument is not possible.
+        """
+        if method != "fit":
+            raise MisuseError(f"method={method!r} has no learning rate: lr_find works with method='fit'")
+        sources = self._sources(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule)
+        return find_learning_rate(
+            self._trainer,
+            model,
+            sources,
+            min_lr=min_lr,
+            max_lr=max_lr,
+            num_training=num_training,
+            mode=mode,
+            early_stop_threshold=early_stop_threshold,
+            update_attr=update_attr,
+            attr_name=attr_name,
+        )
+
+    def scale_batch_size(
+        self,
+        model: TrainModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: batch_size_finder.Stage = "fit",
+        mode: batch_size_finder.Mode = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> int | None:
+        """Run with growing batch sizes, and set the largest one that fits into memory.
+
+        Args:
+            model: The module.
+            train_dataloaders: A loader that was passed has a fixed size, which is an error.
+            val_dataloaders: Likewise.
+            dataloaders: Likewise.
+            datamodule: Makes loaders by its batch size, if the module does not.
+            method: What runs: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            mode: ``"power"`` doubles the size until memory is exhausted, ``"binsearch"`` searches between the last two.
+            steps_per_trial: Number of steps with each size.
+            init_val: The first size.
+            max_trials: Largest number of sizes that are tried.
+            batch_arg_name: The attribute of the module, the data module or the ``hparams`` of either.
+            margin: Share by which ``"binsearch"`` reduces what it found.
+            max_val: The largest size that is tried.
+
+        Returns:
+            The size; None with ``fast_dev_run``.
+
+        Raises:
+            ConflictError: The run has several processes, or its loaders do not depend on the size.
+            MisuseError: There is no attribute for the size, or nothing fits into memory.
+            RequestError: An argument is not possible.
+        """
+        sources = self._sources(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule)
+        return find_batch_size(
+            self._trainer,
+            model,
+            sources,
+            stage=method,
+            mode=mode,
+            steps_per_trial=steps_per_trial,
+            init_val=init_val,
+            max_trials=max_trials,
+            batch_arg_name=batch_arg_name,
+            margin=margin,
+            max_val=max_val,
+        )
+
+    def _sources(
+        self,
+        method: str,
+        model: TrainModule,
+        train_dataloaders: Any,
+        val_dataloaders: Any,
+        dataloaders: Any,
+        datamodule: DataModule | None,
+    ) -> Sources:
+        passed: dict[str, dict[Source, Any]] = {
+            "fit": {"train": train_dataloaders, "val": val_dataloaders},
+            "validate": {"val": dataloaders},
+            "test": {"test": dataloaders},
+            "predict": {"predict": dataloaders},
+        }
+        if method not in passed:
+            raise MisuseError(f"method={method!r} is not known: choose 'fit', 'validate', 'test' or 'predict'")
+        if method == "fit" and dataloaders is not None:
+            raise MisuseError("dataloaders is for method='validate', 'test' and 'predict': pass train_dataloaders")
+        return Sources(model, datamodule, passed[method])
