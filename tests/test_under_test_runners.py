@@ -79,7 +79,8 @@ def test_ranks_are_forked_where_running_the_script_again_would_run_all_tests(
         pytest.skip("needs pytest-xdist")
     (tmp_path / "test_net.py").write_text(f"STRATEGIES, RUNNER = {strategies!r}, {runner!r}\n{TESTS}")
     places = {"bin": str(Path(sys.executable).parent), "python": sys.executable}
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    outer = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST")  # of the pytest that this test runs in
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     done = subprocess.run(
         [word.format(**places) for word in command],
         env=environ,

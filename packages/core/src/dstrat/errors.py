@@ -4,9 +4,9 @@ Each derives from :class:`DstratError` and from the built-in that a caller would
 
     DstratError
     ├── CatalogError                       finding and naming components
-    │   ├── UnknownAliasError              LookupError    nothing has that alias
-    │   ├── NotInstalledError              ImportError    a known package offers it, and is not installed
-    │   ├── RetiredAliasError              LookupError    it was renamed or retired
+    │   ├── UnknownAliasError              KeyError       nothing has that alias
+    │   ├── NotInstalledError              ImportError    a known package offers it, and is not installed (KeyError too)
+    │   ├── RetiredAliasError              KeyError       it was renamed or retired
     │   ├── AmbiguousAliasError            LookupError    two distributions offer it
     │   ├── MissingRequirementError        ImportError    its distribution lacks something that it needs
     │   ├── BrokenComponentError           ImportError    its class cannot be imported, or is of another kind
@@ -36,16 +36,18 @@ class DstratError(Exception):
 class CatalogError(DstratError):
     """Base of the errors about finding and naming components."""
 
+    __str__ = Exception.__str__  # a KeyError would show its message in quotes
 
-class UnknownAliasError(CatalogError, LookupError):
+
+class UnknownAliasError(CatalogError, KeyError):
     """No installed distribution offers the alias."""
 
 
-class NotInstalledError(CatalogError, ImportError):
+class NotInstalledError(CatalogError, ImportError, KeyError):
     """A known distribution offers the alias, and it is not installed."""
 
 
-class RetiredAliasError(CatalogError, LookupError):
+class RetiredAliasError(CatalogError, KeyError):
     """The alias was renamed or retired."""
 
 

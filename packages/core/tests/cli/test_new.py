@@ -54,6 +54,11 @@ def test_a_package_has_all_that_one_needs(tmp_path):
     }
 
 
+def test_a_package_has_no_upper_bound_on_dstrat(tmp_path):
+    run_new(tmp_path / "dstrat-ring")
+    assert 'dependencies = ["dstrat>=0.1"]' in (tmp_path / "dstrat-ring" / "pyproject.toml").read_text()
+
+
 def test_what_comes_next_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_new("dstrat-ring").splitlines() == [

@@ -133,6 +133,26 @@ def test_a_name_like_no_other_is_answered_with_what_there_is(site):
     )
 
 
+def test_variants_of_one_class_do_not_hide_the_others(site):
+    variants = [site.component(f"aaa_{n:02}", "acme.a:A", options={"n": n, "m": n}) for n in range(14)]
+    others = [site.component(name, f"acme.{name}:B") for name in ("middle", "zebra")]
+    site.add("acme", site.component("aaa", "acme.a:A", options={"n": 1}), *variants, *others)
+    shown = ", ".join(["aaa", *(f"aaa_{n:02}" for n in range(9)), "middle", "zebra"])
+    assert (
+        site.ask("find('qqq')") == f"UnknownAliasError: strategy 'qqq' is not known: available are {shown} and 5 more"
+    )
+
+
+def test_a_default_of_the_core_stays_whoever_else_offers_its_name(site):
+    site.add("core_like", site.component("plain", kind="precision"))
+    site.write("core_like-1.0.dist-info/METADATA", "Name: dstrat\nVersion: 1.0\n")
+    site.add("acme", site.component("plain", kind="precision"))
+    code = "attempt(get_catalog().find_default, 'precision', 'plain')"
+    assert site.ask(code) == "plain@dstrat"
+    assert site.ask(code, DSTRAT_PREFER="plain=acme") == "plain@acme"
+    assert site.ask("find('plain', 'precision')").startswith("AmbiguousAliasError: precision 'plain' is offered by ")
+
+
 def test_a_name_of_another_kind_is_recognised(site):
     site.add("acme", site.component("abacus", kind="accelerator"))
     assert site.ask("find('abacus')") == "UnknownAliasError: strategy 'abacus' is not known: 'abacus' is an accelerator"

@@ -1,6 +1,14 @@
 """What becomes of plugins, good and bad."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
+
+from dstrat.plugins.slow_import import named_import
 
 BROKEN = {
     "raises when it is imported": ("raise ValueError('out of\\n  order')", "ValueError: out of order"),
@@ -47,6 +55,26 @@ BROKEN = {
         ),
         "InvalidComponentError: alias 'A b' must consist of lower-case letters",
     ),
+    **{
+        f"has {name} {value!r}": (
+            (
+                "from dstrat.plugins.component import Component\n"
+                f"Component(**{{**dict(kind='strategy', alias='a', target='a:B', summary='s'), {name!r}: {value!r}}})"
+            ),
+            f"InvalidComponentError: {name} of strategy 'a' must be {expected}, and is {value!r}",
+        )
+        for name, value, expected in [
+            ("requires", (3,), "a tuple of strings"),
+            ("requires", "engine>=1", "a tuple of strings"),
+            ("summary", None, "a string"),
+            ("auto", "high", "a whole number or None"),
+            ("auto", 1.5, "a whole number or None"),
+            ("options", [("a", 1)], "a dict of arguments by their names"),
+            ("starts_processes", "yes", "True, False or None"),
+            ("strategies", {"ddp": 1}, "a dict of aliases by aliases"),
+            ("target", None, "a string or a class"),
+        ]
+    },
     "asks for the catalog while it is loaded": (
         "from dstrat.plugins.catalog import get_catalog\nget_catalog()",
         "PluginError: the catalog is being built",
@@ -200,3 +228,46 @@ def test_a_plugin_of_an_older_version_that_is_hidden_on_the_path_is_not_there(si
     site.write("older/acme-1.0.dist-info/METADATA", "Name: acme\nVersion: 1.0\n")
     site.write("older/acme-1.0.dist-info/entry_points.txt", "[dstrat.v1]\nacme = acme.gone\n")
     assert site.ask("import sys\nsys.path.append('older')\nstates()") == {}
+
+
+HANGING = """
+import pathlib, time
+pathlib.Path("importing").touch()
+time.sleep(600)
+"""
+
+
+def test_a_plugin_whose_import_hangs_is_named_when_it_is_interrupted(site):
+    site.add("acme-beads", plugin=HANGING)
+    path = os.pathsep.join([str(site.folder), str(site.bare)])
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    handler = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # ignored in the background
+    code = f"{handler}from dstrat.plugins.catalog import get_catalog; get_catalog()"
+    command = [sys.executable, "-S", "-c", code]
+    with subprocess.Popen(command, env=environ, cwd=site.folder, stderr=subprocess.PIPE, text=True) as program:
+        while not (site.folder / "importing").exists():
+            assert program.poll() is None
+            time.sleep(0.02)
+        program.send_signal(signal.SIGINT)
+        _, errors = program.communicate(timeout=60)
+    assert (
+        "dstrat: importing acme_beads.plugin of acme-beads was interrupted; "
+        "DSTRAT_DISABLE_PLUGINS=acme-beads leaves it out\n"
+    ) in errors
+    assert "KeyboardInterrupt" in errors
+
+
+def test_an_import_that_takes_long_is_named_and_goes_on(capfd):
+    with named_import("acme.plugin", "acme", seconds=0.01):
+        while not (line := capfd.readouterr().err):
+            time.sleep(0.01)
+    assert line == (
+        "dstrat: importing acme.plugin of acme has taken 0.01 s and goes on; "
+        "DSTRAT_DISABLE_PLUGINS=acme leaves it out\n"
+    )
+
+
+def test_an_import_that_is_quick_is_not_named(capfd):
+    with named_import("acme.plugin", "acme", seconds=60):
+        pass
+    assert capfd.readouterr().err == ""

@@ -184,3 +184,32 @@ is_strategy = "abacus" in StrategyRegistry
 [Abacus.__name__, "abacus" in AcceleratorRegistry, AcceleratorRegistry.available_accelerators(), is_strategy]
 """
     assert ask(site, code) == ["Abacus", True, ["abacus"], False]
+
+
+def test_it_shows_and_holds_what_registries_of_strategies_are_known_for(site):
+    code = """
+StrategyRegistry.register("mine", Fine, description="my own", checkpoint_io="io")
+item = StrategyRegistry["mine"]
+values = [item["strategy"].__name__, item["description"], item["init_params"], sorted(item)]
+[str(StrategyRegistry), values, sorted(StrategyRegistry.keys()), "colour" in item, "mine" in dict(StrategyRegistry)]
+"""
+    assert ask(site, code) == [
+        "Registered Strategies: fine, fine_fork, mine",
+        ["Fine", "my own", {"checkpoint_io": "io"}, ["description", "init_params", "strategy"]],
+        ["fine", "fine_fork", "mine"],
+        False,
+        True,
+    ]
+
+
+def test_a_miss_is_a_key_error(site):
+    code = """
+def miss(function, name):
+    try:
+        function(name)
+    except KeyError as error:
+        return str(error)[:40]
+[miss(f, name) for f in (StrategyRegistry.get, StrategyRegistry.__getitem__) for name in ("fin", "hivemind")]
+"""
+    texts = ["strategy 'fin' is not known: did you mea", "strategy 'hivemind' comes with dstrat-hi"]
+    assert ask(site, code) == texts * 2

@@ -31,7 +31,14 @@ def load(name):
 
 def load(site, targets, **facts):
     records = [site.component(alias, target=target, **facts) for alias, target in targets.items()]
-    site.add("acme", *records, strategy=STRATEGY, bad="raise OSError('no driver')", wants="import not_there")
+    site.add(
+        "acme",
+        *records,
+        strategy=STRATEGY,
+        bad="raise OSError('no driver')",
+        wants="import not_there",
+        leaves="raise SystemExit(0)",
+    )
     return site.ask(f"{LOAD}\n{{name: load(name) for name in {list(targets)}}}")
 
 
@@ -43,6 +50,7 @@ def test_a_target_is_imported_and_checked(site):
             "no_class": "acme.strategy:Missing",
             "no_module": "acme.gone:Fine",
             "raising": "acme.bad:Fine",
+            "leaving": "acme.leaves:Fine",
             "stranger": "acme.strategy:Stranger",
             "number": "acme.strategy:number",
             "other_kind": "dstrat.interfaces.accelerator:Accelerator",
@@ -57,6 +65,7 @@ def test_a_target_is_imported_and_checked(site):
         "no_module": start.format("no_module")
         + "importing acme.gone:Fine raised ModuleNotFoundError: No module named 'acme.gone'",
         "raising": start.format("raising") + "importing acme.bad:Fine raised OSError: no driver",
+        "leaving": start.format("leaving") + "importing acme.leaves:Fine raised SystemExit: 0",
         "stranger": start.format("stranger")
         + "acme.strategy:Stranger is not a subclass of Strategy, which every strategy must be",
         "number": start.format("number") + "acme.strategy:number is not a class but int 4",

@@ -258,3 +258,15 @@ def test_a_strategy_without_processes_has_one_device_unless_it_says_more(core_ca
             environ={},
             interactive=False,
         )
+
+
+def test_a_plugin_that_offers_the_names_of_defaults_changes_nothing_for_others(site, monkeypatch):
+    site.add(
+        "namesake",
+        site.component("32-true", "namesake.nothing:Own", kind="precision"),
+        site.component("local", "namesake.nothing:Own", kind="cluster_environment"),
+    )
+    monkeypatch.syspath_prepend(site.folder)
+    plan = make_plan(Request(accelerator="cpu"), catalog=Catalog({}), environ={}, interactive=False)
+    owners = {choice.subject: choice.owner.split()[0] for choice in plan.choices if choice.owner}
+    assert (owners["precision"], owners["cluster"]) == ("dstrat", "dstrat")

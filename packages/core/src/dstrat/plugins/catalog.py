@@ -16,7 +16,7 @@ from dstrat.plugins.discovery import discover
 from dstrat.plugins.fingerprint import catalog_lines, digest
 from dstrat.plugins.misses import miss
 from dstrat.plugins.names import normalized
-from dstrat.plugins.offer import THIS_PROCESS, Offer, Plugin, kind_label
+from dstrat.plugins.offer import CORE, THIS_PROCESS, Offer, Plugin, kind_label
 from dstrat.plugins.selection import choose, of_owner, visible
 from dstrat.plugins.settings import DISABLE, STRICT, PluginSettings
 from dstrat.plugins.target import load_class
@@ -86,8 +86,19 @@ class Catalog:
         else:
             found = None
         if found is None:
-            raise miss(kind, alias, {other: self._names(other) for other in KINDS}, self._plugins)
+            names = {other: self._names(other) for other in KINDS}
+            raise miss(kind, alias, names, self._plugins, [offer.component for offer in self._all(kind)])
         return found
+
+    def find_default(self, kind: Kind, alias: str) -> Offer:
+        """Look up what the core uses where nobody asked for anything: its own, unless the user prefers another.
+
+        A plugin that offers the same alias changes nothing for those who did not ask for it.
+        """
+        self._check_strict()
+        candidates = [offer for offer in self._all(kind) if alias in offer.names]
+        chosen = visible(candidates, self.settings.preferred.get(alias))
+        return chosen[0] if len(chosen) == 1 else self.find(kind, f"{alias}@{CORE}")
 
     def offers(self, kind: Kind) -> tuple[Offer, ...]:
         """Return what can be used, sorted by alias and owner.

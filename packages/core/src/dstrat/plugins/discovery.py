@@ -14,9 +14,12 @@ from dstrat.plugins.loading import load_records
 from dstrat.plugins.names import normalized
 from dstrat.plugins.offer import Plugin
 from dstrat.plugins.settings import DISABLE, PluginSettings
+from dstrat.plugins.slow_import import named_import
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+_SLOW_IMPORT = 10.0  # seconds; a plugin takes milliseconds
 
 
 def discover(settings: PluginSettings) -> tuple[Plugin, ...]:
@@ -61,7 +64,8 @@ def _loaded(plugin: Plugin, entry: EntryPoint) -> Plugin:
     had_torch = "torch" in sys.modules
     started = time.perf_counter()
     try:
-        components, tombstones = load_records(entry)
+        with named_import(plugin.value, plugin.distribution, seconds=_SLOW_IMPORT):
+            components, tombstones = load_records(entry)
         outcome = replace(plugin, components=components, tombstones=tombstones)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a stranger's module does is data about it
         outcome = _failed(plugin, error)

@@ -13,11 +13,19 @@ from dstrat.plugins.offer import Plugin, kind_label
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from dstrat.plugins.component import Component
+
 _MOST_NAMES = 12
 _STATES = {"disabled": "is disabled", "failed": "could not be loaded", "unsupported": "cannot be used"}
 
 
-def miss(kind: Kind, name: str, names: Mapping[Kind, Iterable[str]], plugins: Sequence[Plugin]) -> CatalogError:
+def miss(
+    kind: Kind,
+    name: str,
+    names: Mapping[Kind, Iterable[str]],
+    plugins: Sequence[Plugin],
+    components: Sequence[Component] = (),
+) -> CatalogError:
     """Return the error that explains why nothing has this name.
 
     Args:
@@ -25,6 +33,7 @@ def miss(kind: Kind, name: str, names: Mapping[Kind, Iterable[str]], plugins: Se
         name: What was asked.
         names: The names that exist, by kind.
         plugins: All plugins, also those that offer nothing.
+        components: What there is of the kind.
     """
     retired = _retired(kind, name, plugins)
     if retired is not None:
@@ -32,7 +41,7 @@ def miss(kind: Kind, name: str, names: Mapping[Kind, Iterable[str]], plugins: Se
     requirement = known_requirement(kind, name)
     if requirement is not None:
         return NotInstalledError(_not_installed(kind, name, requirement, plugins) + _broken(plugins, requirement))
-    return UnknownAliasError(f"{kind_label(kind)} {name!r} {_unknown(kind, name, names)}{_broken(plugins)}")
+    return UnknownAliasError(f"{kind_label(kind)} {name!r} {_unknown(kind, name, names, components)}{_broken(plugins)}")
 
 
 def class_miss(kinds: Iterable[Kind], name: str, plugins: Sequence[Plugin]) -> CatalogError | None:
@@ -67,7 +76,7 @@ def _not_installed(kind: Kind, name: str, requirement: str, plugins: Sequence[Pl
     return f"{asked} comes with {distribution}, and the installed {installed[0].label} does not have it: {upgrade}"
 
 
-def _unknown(kind: Kind, name: str, names: Mapping[Kind, Iterable[str]]) -> str:
+def _unknown(kind: Kind, name: str, names: Mapping[Kind, Iterable[str]], components: Sequence[Component]) -> str:
     elsewhere = [other for other in KINDS if other != kind and name in {*names.get(other, ()), *KNOWN.get(other, {})}]
     if elsewhere:
         return f"is not known: {name!r} is {_with_article(kind_label(elsewhere[0]))}"
@@ -75,9 +84,19 @@ def _unknown(kind: Kind, name: str, names: Mapping[Kind, Iterable[str]]) -> str:
     near = nearest(name, [*available, *KNOWN.get(kind, {})])
     if near:
         return f"is not known: did you mean {_alternatives(kind, near, available)}?"
-    listed = ", ".join(available[:_MOST_NAMES]) or "none"
-    more = f" and {len(available) - _MOST_NAMES} more" if len(available) > _MOST_NAMES else ""
-    return f"is not known: available are {listed}{more}"
+    if len(available) > _MOST_NAMES:
+        first = _one_per_class(components)
+        shown = sorted([*first, *(name for name in available if name not in first)][:_MOST_NAMES])
+        return f"is not known: available are {', '.join(shown)} and {len(available) - _MOST_NAMES} more"
+    return f"is not known: available are {', '.join(available) or 'none'}"
+
+
+def _one_per_class(components: Sequence[Component]) -> list[str]:
+    """Return an alias for each class, that with the fewest preset arguments: the others are variants of it."""
+    plainest: dict[str, Component] = {}
+    for component in sorted(components, key=lambda component: (len(component.options), component.alias)):
+        plainest.setdefault(component.target_name, component)
+    return sorted(component.alias for component in plainest.values())
 
 
 def _alternatives(kind: Kind, near: Iterable[str], available: Sequence[str]) -> str:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 THIS_PROCESS = "this process"
 """The owner of what was registered in the running process."""
 
+CORE = "dstrat"
+"""The distribution of the core's own components."""
+
 PluginState = Literal["loaded", "disabled", "failed", "unsupported"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,9 +14,10 @@ from dstrat.plugins.facts import facts_of_subclass, with_class_facts
 from dstrat.plugins.inheritance import inherited_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from dstrat.plugins.component import Kind
+    from dstrat.plugins.offer import Offer
 
 C = TypeVar("C", bound=type)
 
@@ -23,12 +25,47 @@ _GIVEN_OTHERWISE = frozenset({"kind", "alias", "target", "summary", "options"})
 _FACTS = tuple(field.name for field in fields(Component) if field.name not in _GIVEN_OTHERWISE)
 
 
-class _Registry:
+class RegistryItem(Mapping[str, Any]):
+    """The record of a component, whose facts are attributes; its class, description and arguments are items too.
+
+    Items are those that users of other registries know: the class under its kind (``"strategy"``), which is imported
+    then, ``"description"`` and ``"init_params"``.
+    """
+
+    def __init__(self, offer: Offer, record: Component) -> None:
+        self._offer = offer
+        self._record = record
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also while it is unpickled, before it has a record
+            raise AttributeError(name)
+        return getattr(self._record, name)
+
+    def __getitem__(self, name: str) -> Any:
+        if name == self._record.kind:
+            return get_catalog().load(self._offer)
+        return {"description": self._record.summary, "init_params": dict(self._record.options)}[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self._record.kind, "description", "init_params"))
+
+    def __len__(self) -> int:
+        return 3
+
+    def __repr__(self) -> str:
+        return f"RegistryItem({self._record!r})"
+
+
+class _Registry(Mapping[str, RegistryItem]):
     """One kind of component in the catalog of this process, by alias."""
 
     kind: Kind
+    plural: str
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def __str__(self) -> str:
+        return f"Registered {self.plural}: {', '.join(self)}"
+
+    def get(self, name: str, default: Any = None) -> Any:  # the known name, of an object rather than of the item
         """Return a new object of the component's class, made with the arguments that its alias presets.
 
         Args:
@@ -55,10 +92,15 @@ class _Registry:
             return False
         return True
 
-    def __getitem__(self, name: str) -> Component:
-        """Return the record of a component: its summary, preset arguments and facts."""
-        record = get_catalog().find(self.kind, name).component
-        return with_class_facts(record, record.target) if isinstance(record.target, type) else record
+    def __getitem__(self, name: str) -> RegistryItem:
+        """Return the record of a component: its summary, preset arguments and facts.
+
+        Raises:
+            CatalogError: Nothing usable has that name; it is a KeyError where it is not there.
+        """
+        offer = get_catalog().find(self.kind, name)
+        record, target = offer.component, offer.component.target
+        return RegistryItem(offer, with_class_facts(record, target) if isinstance(target, type) else record)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names())
@@ -90,6 +132,7 @@ class _Registry:
 
 class _StrategyRegistry(_Registry):
     kind = "strategy"
+    plural = "Strategies"
 
     def register(
         self,
@@ -128,6 +171,7 @@ class _StrategyRegistry(_Registry):
 
 class _AcceleratorRegistry(_Registry):
     kind = "accelerator"
+    plural = "Accelerators"
 
     def register(
         self,

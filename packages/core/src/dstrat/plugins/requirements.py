@@ -17,16 +17,24 @@ if TYPE_CHECKING:
 def missing_requirements(offer: Offer) -> tuple[str, ...]:
     """Return the requirements of the component that nothing installed satisfies, as its record spells them.
 
-    A requirement whose marker does not hold here is not missing.
+    A requirement whose marker does not hold here is not missing; a text that is no requirement is.
+    """
+    return tuple(text for text in offer.component.requires if _is_missing(text, offer))
+
+
+def _is_missing(text: str, offer: Offer) -> bool:
+    try:
+        return _problem(text, offer) is not None
+    except InvalidComponentError:
+        return True
+
+
+def check_requirements(offer: Offer) -> None:
+    """Raise MissingRequirementError, with the command that helps, unless all requirements are satisfied.
 
     Raises:
         InvalidComponentError: One of them is not a requirement.
     """
-    return tuple(text for text, _ in _missing(offer))
-
-
-def check_requirements(offer: Offer) -> None:
-    """Raise MissingRequirementError, with the command that helps, unless all requirements are satisfied."""
     missing = list(_missing(offer))
     if not missing:
         return

@@ -9,9 +9,12 @@ from dstrat.errors import BrokenComponentError
 from dstrat.plugins.facts import contradiction
 from dstrat.plugins.offer import Offer, kind_label
 from dstrat.plugins.requirements import check_requirements
+from dstrat.plugins.slow_import import named_import
 
 if TYPE_CHECKING:
     from dstrat.plugins.component import Kind
+
+_SLOW_IMPORT = 60.0  # seconds; torch and a backend may take half of it on a slow disk
 
 # By name, as this layer lies below the interfaces.
 _INTERFACES: dict[Kind, str] = {
@@ -47,7 +50,8 @@ def is_of_kind(value: object, kind: Kind) -> bool:
 
 def _imported(offer: Offer, target: str) -> Any:
     try:
-        return _attribute(target)
+        with named_import(target, offer.owner, seconds=_SLOW_IMPORT):
+            return _attribute(target)
     except (Exception, SystemExit) as error:
         if isinstance(error, ImportError):
             check_requirements(offer)

@@ -41,7 +41,7 @@ def choose_cluster(given: Given | None, catalog: Catalog, environ: Mapping[str, 
             evidence = part.cls.evidence(environ)
         if evidence is not None:
             return _chosen(part, evidence, environ)
-    local = part_of_offer(catalog.find("cluster_environment", LOCAL), catalog)
+    local = part_of_offer(catalog.find_default("cluster_environment", LOCAL), catalog)
     return _chosen(local, "nothing else started this process", environ)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import ConflictError, DstratError, RequestError
 from dstrat.resolve.chosen import Chosen, chosen_as_given
 from dstrat.resolve.given import Given
-from dstrat.resolve.part import usable_parts
+from dstrat.resolve.part import part_of_offer, usable_parts
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +58,8 @@ def precision_choice(chosen: Chosen[Precision]) -> Choice:
 
 def _chosen(given: Given | None, catalog: Catalog) -> Chosen[Precision]:
     if given is None:
-        default: Chosen[Precision] = chosen_as_given("precision", Given(value=DEFAULT, place="the default"), catalog)
-        return Chosen(part=default.part, reason="the default", live=default.live)
+        default: Part[Precision] = part_of_offer(catalog.find_default("precision", DEFAULT), catalog)
+        return Chosen(part=default, reason="the default", live=default.construct())
     value = given.value
     if isinstance(value, bool | float):
         raise RequestError(f"{given.place} is of the type {type(value).__name__}: give a flag such as {DEFAULT!r}")
