@@ -193,6 +193,12 @@ FAULTS = [
         target="checkpoints:KeepsMomentumToItself", test=RESUMES, case=TWO, words="add what is not saved to state_dict"
     ),
     Fault(
+        target="checkpoints:GoesOnWithTheBuffersOfRank0",
+        test="test_each_rank_goes_on_with_its_own_statistics_of_batch_norm",
+        case=PAIR,
+        words="validations after a resume log .* and not",
+    ),
+    Fault(
         target="processes:LeaksAProcess",
         test="test_no_process_is_left_after_a_training",
         case=PAIR,

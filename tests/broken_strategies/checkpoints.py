@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from tests.broken_strategies.good import Averaging
 
+from dstrat.parallel.collectives import take_from_first_rank
 from dstrat_ddp import DDPStrategy
 
 
@@ -88,3 +89,9 @@ class WritesItInEveryRank(DDPStrategy):
     def save_checkpoint(self, checkpoint, path):
         self.checkpoint_io.save_checkpoint(checkpoint, path)
         self.barrier("save_checkpoint")
+
+
+class GoesOnWithTheBuffersOfRank0(DDPStrategy):
+    def load_rank_state(self, state):
+        super().load_rank_state(state)
+        take_from_first_rank(self.module.buffers())

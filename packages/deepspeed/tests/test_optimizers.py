@@ -172,3 +172,23 @@ def test_others_are_taken_and_not_changed_by_the_trial(kind):
     assert torch.equal(parameters[0], before)
     assert optimizer.state == {}
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+# Parameters that are stored in another order
+
+
+class Transposed(WithAdagrad):
+    def make_layers(self):
+        super().make_layers()
+        first = self.layers[0]
+        first.weight = nn.Parameter(first.weight.detach().t().contiguous().t())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_transposed_parameter_trains_like_others(stage, tmp_path):
+    expected = fit(SingleDeviceStrategy(), None, WithAdagrad(), tmp_path)
+    cases = {"transposed": {"cls": Transposed, "stage": stage, "folder": str(tmp_path)}}
+    for found in in_ranks(each, function=whole_and_resumed, cases=cases):
+        losses, is_exact = found["transposed"]
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+        assert is_exact

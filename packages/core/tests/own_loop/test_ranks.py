@@ -103,3 +103,16 @@ def test_a_loader_that_is_divided_already_is_read_as_it_is(launch):
         return loop.strategy.all_gather(trained).flatten().tolist()
 
     assert launch(read) == list(range(8))
+
+
+def test_each_rank_has_its_own_buffers_again(launch, tmp_path):
+    def go_on(loop):
+        net = nn.BatchNorm1d(2)
+        loop.setup(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+        net.running_mean.fill_(loop.strategy.global_rank)
+        loop.save_checkpoint(tmp_path / "saved")
+        net.running_mean.fill_(9)
+        loop.load_checkpoint(tmp_path / "saved")
+        return loop.strategy.all_gather(net.running_mean).tolist()
+
+    assert launch(go_on) == [[0, 0], [1, 1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch.nn import Module
+
+_logger = logging.getLogger(__name__)
 
 
 def check_layers(module: Module, *, stage: int, world_size: int) -> None:
@@ -36,6 +39,22 @@ def check_layers(module: Module, *, stage: int, world_size: int) -> None:
                 "each forward: ranks would do so for their own batches only, and stage 3 of ZeRO drops it; leave "
                 "max_norm out, and scale what the layer returns"
             )
+
+
+def lay_out(module: Module) -> None:
+    """Give parameters that are stored in another order, such as transposed ones, memory in the order of rows.
+
+    DeepSpeed flattens them as they are stored, and sends them so.
+    """
+    changed = []
+    for name, parameter in module.named_parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+            changed.append(name)
+    if changed:
+        _logger.info(
+            "%s, which had strides of their own, are stored row by row, as DeepSpeed wants", ", ".join(changed)
+        )
 
 
 @contextmanager

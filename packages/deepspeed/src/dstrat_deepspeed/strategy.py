@@ -20,7 +20,7 @@ from dstrat_deepspeed.configuration import Configuration
 from dstrat_deepspeed.creation import shard, sharded_creation
 from dstrat_deepspeed.engine import Engine
 from dstrat_deepspeed.feasibility import check_clipping, check_state_buffers, uses_cpu_optimizer
-from dstrat_deepspeed.layers import check_layers
+from dstrat_deepspeed.layers import check_layers, lay_out
 from dstrat_deepspeed.nvme import free_buffers, read_once, swappers_of
 from dstrat_deepspeed.optimizers import check_division, only_optimizer, optimizer_for_cpu, resume_exactly
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
@@ -207,6 +207,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             check_state_buffers(config, optimizer.param_groups, self.world_size)
         if "activation_checkpointing" in config:
             self._running.enter_context(activation_checkpointing(self._deepspeed, config["activation_checkpointing"]))
+        lay_out(self.module)
         take_from_first_rank(self.module.buffers())  # DeepSpeed sees to the parameters only
         if self.stage == 3:
             with ScalarsAsBytes():

@@ -10,8 +10,10 @@ from dstrat.builtin.checkpoint.portable.layout import SAVED_WITH
 from dstrat.builtin.checkpoint.strategy_state import (
     check_same_number,
     is_of_same_strategy,
+    load_rank_buffers,
     module_entries,
     optimization_entries,
+    rank_buffers,
     read_checkpoint,
     restore_optimization,
 )
@@ -100,10 +102,11 @@ def load(
 
 
 def _rank_state(strategy: Strategy, loaders: Sequence[TrainingLoader]) -> dict[str, Any]:
-    """Return what this process has for itself."""
+    """Return what this process has for itself; collective."""
     return {
         "loaders": [loader.rank_state() for loader in loaders],
         "strategy": strategy.rank_state(),
+        "buffers": rank_buffers(strategy),
         "device_random": strategy.accelerator.get_random_state(strategy.root_device),
         "random": RandomState.capture().state_dict(),
     }
@@ -124,6 +127,7 @@ def _restore_ranks(
     for loader, state in zip(loaders, own["loaders"], strict=True):
         loader.load_rank_state(state, is_exact=is_exact)
     if is_exact:
+        load_rank_buffers(strategy, own.get("buffers", {}))  # which older ones lack
         if is_of_same_strategy(strategy, checkpoint):
             strategy.load_rank_state(own["strategy"])
         if own["device_random"] is not None:

@@ -78,6 +78,8 @@ class Fitted:
         steps: Number of optimizer steps.
         rates: The learning rates in each batch, one for each group of parameters, where the module notes them.
         drawn: A random number, after the last step.
+        buffers: The rank's own buffers before the end, by name, flattened.
+        validated: What each validation has logged, by name.
     """
 
     losses: list[float]
@@ -87,6 +89,8 @@ class Fitted:
     steps: int
     rates: list[list[float]]
     drawn: float
+    buffers: dict[str, list[float]]
+    validated: list[dict[str, float]]
 
 
 def fit(place: Place, subject: Subject, work: Fit) -> Fitted:
@@ -103,6 +107,8 @@ def fit(place: Place, subject: Subject, work: Fit) -> Fitted:
         steps=trainer.global_step,
         rates=getattr(net, "rates", []),
         drawn=end.drawn,
+        buffers=end.buffers,
+        validated=end.validated,
     )
 
 
@@ -184,6 +190,8 @@ class _End(Callback):
     def __init__(self, work: Fit) -> None:
         self.work = work
         self.state: dict[str, list[float]] = {}
+        self.buffers: dict[str, list[float]] = {}
+        self.validated: list[dict[str, float]] = []
         self.drawn = 0.0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
@@ -195,7 +203,11 @@ class _End(Callback):
         """Whether the checkpoint is there."""
         return self.work.save_to is not None and Path(self.work.save_to).exists()
 
-    def on_fit_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
+    def on_validation_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
+        self.validated.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
         state = trainer.strategy.module_state_dict()
         self.state = {name: numbers(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        self.buffers = {name: numbers(value) for name, value in module.named_buffers()}
         self.drawn = float(torch.rand(()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dstrat.builtin.checkpoint.portable.layout import SAVED_WITH
-from dstrat.builtin.checkpoint.strategy_state import module_entries, optimization_entries
+from dstrat.builtin.checkpoint.strategy_state import module_entries, optimization_entries, rank_buffers
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, checkpoint_entries
 
@@ -82,11 +82,11 @@ def _training(trainer: Trainer, optimization: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_state(trainer: Trainer) -> dict[str, Any]:
-    """Return what belongs to this process alone."""
+    """Return what belongs to this process alone; collective."""
     of_strategy = trainer.strategy.rank_state()
     if trainer.fit_loop.is_in_backward and of_strategy.get("gradients"):
         of_strategy["gradients"] = {}  # those of the batch that is trained on once more are among them
-    return {**trainer.fit_loop.rank_state(), "strategy": of_strategy}
+    return {**trainer.fit_loop.rank_state(), "strategy": of_strategy, "buffers": rank_buffers(trainer.strategy)}
 
 
 def _of_each_rank(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:

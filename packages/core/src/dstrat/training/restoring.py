@@ -10,6 +10,7 @@ from dstrat.builtin.checkpoint.formats import io_for
 from dstrat.builtin.checkpoint.strategy_state import (
     is_of_same_strategy,
     load_module,
+    load_rank_buffers,
     read_values,
     restore_optimization,
 )
@@ -101,6 +102,7 @@ class Restoration:
             self._tell(f"one of {trainer.world_size} processes alone", own, left_out)
             return
         trainer.fit_loop.load_rank_state(own)
+        load_rank_buffers(trainer.strategy, own.get("buffers", {}))  # which older ones lack
         if takes_state:
             trainer.strategy.load_rank_state(own["strategy"])
         if left_out and trainer.is_global_zero:

@@ -6,6 +6,10 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from dstrat.builtin.checkpoint.portable.checksum import checksum
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.fitting import check_names, is_extra_state
@@ -55,6 +59,37 @@ def optimization_entries(strategy: Strategy) -> dict[str, Any]:
         "precision": strategy.precision_plugin.state_dict(),
         "strategy": {"name": type(strategy).__name__, "state": strategy.state_dict()},
     }
+
+
+def rank_buffers(strategy: Strategy) -> dict[str, Tensor]:
+    """Return this process's buffers that differ from those of global rank 0, by name, on the CPU; collective.
+
+    Such are the running statistics of batch-norm layers, where each process gathers those of its own data.  Only
+    checksums are compared, so that buffers that are the same everywhere cost little.
+    """
+    if strategy.world_size == 1:
+        return {}
+    buffers = {name: buffer.detach().cpu() for name, buffer in _plain_buffers(strategy)}
+    checksums = {name: checksum(buffer.reshape(-1).view(torch.uint8).numpy().data) for name, buffer in buffers.items()}
+    saved = strategy.broadcast(checksums)
+    return {name: buffer.clone() for name, buffer in buffers.items() if checksums[name] != saved.get(name)}
+
+
+@torch.no_grad()
+def load_rank_buffers(strategy: Strategy, buffers: Mapping[str, Tensor]) -> None:
+    """Take back what :func:`rank_buffers` returned in this process, when those of global rank 0 have been loaded."""
+    for name, buffer in _plain_buffers(strategy):
+        if name in buffers:
+            buffer.copy_(buffers[name])
+
+
+def _plain_buffers(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a checkpoint has, but those that are divided among the processes."""
+    for path, part in strategy.module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            is_saved = name not in part._non_persistent_buffers_set  # noqa: SLF001 - torch has no other name for it
+            if is_saved and type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta:
+                yield f"{path}.{name}".lstrip("."), buffer
 
 
 def read_checkpoint(strategy: Strategy, io: CheckpointIO, path: str | Path, *, has_optimizers: bool) -> dict[str, Any]:

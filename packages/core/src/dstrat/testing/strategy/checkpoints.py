@@ -67,6 +67,28 @@ class Checkpoints(StrategyTests):
                 expected="bit for bit the same: what the last step changes is in the checkpoint too.",
             )
 
+    @standard("processes", "checkpoints")
+    def test_each_rank_goes_on_with_its_own_statistics_of_batch_norm(self, pair: int, tmp_path: Path) -> None:
+        at = str(tmp_path / "checkpoint")
+        whole = self._run(pair, net="normed", save_to=at, save_at=_SAVE_AT, validate_every=_SAVE_AT)
+        resumed = self._run(pair, net="normed", resume_from=at, validate_every=_SAVE_AT)
+        for rank, (one, other) in enumerate(zip(whole, resumed, strict=True)):
+            _check_same_losses(one, other, rank)
+            differing = [name for name, values in one.buffers.items() if other.buffers.get(name) != values]
+            if differing:
+                fail(
+                    f"a resumed training is not the one that was never stopped: rank {rank} ends with other buffers: "
+                    f"{', '.join(differing)}",
+                    expected="each rank goes on with the statistics that it has gathered of its own data.",
+                    cure="leave buffers alone when a training begins, or when a rank's state is loaded.",
+                )
+            expected = one.validated[-len(other.validated) :]
+            if expected != other.validated:
+                fail(
+                    f"validations after a resume log {other.validated} in rank {rank}, and not {expected}",
+                    expected="the same bits: each rank validates with its own statistics.",
+                )
+
     @standard("processes", "moving")
     def test_a_checkpoint_of_one_device_goes_on_here(self, world_size: int, tmp_path: Path) -> None:
         self._check_move("single_device", 1, self.alias, world_size, tmp_path)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from dstrat.data.continued import Beginning, generator_states, set_generator_states, share_seeds, shared_seeds
 from dstrat.data.placed import knows_its_place, rest_at
@@ -11,6 +15,8 @@ from dstrat.data.random_state import RandomState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
 
     from dstrat.training.trainer import Trainer
 
@@ -58,7 +64,8 @@ def _gradients(trainer: Trainer) -> dict[str, Any] | None:
     if strategy.saves_gradients:
         return None
     if strategy.replicates_state:
-        return {name: p.grad for name, p in strategy.module.named_parameters() if p.grad is not None}
+        named = strategy.module.named_parameters()
+        return {name: _dense_parts(p.grad) for name, p in named if p.grad is not None}
     manual = trainer.fit_loop.manual_optimization
     if trainer.is_global_zero and (manual is None or manual.waits):
         _log.warning(
@@ -66,6 +73,27 @@ def _gradients(trainer: Trainer) -> dict[str, Any] | None:
             "strategy keeps sharded: a run that continues it leaves these batches out"
         )
     return None
+
+
+def _dense_parts(gradient: Tensor) -> Tensor | dict[str, Any]:
+    """Return a gradient as a checkpoint holds it: a sparse one, such as of an embedding, in its parts."""
+    if not gradient.is_sparse:
+        return gradient
+    return {
+        "indices": gradient._indices(),  # noqa: SLF001 - those of a sum that is not coalesced, which would round it
+        "values": gradient._values(),  # noqa: SLF001 - the same
+        "size": list(gradient.shape),
+        "is_coalesced": gradient.is_coalesced(),
+    }
+
+
+def _gradient(saved: Tensor | Mapping[str, Any]) -> Tensor:
+    """Return the gradient of which :func:`_dense_parts` has made this."""
+    if isinstance(saved, torch.Tensor):
+        return saved
+    return torch.sparse_coo_tensor(
+        saved["indices"], saved["values"], saved["size"], is_coalesced=saved["is_coalesced"], check_invariants=False
+    )
 
 
 def moved_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -77,9 +105,13 @@ def moved_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         states: What :func:`rank_state` returned in each process that saved.
     """
-    gradients = [state["gradients"] for state in states if state["gradients"] is not None]
+    saved = [state["gradients"] for state in states if state["gradients"] is not None]
+    gradients = [{name: _gradient(value) for name, value in one.items()} for one in saved]
     names = dict.fromkeys(name for one in gradients for name in one)  # some may be unused in some processes
-    mean = {name: sum(one[name] for one in gradients if name in one) / len(gradients) for name in names}
+    mean = {
+        name: _dense_parts(reduce(add, [one[name] for one in gradients if name in one]) / len(gradients))
+        for name in names
+    }
     nothing = dict.fromkeys(("random", "device_random", "logged", "place"))
     of_all = {name: states[0].get(name) for name in ("generators", "beginning", "validation")}
     return {**nothing, **of_all, "gradients": mean or None}
@@ -130,7 +162,7 @@ class Continuation:
         if strategy.replicates_state:
             for name, parameter in strategy.module.named_parameters():
                 gradient = gradients.get(name)
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+                parameter.grad = None if gradient is None else _gradient(gradient).to(parameter.device)
         elif self._trainer.is_global_zero:
             _log.warning(
                 "the checkpoint has whole gradients that were not cleared when it was saved, which are left out, as "
