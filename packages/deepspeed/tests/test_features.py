@@ -37,6 +37,39 @@ class Shared(Net):
         return torch.optim.SGD([{"params": wide}, {"params": rest, "lr": 0.02}], lr=0.05, momentum=0.9)
 
 
+class Decayed(Net):
+    """Groups with and without decay, of which the first and the third are empty, and a scheduler for each group."""
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": []},
+            {"params": [p for p in self.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [], "weight_decay": 0.5},
+            {"params": [p for p in self.parameters() if p.ndim <= 1], "lr": 0.02},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        factors = [lambda step: 1.0, lambda step: 0.5**step, lambda step: 1.0, lambda step: 0.9**step]
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+        return optimizer
+
+
+def decayed(strategy, given):
+    module = Decayed()
+    start(strategy, module, given)
+    [optimizer] = strategy.optimizers
+    losses = []
+    for _ in range(4):
+        losses += train(strategy, steps=2)
+        module.scheduler.step()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    state = strategy.optimizer_state(optimizer)
+    shard = strategy.sharded_optimizer_state(optimizer)
+    strategy.load_sharded_optimizer_state(optimizer, shard)
+    losses += train(strategy, steps=2)
+    strategy.teardown()
+    return losses, rates, [len(group["params"]) for group in state.get("param_groups", [])]
+
+
 class Manual(Net):
     """Computes gradients of two halves of the batch itself, and steps in each second step."""
 
@@ -84,6 +117,7 @@ def train_everything(cluster, stage):
     found = {
         **structured(stage, parts(cluster)),
         "manual": manual_losses(DeepSpeedStrategy(stage=stage), parts(cluster)),
+        "decayed": decayed(DeepSpeedStrategy(stage=stage), parts(cluster)),
         "gradients": gradients(stage, parts(cluster)),
         "poisoned": poisoned(stage, parts(cluster)),
         **{
@@ -147,6 +181,15 @@ def found(request, ranks):
 def test_losses_with_groups_shared_frozen_and_unused_parameters_are_those_of_one_device(found):
     for rank in found[1]:
         assert rank["shared"] == pytest.approx(single_device_losses(Shared()), rel=2e-6, abs=0)
+
+
+def test_schedulers_of_empty_groups_are_those_of_one_device(found):
+    alone = decayed(SingleDeviceStrategy(), parts(None))
+    for number, rank in enumerate(found[1]):
+        losses, rates, sizes = rank["decayed"]
+        assert losses == pytest.approx(alone[0], rel=1e-5, abs=0)
+        assert rates == alone[1]
+        assert sizes == (alone[2] if number == 0 or found[0] == 0 else [])
 
 
 def test_a_module_is_as_before_after_the_training(found):

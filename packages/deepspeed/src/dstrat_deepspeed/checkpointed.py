@@ -58,7 +58,7 @@ class CheckpointedStrategy(ParallelStrategy):
         if len(self.optimizers) == 1:
             names = self._names()
             groups = self.optimizers[0].param_groups
-            self._group_names = [[names[id(p)] for p in group["params"]] for group in groups if group["params"]]
+            self._group_names = [[names[id(p)] for p in group["params"]] for group in groups]
 
     def module_state_dict(self) -> dict[str, Any]:
         """Return the whole state of the module, of stage 3 on global rank 0 only; collective."""
@@ -170,7 +170,8 @@ class CheckpointedStrategy(ParallelStrategy):
         check_can_save_native(path, self)
         super().save_checkpoint(checkpoint, path)
         exclude_frozen = options.exclude_frozen_parameters
-        save_native(self._engine.engine, checkpoint, path, self, exclude_frozen=exclude_frozen)
+        with self._engine.without_empty_groups():
+            save_native(self._engine.engine, checkpoint, path, self, exclude_frozen=exclude_frozen)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, with the files that DeepSpeed has written beside it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from dstrat_deepspeed.optimizers import keep, without_first_step
 from dstrat_deepspeed.unused import UnusedGradients, unused_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -63,7 +63,7 @@ class Engine:
         self._has_gradients = False
         self._expects_more = False
         self._norm: float | Tensor | None = None
-        groups = [{"params": steps.parameters()}] if optimizer is None else optimizer.param_groups
+        groups = [{"params": steps.parameters()}] if optimizer is None else list(optimizer.param_groups)
         self._trained = [parameter for group in groups for parameter in group["params"]]
         if is_manual:
             config = without_boundaries(config)
@@ -75,6 +75,7 @@ class Engine:
         self._unused: UnusedGradients | None = None
         self._exchanges: Exchanges | None = None
         self.optimizer: Optimizer | None = self.engine.basic_optimizer
+        self._all_groups: list[dict[str, Any]] | None = None
         if self.optimizer is not None:
             self.optimizer.zero_grad = self._zero_grad  # it has shards of parameters now
             self._is_sharded = self.engine.optimizer is not self.optimizer
@@ -84,8 +85,27 @@ class Engine:
             self._unused = unused_gradients(self.engine.optimizer, sends_in_step=is_manual)
             self._exchanges = exchanges_of(self.engine.optimizer, steps)
             share_memory(self.engine.optimizer)
+            if optimizer is not None and len(groups) > len(self.optimizer.param_groups):
+                self._used_groups, self._all_groups = self.optimizer.param_groups, groups
+                self.optimizer.param_groups = groups
             self._set_clipping(0.0)
             self.set_boundary(is_boundary=True)
+
+    @contextmanager
+    def without_empty_groups(self) -> Iterator[None]:
+        """Let DeepSpeed see the optimizer as it has made it: without groups that have no parameters.
+
+        At other times the optimizer has all groups of the user, as schedulers have a learning rate for each of them.
+        """
+        optimizer: Any = self.optimizer
+        if self._all_groups is None or optimizer.param_groups is not self._all_groups:
+            yield
+            return
+        optimizer.param_groups = self._used_groups
+        try:
+            yield
+        finally:
+            optimizer.param_groups = self._all_groups
 
     # Steps
 
@@ -116,7 +136,7 @@ class Engine:
         self._expects_more = not (self._is_manual or self.engine.is_gradient_accumulation_boundary())
         if self._is_manual:
             self._prepare_manual_backward(loss)
-        with nullcontext() if compute is None else ReplacedBackward(compute):
+        with self.without_empty_groups(), nullcontext() if compute is None else ReplacedBackward(compute):
             # not the tensor that a step returned, whose gradient stage 0 divides by the batches of a whole group
             self.engine.backward(loss.view_as(loss), scale_wrt_gas=False)
         if self._exchanges is not None:
@@ -147,6 +167,13 @@ class Engine:
             self._forget_gradients()
 
     def _forget_gradients(self) -> None:
+        with self.without_empty_groups():
+            self._clear()
+        if self._unused is not None:
+            self._unused.forget()
+        self._has_gradients = False
+
+    def _clear(self) -> None:
         optimizer = self.engine.optimizer
         self.engine.zero_grad()
         if self._is_sharded:
@@ -154,9 +181,6 @@ class Engine:
             for partial in ("averaged_gradients", "all_grad_tensors"):
                 for group in getattr(optimizer, partial, {}):
                     getattr(optimizer, partial)[group] = None
-        if self._unused is not None:
-            self._unused.forget()
-        self._has_gradients = False
 
     # Updates
 
@@ -189,7 +213,7 @@ class Engine:
         if self._expects_more and engine.zero_optimization_stage() in (1, 2):
             engine.allreduce_gradients()  # as a last backward pass does, which a batch without a loss has not made
         self._expects_more = False
-        with naming_new_parameters(self._steps):
+        with naming_new_parameters(self._steps), self.without_empty_groups():
             engine.step()
         self._has_gradients = False
         if self._is_sharded:
@@ -250,7 +274,8 @@ class Engine:
         """Free the engine, its process groups, and what it has hooked to the module."""
         sharded = self.engine.optimizer
         try:
-            self.engine.destroy()
+            with self.without_empty_groups():
+                self.engine.destroy()
         finally:
             release_groups(self.engine)
             free_buffers_of_state(sharded)

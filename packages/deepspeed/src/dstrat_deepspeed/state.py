@@ -48,6 +48,8 @@ class PartitionedState:
         self._optimizer = optimizer
         self._partitions = partitions
         self.group_names = _names_of(partitions) if group_names is None else group_names
+        # DeepSpeed counts groups that have parameters only.
+        self._group_numbers = [number for number, names in enumerate(self.group_names) if names]
         self._buffers: dict[tuple[int, str], Tensor] = {}
 
     @property
@@ -158,8 +160,15 @@ class PartitionedState:
         state = partition.state(self._optimizer)
         if state:
             return {key: value for key, value in state.items() if _is_like(value, partition.weights)}
-        found = _first_state(self._optimizer, partition)
+        found = self._first_state(partition)
         return {key: value for key, value in found.items() if isinstance(value, Tensor) and value.shape == (2,)}
+
+    def _first_state(self, partition: Partition) -> dict[str, Any]:
+        """Return what a first step would make of two elements; empty where that is not known."""
+        if type(self._optimizer).__name__ == "DeepSpeedCPUAdam":  # which cannot be copied
+            moments = {key: torch.zeros(2, dtype=partition.weights.dtype) for key in ("exp_avg", "exp_avg_sq")}
+            return {"step": 0, **moments}
+        return state_after_one_step(self._optimizer, self._group_numbers[partition.group], partition.weights)
 
     def _buffer(self, number: int, key: str, like: Tensor) -> Tensor:
         """Return the memory of a part of the state: the optimizer's, or what will be that."""
@@ -209,7 +218,7 @@ class PartitionedState:
                 f"{type(self._optimizer).__name__} needs {', '.join(missing)}: it is the state of another optimizer"
             )
         state = {key: value for key, value in found.items() if not _is_element_wise(key, value, kept)}
-        example = _first_state(self._optimizer, partition)
+        example = self._first_state(partition)
         new = {key: _converted(value, example.get(key)) for key, value in state.items()}
         for key, value in found.items():
             if key not in state:
@@ -242,14 +251,6 @@ def _names_of(partitions: Sequence[Partition]) -> list[list[str]]:
     for partition in partitions:
         groups.setdefault(partition.group, []).extend(extent.name for extent in partition.extents)
     return [groups[number] for number in sorted(groups)]
-
-
-def _first_state(optimizer: Optimizer, partition: Partition) -> dict[str, Any]:
-    """Return what a first step would make of two elements; empty where that is not known."""
-    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # which cannot be copied
-        moments = {key: torch.zeros(2, dtype=partition.weights.dtype) for key in ("exp_avg", "exp_avg_sq")}
-        return {"step": 0, **moments}
-    return state_after_one_step(optimizer, partition.group, partition.weights)
 
 
 def _part(value: Any, partition: Partition, extent: Extent) -> Any:
