@@ -260,6 +260,19 @@ def test_with_a_stateful_loader_of_torchdata(check, make, points, num_workers):
     check(points, loader=lambda: make(torchdata.StatefulDataLoader, batch_size=4, num_workers=num_workers))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # which torchdata calls
+def test_on_two_processes_with_a_stateful_loader_of_torchdata(check, averaging, num_workers):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+
+    def loader():
+        return torchdata.StatefulDataLoader(numbers(), batch_size=2, shuffle=True, num_workers=num_workers)
+
+    check([2, 5], strategy=averaging, devices=2, loader=loader)
+    if num_workers == 0:
+        check([6], strategy=averaging, devices=2, loader=loader, hook="on_train_epoch_end")
+
+
 def test_in_manual_optimization(check):
     check([1, 2, 5, 9], cls=Manual)
 

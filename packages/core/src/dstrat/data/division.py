@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,7 @@ def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[A
     share = strategy.distributed_sampler_kwargs
     if isinstance(loader.dataset, ShardedIterableDataset):
         return with_parts(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=True))
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_sampler is not None and not _groups_samples(loader):
         if share["num_replicas"] == 1:
             return loader
         raise RequestError(
@@ -67,7 +68,7 @@ def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[A
             "Trainer(use_distributed_sampler=False), or with training_loader(loader, distribute=False) of an OwnLoop"
         )
     given = sampler_of(loader)
-    return with_sampler(loader, RankSampler(_order(given, strategy), length=len(given), **share))
+    return with_sampler(loader, RankSampler(_order(given, strategy, loader), length=len(given), **share))
 
 
 def divide_evaluation(loader: DataLoader[Any], strategy: Strategy, *, repeat_to: int | None = None) -> DataLoader[Any]:
@@ -82,11 +83,11 @@ def divide_evaluation(loader: DataLoader[Any], strategy: Strategy, *, repeat_to:
     if isinstance(loader.dataset, ShardedIterableDataset):
         return with_parts(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=False))
     own = loader.batch_sampler
-    given: Any = sampler_of(loader) if own is None or type(own) is BatchSampler else own
-    order = _order(given, strategy)
+    given: Any = sampler_of(loader) if own is None or _groups_samples(loader) else own
+    order = _order(given, strategy, loader)
     batches: Any = AgreedSampler(order, length=len(given))
-    if type(own) is BatchSampler:
-        batches = BatchSampler(batches, own.batch_size, own.drop_last)
+    if _groups_samples(loader):
+        batches = _regrouped(own, batches)
     if repeat_to is not None:
         batches = RepeatedBatches(batches, repeat_to)
     part = RankBatchSampler(batches, order, **share)
@@ -95,7 +96,8 @@ def divide_evaluation(loader: DataLoader[Any], strategy: Strategy, *, repeat_to:
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return the sampler that gives the order: that of the batch sampler, where the user passed one."""
-    return loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.sampler
+    own: Any = loader.batch_sampler
+    return own.sampler if _groups_samples(loader) else loader.sampler
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
@@ -103,7 +105,23 @@ def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     own: Any = loader.batch_sampler
     if own is None:
         return with_parts(loader, sampler=sampler)
-    return with_parts(loader, sampler=sampler, batch_sampler=BatchSampler(sampler, own.batch_size, own.drop_last))
+    return with_parts(loader, sampler=sampler, batch_sampler=_regrouped(own, sampler))
+
+
+def _groups_samples(loader: DataLoader[Any]) -> bool:
+    """Return whether the batch sampler only groups what the sampler gives, as torch's does.
+
+    So does one of another class that the loader has made itself, as torchdata's StatefulDataLoader does: a loader that
+    was given a batch sampler has no batch size.
+    """
+    own = loader.batch_sampler
+    return type(own) is BatchSampler or (isinstance(own, BatchSampler) and loader.batch_size is not None)
+
+
+def _regrouped(batches: Any, sampler: Any) -> Any:
+    copied = copy.copy(batches)
+    copied.sampler = sampler
+    return copied
 
 
 def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
@@ -116,17 +134,21 @@ def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     return copied
 
 
-def _order(sampler: Any, strategy: Strategy) -> Order:
+def _order(sampler: Any, strategy: Strategy, loader: DataLoader[Any]) -> Order:
     """Return what gives the indices of an epoch in the same order in every process."""
     if type(sampler) is SequentialSampler:
         return SequentialOrder(len(sampler))
-    if _is_plain_random(sampler):
+    if _is_plain_random(sampler, loader):
         return ShuffledOrder(sampler.data_source, strategy.broadcast(torch.initial_seed() % 2**32))
     return BroadcastOrder(sampler, strategy.broadcast)
 
 
-def _is_plain_random(sampler: Any) -> bool:
+def _is_plain_random(sampler: Any, loader: DataLoader[Any]) -> bool:
     """Return whether a sampler shuffles by torch's own generator, and each sample comes once."""
-    if type(sampler) is not RandomSampler or sampler.generator is not None:
-        return False
-    return not sampler.replacement and not sampler._num_samples  # noqa: SLF001 - torch offers no other way to know
+    kind: Any = type(sampler)
+    if kind is RandomSampler:
+        has_generator = sampler.generator is not None
+    else:  # that of torchdata's StatefulDataLoader, which makes a generator where the loader was given none
+        stateful = getattr(sys.modules.get("torchdata.stateful_dataloader.sampler"), "RandomSampler", None)
+        has_generator = kind is not stateful or loader.generator is not None
+    return not has_generator and not sampler.replacement and not sampler._num_samples  # noqa: SLF001 - torch offers no other way to know

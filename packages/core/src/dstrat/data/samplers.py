@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 Order = Callable[[int, int], Iterable[Any]]
 """Returns the indices, or batches, of an epoch, when they are read for the so-manieth time in it (from 0)."""
@@ -22,6 +22,8 @@ class RankSampler(Sampler[int]):
 
     All processes get the same number of indices: where the order does not divide evenly it is continued from its
     start, so that no process waits for a batch that another one lacks.
+
+    It has a state, by which loaders that have one (torchdata's StatefulDataLoader) go on within an epoch.
 
     Args:
         order: The same in every process.
@@ -39,12 +41,21 @@ class RankSampler(Sampler[int]):
         self._length = length
         self._num_replicas, self._rank = num_replicas, rank
         self.epoch = 0
-        self._times_read = 0
+        self._times_read = self._num_read = self._num_skipped = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next."""
         self.epoch = epoch
-        self._times_read = 0
+        self._times_read = self._num_read = self._num_skipped = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the latest reading of the epoch is; the epoch itself is that of the loop."""
+        return {"times_read": self._times_read, "num_read": self._num_read}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the next reading be the one that :meth:`state_dict` described, from there on."""
+        self._times_read = max(0, state["times_read"] - 1)
+        self._num_skipped = state["num_read"]
 
     def __len__(self) -> int:
         return math.ceil(self._length / self._num_replicas)
@@ -55,7 +66,12 @@ class RankSampler(Sampler[int]):
         wanted = len(self) * self._num_replicas
         while indices and len(indices) < wanted:
             indices += indices[: wanted - len(indices)]
-        return iter(indices[self._rank :: self._num_replicas])
+        # A loader that has read all begins anew.
+        self._num_read = self._num_skipped if self._num_skipped < len(self) else 0
+        self._num_skipped = 0
+        for index in indices[self._rank :: self._num_replicas][self._num_read :]:
+            self._num_read += 1
+            yield index
 
 
 class RankBatchSampler(Sampler[Any]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -93,6 +94,11 @@ class Strategy(ABC):
     evaluates_together: bool = False
     allows_inference_mode: bool = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_signature(cls, "backward", "loss, *args, **kwargs")
+        _check_signature(cls, "batch_to_device", "batch")
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -106,6 +112,7 @@ class Strategy(ABC):
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[SchedulerConfig] = []
         self.module_backward: Callable[..., None] | None = None
+        self._is_set_up = False
         self._module: Module | None = None
         self.model: Any = None
 
@@ -192,6 +199,7 @@ class Strategy(ABC):
         """Take the user's module; it is still on its own device and not wrapped."""
         self._module = module
         self.model = module
+        self._is_set_up = False
 
     @property
     def module(self) -> Any:
@@ -227,11 +235,24 @@ class Strategy(ABC):
 
     def setup(self, trainer: TrainerLike) -> None:
         """Make the module ready to run: precision, device, wrapping, optimizers."""
+        self._is_set_up = True
         self._module = self.model = self.precision_plugin.connect(self.module)
         self.model_to_device()
         self.wrap_model(trainer)
         if trainer.is_fitting:
             self.setup_optimizers(trainer)
+
+    def check_set_up(self) -> None:
+        """Check that :meth:`setup` of a training has made optimizers, or has left that to its base.
+
+        Raises:
+            MisuseError: A subclass replaces it, and does neither.
+        """
+        if not self._is_set_up and not self.optimizers:
+            raise MisuseError(
+                f"{type(self).__name__}.setup did not call super().setup(trainer), so that the module was not prepared "
+                "and has no optimizers: call it there"
+            )
 
     def synchronize_batchnorm(self) -> None:
         """Let the module's batch-norm layers share their statistics over all processes, before :meth:`setup`."""
@@ -266,9 +287,9 @@ class Strategy(ABC):
         """Return the loader that feeds this process, for backends that bring one of their own."""
         return dataloader
 
-    def batch_to_device(self, batch: Any) -> Any:
-        """Return the batch on :attr:`root_device`, in the precision's dtype."""
-        return self.precision_plugin.convert_input(move_to_device(batch, self.root_device))
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
+        """Return the batch on a device, :attr:`root_device` where it is None, in the precision's dtype."""
+        return self.precision_plugin.convert_input(move_to_device(batch, device or self.root_device))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step``."""
@@ -472,3 +493,17 @@ class Strategy(ABC):
                 "or let a Trainer complete the strategy first"
             )
         return part
+
+
+def _check_signature(cls: type[Strategy], name: str, arguments: str) -> None:
+    """Raise MisuseError where a class's own method needs more than the first of the arguments."""
+    method = vars(cls).get(name)
+    if not inspect.isfunction(method):
+        return
+    try:
+        inspect.signature(method).bind(None, None)
+    except TypeError as error:
+        raise MisuseError(
+            f"{cls.__name__}.{name}{inspect.signature(method)} cannot be called as dstrat calls it ({error}): "
+            f"define it as {name}(self, {arguments})"
+        ) from None

@@ -125,6 +125,8 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path:
     restoration = None if path is None else Restoration(trainer, path)
     trainer.publisher.log_graph(module)
     strategy.setup(trainer)
+    if trainer.is_fitting:
+        strategy.check_set_up()
     trainer.publisher.start_run()
     log_hyperparameters(trainer)
     if restoration is not None:
