@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
 from dstrat_ddp.comm_hooks import comm_hook
 from dstrat_ddp.ddp_keywords import check_ddp_keywords
@@ -15,6 +16,7 @@ from dstrat_ddp.ending import release_reducer
 from dstrat_ddp.layout import lay_out_buckets
 from dstrat_ddp.local_sgd import ParameterAveraging, check_averaging_period
 from dstrat_ddp.manual_backward import ManualBackward
+from dstrat_ddp.separate import SeparateWrappers
 from dstrat_ddp.step_module import StepModule
 from dstrat_ddp.unused_parameters import ExplainedUnusedParameters
 
@@ -130,6 +132,9 @@ class DDPStrategy(ParallelStrategy):
                 "%s has no trainable parameter, so that there is nothing to average", type(self.module).__name__
             )
             return
+        if isinstance(self.module, SeparateModules):
+            self.model = SeparateWrappers(self.module, self._wrap_one)
+            return
         steps = StepModule(self.module)
         self.model = steps
         self.configure_ddp()
@@ -138,6 +143,12 @@ class DDPStrategy(ParallelStrategy):
             self._manual_backward = ManualBackward(self.model, steps.watch)
             self._explained = ExplainedUnusedParameters(self.model)
         self._configure_communication()
+
+    def _wrap_one(self, module: Module) -> Any:
+        self.model = module
+        self.configure_ddp()
+        self._configure_communication()
+        return self.model
 
     def configure_ddp(self) -> None:
         """Replace :attr:`model`, a module whose forward runs a step, by a wrapper that averages its gradients."""
@@ -165,13 +176,21 @@ class DDPStrategy(ParallelStrategy):
             self._wrap_again()
         if self.model is self.module:
             return super().training_step(*args, **kwargs)
-        with self.precision_plugin.forward_context(), self._explained:
+        with self.precision_plugin.forward_context(), self._explanation():
             output = self.model("training_step", *args, **kwargs)
         if self._manual_backward is not None:
             self._manual_backward.after_forward()
         return output
 
+    def _explanation(self) -> AbstractContextManager[Any]:
+        return self.model.explained() if isinstance(self.model, SeparateWrappers) else self._explained
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.model, SeparateWrappers):
+            with self.model.explained():
+                super().backward(loss, *args, **kwargs)
+                self.model.check_finished()
+            return
         if self._manual_backward is None:
             super().backward(loss, *args, **kwargs)
             return
@@ -230,5 +249,7 @@ class DDPStrategy(ParallelStrategy):
     def _unwrap(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
             release_reducer(self.model)
+        elif isinstance(self.model, SeparateWrappers):
+            self.model.release()
         self.model, self._manual_backward = self._module, None
         self._explained, self._has_run_backward = nullcontext(), False

@@ -31,7 +31,8 @@ def only_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer | None:
     if len(optimizers) > 1:
         raise RequestError(
             f"configure_optimizers returned {len(optimizers)} optimizers, and DeepSpeed trains with one: "
-            "put the parameters into groups of a single optimizer"
+            "put the parameters into groups of a single optimizer, or, where modules take turns as in a GAN, choose a "
+            'strategy that steps each of them, such as "fsdp" or "ddp"'
         )
     [optimizer] = optimizers
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.nn import Module
 
 from dstrat.data.random_state import RandomState
 from dstrat.errors import ConflictError, MisuseError
@@ -16,16 +18,18 @@ from dstrat.own_loop.loaders import EvaluationLoader, TrainingLoader
 from dstrat.own_loop.running import communicating
 from dstrat.own_loop.settings import Settings
 from dstrat.own_loop.steps import Steps
+from dstrat.own_loop.values import as_loggers, collect, log_metrics, open_loggers
+from dstrat.parallel.separate_modules import SeparateModules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
-    from torch.nn import Module
     from torch.optim import Optimizer
 
     from dstrat.interfaces.precision import ClipAlgorithm
+    from dstrat.training.loggers.logger import Logger
 
 T = TypeVar("T")
 
@@ -50,22 +54,24 @@ class OwnLoop:
 
         OwnLoop(dstrat.build(strategy="ddp", devices=2)).launch(train, epochs=3)
 
-    Everything else is the strategy's own: ``loop.strategy.reduce(loss)``, ``barrier``, ``all_gather``,
-    ``clip_gradients``, ``is_global_zero``, ``world_size`` ...
+    Everything else is the strategy's own: ``loop.strategy.clip_gradients``, ``unscale_gradients`` ...
 
     Args:
         strategy: What :func:`dstrat.build` returned.
+        loggers: Where :meth:`log` writes: a logger, or several.
 
     Attributes:
         strategy: As it was given.
+        loggers: The loggers.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, loggers: Logger | Iterable[Logger] | None = None) -> None:
         if not isinstance(strategy, Strategy):
             raise MisuseError(
                 f"OwnLoop was given {strategy!r}, which is no Strategy: OwnLoop(dstrat.build(strategy={strategy!r}))"
             )
         self.strategy = strategy
+        self.loggers = as_loggers(loggers)
         self._steps: Steps | None = None
         self._loaders: list[TrainingLoader] = []
         self._evaluated: list[weakref.ref[EvaluationLoader]] = []
@@ -100,7 +106,7 @@ class OwnLoop:
         if random_state is not None:
             random_state.restore()
         self._is_launched = True
-        with communicating(self.strategy, self._end):
+        with communicating(self.strategy, self._end), open_loggers(self.loggers, self.strategy):
             return function(self, *args, **kwargs)
 
     def _end(self) -> None:
@@ -115,8 +121,8 @@ class OwnLoop:
 
     def setup(
         self,
-        module: Module,
-        make_optimizers: Callable[[Any], Any] | None = None,
+        module: Module | Sequence[Module] | Mapping[str, Module],
+        make_optimizers: Callable[..., Any] | None = None,
         *,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
@@ -126,9 +132,11 @@ class OwnLoop:
         """Bring a module into the strategy's hands: precision, device, wrapping or sharding; and make its optimizers.
 
         Args:
-            module: Any ``nn.Module``; it stays what it is, with its own names.
+            module: Any ``nn.Module``; it stays what it is, with its own names.  Several that take turns, as in a GAN,
+                are a list, or a dict whose keys are their names in checkpoints.
             make_optimizers: Returns for the module, when it is on its device, an optimizer, or whatever a module's
-                ``configure_optimizers`` may return; None where it is only evaluated.
+                ``configure_optimizers`` may return; None where it is only evaluated.  Several modules are as many
+                arguments, in their order.
             accumulate_grad_batches: Batches whose gradients make up one optimizer step.
             gradient_clip_val: Largest norm or value of gradients, to which :meth:`step` clips them.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``.
@@ -136,7 +144,7 @@ class OwnLoop:
         """
         self._check_launched("setup")
         if self._steps is not None:
-            raise MisuseError("setup was called twice: put the modules into one, such as a torch.nn.ModuleDict")
+            raise MisuseError("setup was called twice: pass all modules at once, loop.setup([one, other], ...)")
         settings = Settings(
             strategy=self.strategy,
             make_optimizers=make_optimizers,
@@ -145,13 +153,15 @@ class OwnLoop:
             gradient_clip_algorithm=gradient_clip_algorithm,
         )
         strategy = self.strategy
-        strategy.connect(module)
+        strategy.connect(_as_one(module))
         if sync_batchnorm:
             strategy.synchronize_batchnorm()
         for name in _STEP_NAMES:  # a strategy runs steps by their names; here a step is any function
             strategy.module.__dict__[name] = _call
         self._steps = Steps(settings)
         strategy.setup(settings)
+        if settings.is_fitting:
+            strategy.check_set_up()
         if accumulate_grad_batches > 1 and len(strategy.optimizers) > 1:
             raise ConflictError(
                 f"accumulate_grad_batches={accumulate_grad_batches} is for a single optimizer, and there are "
@@ -204,7 +214,8 @@ class OwnLoop:
         With gradients switched on it is a training step, whose result :meth:`backward` takes; otherwise it evaluates.
 
         Args:
-            function: The module itself, one of its methods, or any function that calls them.
+            function: The module itself, one of its methods, or any function that calls them; of several modules, one,
+                a method of one, or a function that uses all of them.
             *args: What it takes.
             **kwargs: What it takes.
         """
@@ -247,6 +258,118 @@ class OwnLoop:
         finally:
             for part, was_training in modes:
                 part.training = was_training
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """In this context operations run in the strategy's precision, as in :meth:`compute`."""
+        self._set_up("autocast")
+        with self.strategy.precision_plugin.forward_context():
+            yield
+
+    # Processes
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.strategy.root_device
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the job."""
+        return self.strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process in the job."""
+        return self.strategy.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self.strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Rank of this machine."""
+        return self.strategy.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process has global rank 0."""
+        return self.strategy.is_global_zero
+
+    def to_device(self, batch: T) -> T:
+        """Return a batch, or any collection with tensors, on the device of this process."""
+        return self.strategy.batch_to_device(batch)  # type: ignore[no-any-return]  # of the same types
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process has come here."""
+        self.strategy.barrier(name)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return the object of a rank in every process."""
+        return self.strategy.broadcast(obj, src)
+
+    def all_reduce(self, data: Any, group: Any | None = None, reduce_op: str | Any | None = "mean") -> Any:
+        """Return a collection with each of its tensors and numbers reduced over all processes, as tensors.
+
+        Args:
+            data: A tensor, a number, or dicts, lists, tuples and dataclasses of them, alike in every process.
+            group: The processes; None is all of them.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or torch's.
+        """
+        return collect(data, self.device, lambda tensor: self.strategy.reduce(tensor, group, reduce_op))
+
+    def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """Return a collection with each of its tensors and numbers as those of all processes, stacked.
+
+        Args:
+            data: As of :meth:`all_reduce`; a tensor of shape ``(*shape)`` becomes one of ``(world_size, *shape)``.
+            group: The processes; None is all of them.
+            sync_grads: Whether gradients flow back through the gathering.
+        """
+        return collect(data, self.device, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
+
+    @contextmanager
+    def rank_zero_first(self, local: bool = False) -> Iterator[None]:
+        """Let rank 0 run the block before all others, such as for a download; every process enters it.
+
+        The others wait as long as the strategy's timeout allows.
+
+        Args:
+            local: Whether it is the first process of each machine, where machines share no files.
+        """
+        self._check_launched("rank_zero_first")
+        is_first = (self.local_rank if local else self.global_rank) == 0
+        if not is_first:
+            self.strategy.barrier("rank_zero_first")
+        yield  # where rank 0 raises, the job ends, and nobody waits
+        if is_first:
+            self.strategy.barrier("rank_zero_first")
+
+    # Output
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print in the first process of each machine, and do nothing in the others."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Write a value to the loggers, as :meth:`log_dict` does."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write values of rank 0 to the loggers; reduce them before, where those of all processes count.
+
+        Args:
+            metrics: Numbers, or tensors of one element, by name.
+            step: Number of the step; None is :attr:`steps_done`.
+        """
+        self._check_launched("log")
+        if not self.loggers:
+            raise MisuseError("log was called without a logger: OwnLoop(strategy, loggers=CSVLogger())")
+        if self.is_global_zero:
+            log_metrics(self.loggers, metrics, self.steps_done if step is None else step)
 
     # State
 
@@ -296,3 +419,14 @@ class OwnLoop:
 def _call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Be a step of the module, which runs whatever function it is given."""
     return function(*args, **kwargs)
+
+
+def _as_one(module: Any) -> Module:
+    """Return what the strategy gets: the module, or several as one."""
+    if isinstance(module, Module):
+        return module
+    if isinstance(module, Mapping):
+        return SeparateModules(module)
+    if isinstance(module, list | tuple):
+        return SeparateModules({str(index): one for index, one in enumerate(module)})
+    raise MisuseError(f"setup was given {module!r}: pass a torch.nn.Module, or a list or dict of them")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError, RequestError
 from dstrat.interfaces.optimization import Optimization, read_optimizers
+from dstrat.parallel.separate_modules import SeparateModules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,7 @@ class Settings:
     """
 
     strategy: Strategy
-    make_optimizers: Callable[[Any], Any] | None
+    make_optimizers: Callable[..., Any] | None
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: ClipAlgorithm = "norm"
@@ -53,4 +54,6 @@ class Settings:
     def configure_optimizers(self) -> Optimization:
         """Create the optimizers of the module as it is now, and their schedulers."""
         assert self.make_optimizers is not None  # noqa: S101 - a strategy asks only where is_fitting is True
-        return read_optimizers(self.make_optimizers(self.strategy.module))
+        module = self.strategy.module
+        modules = module.children() if isinstance(module, SeparateModules) else (module,)
+        return read_optimizers(self.make_optimizers(*modules))

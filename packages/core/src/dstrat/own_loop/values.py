@@ -1,0 +1,93 @@
+"""Values of a hand-written loop: collections of them over all processes, and those that loggers write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from numbers import Number
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.training.loggers.logger import Logger
+
+
+def collect(data: Any, device: torch.device, function: Callable[[Tensor], Any]) -> Any:
+    """Return a collection with a function applied to each tensor and number in it, which are on the device then."""
+    return apply_to_tensors(_with_tensors(data, device), lambda tensor: function(tensor.to(device)))
+
+
+def _with_tensors(data: Any, device: torch.device) -> Any:
+    if isinstance(data, Number):
+        return torch.tensor(data, device=device)
+    if isinstance(data, Mapping) and type(data) is dict:
+        return {key: _with_tensors(value, device) for key, value in data.items()}
+    if type(data) in (list, tuple):
+        return type(data)(_with_tensors(value, device) for value in data)
+    return torch.as_tensor(data) if type(data).__module__ == "numpy" else data
+
+
+def as_loggers(given: Any) -> list[Logger]:
+    """Return the loggers that were given, one or several.
+
+    Raises:
+        MisuseError: One of them is none.
+    """
+    if given is None:
+        return []
+    loggers = list(given) if isinstance(given, list | tuple) else [given]
+    for logger in loggers:
+        if not callable(getattr(logger, "log_metrics", None)):
+            raise MisuseError(f"loggers has {logger!r}, which is no Logger: pass one of dstrat.loggers")
+    return loggers
+
+
+@contextmanager
+def open_loggers(loggers: list[Logger], strategy: Strategy) -> Iterator[None]:
+    """Let rank 0 write while a loop runs, in folders that all processes know, and close the loggers; collective."""
+    if not loggers:
+        yield
+        return
+    from dstrat.training.loggers.several import agree_on_folders, call_loggers
+
+    for logger in loggers:
+        logger.root_dir = logger.root_dir or Path.cwd()
+    agree_on_folders(loggers, strategy)
+    status = "failed"
+    try:
+        yield
+        status = "success"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        call_loggers(loggers, "finalize", status)
+
+
+def log_metrics(loggers: Iterable[Logger], metrics: Mapping[str, Any], step: int) -> None:
+    """Write values to all loggers.
+
+    Raises:
+        MisuseError: A value is not a number.
+        LoggerError: A logger failed.
+    """
+    from dstrat.training.loggers.several import call_loggers
+
+    call_loggers(list(loggers), "log_metrics", {name: _number(name, value) for name, value in metrics.items()}, step)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MisuseError(f"log was given {value!r} as {name!r}: pass a number, or a tensor of one element") from error
