@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from dstrat import Callback, ModelCheckpoint, SingleDeviceStrategy, TorchCheckpointIO
+from dstrat import (
+    Callback,
+    CheckpointIO,
+    CSVLogger,
+    ModelCheckpoint,
+    SimpleProfiler,
+    SingleDeviceStrategy,
+    TorchCheckpointIO,
+    TorchPredictionWriter,
+    read_predictions,
+)
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
 from dstrat.errors import CheckpointError, MisuseError
@@ -204,3 +214,40 @@ class MyDevice(SingleDeviceStrategy):
 def test_a_checkpoint_names_the_strategy_by_its_alias(fit, tmp_path, asked, alias):
     fit(1, ModelCheckpoint(tmp_path, "{epoch}"), strategy=asked if asked == "auto" else asked(), devices=1)
     assert read_manifest(tmp_path / "0.ckpt").strategy == alias
+
+
+class Own(CheckpointIO):
+    """An io of the user's own, which takes paths as they are."""
+
+    def save_checkpoint(self, checkpoint, path):
+        Path(path).touch()
+
+    def load_checkpoint(self, path):
+        raise AssertionError(path)
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(
+    fit, make_line, line_class, quiet_trainer, loader, tmp_path, monkeypatch
+):
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir(), work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", str(home))
+    trainer = fit(1, ModelCheckpoint("~/kept", "{epoch}"), default_root_dir="~/root", logger=CSVLogger("~/logs"))
+    trainer.save_checkpoint("~/end")
+    assert fit(2, None, ckpt_path="~/kept/0.ckpt", default_root_dir=Path("~/root")).global_step == 12
+    line_class.load_from_checkpoint("~/end")
+    writer = TorchPredictionWriter("~/predictions")
+    quiet_trainer(callbacks=writer, profiler=SimpleProfiler("times", dirpath="~/profiles")).predict(
+        make_line(), loader(), return_predictions=False
+    )
+    assert len(read_predictions("~/predictions")) == 6
+
+    class Saving(line_class):
+        def on_train_end(self):
+            self.trainer.save_checkpoint("~/own")
+
+    quiet_trainer(plugins=Own(), max_steps=1).fit(Saving(), loader())
+    names = {"kept", "root", "logs", "end", "last", "predictions", "profiles", "own"}
+    assert {path.name for path in home.iterdir()} == names
+    assert not list(work.iterdir())

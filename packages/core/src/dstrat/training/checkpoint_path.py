@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -85,7 +86,7 @@ def resolve_checkpoint(trainer: Trainer, asked: Asked) -> str | Path | None:
         CheckpointError: There is no such checkpoint.
     """
     if not isinstance(asked, Search) and asked not in ("last", "best"):
-        return asked
+        return None if asked is None else os.path.expanduser(asked)  # noqa: PTH111 - it may be a URL
     found = trainer.strategy.broadcast(_find(trainer, asked) if trainer.is_global_zero else _Found())
     if found.error is not None:
         raise CheckpointError(found.error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -379,6 +380,7 @@ class Trainer(RunState):
         from dstrat.training.ended_fit import no_end_to_save
         from dstrat.training.meeting import waiting_is_told
 
+        path = os.path.expanduser(path)  # noqa: PTH111 - it may be a URL; a CheckpointIO of the user's own may not do it
         if self.is_running:
             with waiting_is_told(self, "save_checkpoint"):
                 self.strategy.barrier("save_checkpoint")

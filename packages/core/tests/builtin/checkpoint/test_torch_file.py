@@ -98,12 +98,15 @@ def test_a_disk_that_is_full_leaves_what_was_there(tmp_path, before):
     assert not before or TorchCheckpointIO().load_checkpoint(path) == before
 
 
-def test_being_killed_while_writing_leaves_what_was_there(written):
+def test_being_killed_while_writing_leaves_what_was_there(written, tmp_path):
     (script := written.with_name("script.py")).write_text(KILLED_WHILE_WRITING)
     program = WarmProgram(script, str(written))
     program.communicate()
     assert program.returncode == -signal.SIGKILL
     assert TorchCheckpointIO().load_checkpoint(written)["epoch"] == 3
+    assert len(list(tmp_path.glob(".dstrat-*/*"))) == 1
+    TorchCheckpointIO().save_checkpoint(CHECKPOINT, tmp_path / "next.ckpt")  # which removes what the other has left
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_folder_that_cannot_be_made_is_said_to_be_so(tmp_path):

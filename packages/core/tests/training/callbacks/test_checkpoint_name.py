@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dstrat.errors import MisuseError, RequestError
-from dstrat.training.callbacks.checkpoint_name import CheckpointName, unused_path
+from dstrat.training.callbacks.checkpoint_name import CheckpointName, UnusedPaths
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,25 @@ def test_a_template_that_is_none_is_refused(template, message):
 
 
 def test_a_path_that_is_taken_gets_the_next_suffix_unless_it_may_be_replaced(tmp_path):
-    assert unused_path(tmp_path, "best", None) == str(tmp_path / "best.ckpt")
+    assert UnusedPaths().choose(tmp_path, "best", None) == str(tmp_path / "best.ckpt")
     (tmp_path / "best.ckpt").touch()
     (tmp_path / "best-v1.ckpt").touch()
-    assert unused_path(tmp_path, "best", None) == str(tmp_path / "best-v2.ckpt")
-    assert unused_path(tmp_path, "best", str(tmp_path / "best.ckpt")) == str(tmp_path / "best.ckpt")
+    assert UnusedPaths().choose(tmp_path, "best", None) == str(tmp_path / "best-v2.ckpt")
+    assert UnusedPaths().choose(tmp_path, "best", str(tmp_path / "best.ckpt")) == str(tmp_path / "best.ckpt")
+
+
+def test_of_two_jobs_the_second_chooses_another_path_until_the_first_has_saved(tmp_path):
+    first, second, third = UnusedPaths(), UnusedPaths(), UnusedPaths()
+    paths = [job.choose(tmp_path, "best") for job in (first, second)]
+    assert paths == [str(tmp_path / "best.ckpt"), str(tmp_path / "best-v1.ckpt")]
+    first.release(paths[:1])  # as it could not save
+    assert third.choose(tmp_path, "best") == paths[0]
+    for job in (first, second, third):
+        job.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_is_chosen_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "kept"  # of which the save says what is wrong
+    assert UnusedPaths().choose(path, "best") == str(path / "best.ckpt")

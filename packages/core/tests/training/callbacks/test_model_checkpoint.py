@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dstrat import LambdaCallback, ModelCheckpoint, TorchCheckpointIO
+from dstrat import Callback, LambdaCallback, ModelCheckpoint, TorchCheckpointIO
 from dstrat.errors import MisuseError, RequestError
 from dstrat.training.module.loading import read_checkpoint
 
@@ -57,7 +57,7 @@ class NotRemoving(TorchCheckpointIO):
         pass
 
 
-@pytest.mark.parametrize(("is_newer", "left"), [(False, ["0", "3"]), (True, ["0", "1", "3"])])
+@pytest.mark.parametrize(("is_newer", "left"), [(False, ["0", "2", "3"]), (True, ["0", "1", "2", "3"])])
 def test_what_a_killed_run_did_not_remove_goes_unless_a_later_run_wrote_it(fit, tmp_path, is_newer, left):
     fit(ModelCheckpoint(tmp_path, "{epoch}"), validates=False, plugins=[NotRemoving()])
     assert names(tmp_path) == ["0.ckpt", "1.ckpt", "2.ckpt"]
@@ -299,7 +299,7 @@ def test_two_that_differ_in_their_names_alone_need_a_state_key(fit, tmp_path):
     fit(both(tmp_path, state_key="b"), max_epochs=1)
     again = both(tmp_path, state_key="b")
     fit(again, max_epochs=2, ckpt_path=tmp_path / "b-0.ckpt")
-    assert names(tmp_path) == ["a-1.ckpt", "b-1.ckpt"]
+    assert names(tmp_path) == ["a-1.ckpt", "b-0.ckpt", "b-1.ckpt"]  # of which one is what the run began with
 
 
 def test_two_of_them_work_side_by_side(fit, tmp_path):
@@ -426,3 +426,65 @@ def test_a_store_has_no_links_to_files(fit):
     callback = ModelCheckpoint("memory://links", save_last="link")
     with pytest.raises(MisuseError, match=r"'memory://links' is in a store, which has no links: pass save_last=True"):
         fit(callback, validates=False, plugins=[TorchCheckpointIO()])
+
+
+@pytest.mark.parametrize("plugins", ["torch", None])
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [
+        ({"monitor": "score", "max_steps": 1}, 1),  # before the first validation
+        ({"monitor": "score", "max_steps": 3}, 3),
+        ({"every_n_epochs": 2, "max_epochs": 3}, 6),
+        ({"every_n_train_steps": 4, "save_top_k": 0}, 6),
+        ({"every_n_train_steps": 100}, 6),
+        ({}, 6),
+    ],
+)
+def test_the_last_one_is_of_the_end_of_training(fit, tmp_path, plugins, options, last):
+    run = {name: value for name, value in options.items() if name.startswith("max_")}
+    options = {name: value for name, value in options.items() if name not in run}
+    checkpoint = ModelCheckpoint(tmp_path, save_last=True, **options)
+    fit(checkpoint, [3, 2, 1], plugins=plugins, **run)
+    assert read_checkpoint(checkpoint.last_model_path)["global_step"] == last
+    again = ModelCheckpoint(tmp_path, save_last=True, **options)
+    before = sorted(tmp_path.iterdir())
+    fit(again, plugins=plugins, ckpt_path=checkpoint.last_model_path, **run)  # of which nothing is left to train
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("start", ["its path", "last"])
+@pytest.mark.parametrize("plugins", ["torch", None])
+def test_the_checkpoint_from_which_a_run_goes_on_is_not_removed(fit, tmp_path, plugins, start):
+    first = ModelCheckpoint(tmp_path, "{epoch}", monitor="score")
+    fit(first, [3], max_epochs=1, plugins=plugins)
+    path = first.best_model_path
+    second = ModelCheckpoint(tmp_path, "{epoch}", monitor="score")
+    fit(second, [2, 1], plugins=plugins, ckpt_path=path if start == "its path" else "last")
+    assert sorted(second.best_k_models) == [str(tmp_path / "2.ckpt")]
+    assert {found.name for found in tmp_path.glob("*.ckpt")} == {"0.ckpt", "2.ckpt"}
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("plugins", ["torch", None])
+def test_two_jobs_that_save_into_one_folder_at_once_have_files_of_their_own(fit, tmp_path, plugins, async_save):
+    def checkpoint():
+        return ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_last=plugins == "torch", async_save=async_save)
+
+    class Other(Callback):
+        """Runs the other job while this one is within its first save."""
+
+        callback = None
+
+        def on_save_checkpoint(self, trainer, module, checkpoint_):
+            if self.callback is None:
+                self.callback = checkpoint()
+                fit(self.callback, max_epochs=2, plugins=plugins)
+
+    mine, other = checkpoint(), Other()
+    fit([mine, other], max_epochs=3, plugins=plugins)
+    names = [[Path(path).name for path in callback.best_k_models] for callback in (mine, other.callback)]
+    assert names == [["0.ckpt", "1-v1.ckpt", "2.ckpt"], ["0-v1.ckpt", "1.ckpt"]]
+    steps = {path.name: read_checkpoint(path)["global_step"] for path in tmp_path.glob("*.ckpt")}
+    lasts = {"last.ckpt": 6, "last-v1.ckpt": 4} if plugins == "torch" else {}
+    assert steps == {"0.ckpt": 2, "1-v1.ckpt": 4, "2.ckpt": 6, "0-v1.ckpt": 2, "1.ckpt": 4} | lasts
+    assert not list(tmp_path.glob(".dstrat-*"))

@@ -170,6 +170,34 @@ def test_a_run_that_goes_on_ends_with_the_same_average(train, tmp_path, make, ba
     assert torch.equal(resumed, expected)
 
 
+class SaveBefore(Callback):
+    """Saves in hooks that are called before those of the callbacks after it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(self.folder / f"batch {trainer.fit_loop.batches_seen}")
+
+    def on_train_epoch_end(self, trainer, module):
+        trainer.save_checkpoint(self.folder / f"epoch {trainer.current_epoch}")
+
+
+@pytest.mark.parametrize("saved", ["batch 1", "batch 2", "batch 5", "epoch 0", "epoch 1"])
+@pytest.mark.parametrize("make", [WeightAveraging, OfEpochs])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_callback_before_it_saves_lacks_no_update(fit, make_line, tmp_path, make, saved, accumulate):
+    def train(*callbacks, **options):
+        module = make_line()
+        options |= {"limit_train_batches": 3, "max_epochs": 3, "accumulate_grad_batches": accumulate}
+        fit([*callbacks, make()], module=module, **options)
+        return module.layer.weight
+
+    whole = train()
+    assert torch.equal(train(SaveBefore(tmp_path)), whole)
+    assert torch.equal(train(ckpt_path=tmp_path / saved), whole)
+
+
 def test_a_checkpoint_without_an_average_starts_one(train, tmp_path):
     options = {"enable_checkpointing": True}
     train(Callback(), ModelCheckpoint(tmp_path, "a"), max_epochs=1, **options)

@@ -197,7 +197,7 @@ Place: TypeAlias = Path | RemotePath
 
 
 def place(path: str | os.PathLike[str] | RemotePath, name: str = "path") -> Place:
-    """Return what a path or URL means.
+    """Return what a path or URL means; ``~`` at the beginning is the home folder.
 
     Args:
         path: A path of this machine or a URL.
@@ -207,18 +207,23 @@ def place(path: str | os.PathLike[str] | RemotePath, name: str = "path") -> Plac
         MissingRequirementError: What reaches that kind of store is not installed.
         RequestError: No such kind of store is known, or it is no path.
     """
-    if isinstance(path, Path | RemotePath):
+    if isinstance(path, RemotePath):
         return path
     if isinstance(path, os.PathLike):
-        return Path(path)
+        return home_path(path)
     if not isinstance(path, str):
         raise RequestError(f"{name}={path!r} is of the type {type(path).__name__}: give a str or a Path")
     if path.startswith(_FILE):
         return Path(path.removeprefix(_FILE))
     if not _URL.match(path):
-        return Path(path)
+        return home_path(path)
     _store(path)
     return RemotePath(path)
+
+
+def home_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path of this machine; ``~`` at the beginning is the home folder."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser fails where there is no such user
 
 
 def on_this_machine(where: Place) -> Path:

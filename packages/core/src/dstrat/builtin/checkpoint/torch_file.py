@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.builtin.checkpoint.place import RemotePath, place
+from dstrat.builtin.checkpoint.portable.folder import remove_leftovers, written_whole
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 
@@ -29,7 +30,8 @@ _REFUSED = re.compile(r"GLOBAL (\S+)|(?:unsupported class|but got <class) '?([\w
 class TorchCheckpointIO(CheckpointIO):
     """One file for each checkpoint, which is there completely or not at all.
 
-    It is written under a temporary name in the same folder, flushed to the disk and renamed.  Reading runs no code
+    It is written under a temporary name in the same folder, flushed to the disk and renamed; what a process leaves that
+    is killed meanwhile is removed by the next save there.  Reading runs no code
     from the file (``weights_only=True``), so a checkpoint holds tensors and plain values; what could not be read back
     is refused when it is written.  To and from a store (a URL that fsspec reaches) it is copied by way of a temporary
     file of this machine.  Object stores show a file when all of it is there; file servers (``sftp://``, ``hdfs://``)
@@ -63,13 +65,12 @@ class TorchCheckpointIO(CheckpointIO):
     @staticmethod
     def _save(checkpoint: dict[str, Any], file: Path, path: Place) -> None:
         """Write a file; errors name the path that was asked for."""
-        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            _write(checkpoint, temporary)
-            _check_loads(temporary, path)
-            temporary.replace(file)
-            _flush_folder(file.parent)
+            remove_leftovers(file.parent)
+            with written_whole(file) as temporary:
+                _write(checkpoint, temporary)
+                _check_loads(temporary, path)
         except CheckpointError:
             raise
         except (OSError, RuntimeError) as error:
@@ -79,9 +80,6 @@ class TorchCheckpointIO(CheckpointIO):
                 f"checkpoint {str(path)!r} cannot be written, because it holds something that cannot be pickled "
                 f"({error}): keep to tensors and plain values"
             ) from error
-        finally:
-            with contextlib.suppress(OSError):  # the folder may not be there
-                temporary.unlink(missing_ok=True)
 
     def _load(self, file: Path, path: Place) -> dict[str, Any]:
         """Read a file; errors name the path that was asked for."""
@@ -138,16 +136,6 @@ def read_content(file: Path, path: Place, *, doing: str = "cannot be read", mmap
         raise
     except Exception as error:  # bytes that are no checkpoint raise whatever they look like
         raise _unreadable(error, file, path) from error
-
-
-def _flush_folder(folder: Path) -> None:
-    """Flush the renaming, on systems that can open a folder."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _check_present(path: Path) -> None:

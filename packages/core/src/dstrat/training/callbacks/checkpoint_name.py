@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from dstrat.builtin.checkpoint.place import RemotePath
+from dstrat.builtin.checkpoint.portable.folder import Claim
 from dstrat.builtin.checkpoint.portable.storage import is_taken
 from dstrat.errors import MisuseError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from dstrat.builtin.checkpoint.place import Place
 
@@ -84,22 +86,52 @@ def not_logged(values: Mapping[str, Any]) -> str:
     return f"which was not logged: log it, or choose from {', '.join(sorted(values))}"
 
 
-def unused_path(folder: Place, name: str, replaceable: str | None = None, taken: Collection[str] = ()) -> str:
-    """Return the path of a checkpoint that does not exist, or that may be replaced; others get ``-v1``, ``-v2`` ...
+class UnusedPaths:
+    """Paths of checkpoints that nothing is at, kept from other jobs that save into the same folder.
 
-    Args:
-        folder: Where it will be.
-        name: Its name without extension.
-        replaceable: A path that may be written over.
-        taken: Paths that may not be there yet, because they are still being written.
+    In a store that fsspec reaches they are not kept: of two jobs that choose the same one, the slower gets an error.
     """
-    path, version = folder / f"{name}{EXTENSION}", 0
-    while str(path) in taken or is_taken(path):
-        if str(path) == replaceable:
-            break
-        version += 1
-        path = folder / f"{name}-v{version}{EXTENSION}"
-    return str(path)
+
+    def __init__(self) -> None:
+        self._claims: dict[str, Claim] = {}
+
+    def choose(self, folder: Place, name: str, replaceable: str | None = None, taken: Collection[str] = ()) -> str:
+        """Return the path of a checkpoint that does not exist, or that may be replaced; others get ``-v1``, ``-v2`` ...
+
+        Args:
+            folder: Where it will be.
+            name: Its name without extension.
+            replaceable: A path that may be written over.
+            taken: Paths that may not be there yet, because they are still being written.
+        """
+        path, version = folder / f"{name}{EXTENSION}", 0
+        while str(path) in taken or not self._is_free(path):
+            if str(path) == replaceable:
+                break
+            version += 1
+            path = folder / f"{name}-v{version}{EXTENSION}"
+        return str(path)
+
+    def _is_free(self, path: Place) -> bool:
+        """Return whether nothing is at a path, and keep it then."""
+        if is_taken(path):
+            return False
+        if isinstance(path, RemotePath):
+            return True
+        claim = Claim(path)
+        if not claim.take():
+            return False
+        if is_taken(path):  # its writer has come to its end in between
+            claim.release()
+            return False
+        self._claims[str(path)] = claim
+        return True
+
+    def release(self, paths: Iterable[str] | None = None) -> None:
+        """Let others choose some paths, or all, when the checkpoints are there or are not going to be."""
+        for path in list(self._claims) if paths is None else paths:
+            if path in self._claims:
+                self._claims.pop(path).release()
 
 
 def _number(value: Any) -> int | float:

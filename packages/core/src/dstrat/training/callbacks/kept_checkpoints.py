@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.builtin.checkpoint.place import place
 from dstrat.errors import CheckpointError
-from dstrat.training.callbacks.checkpoint_name import unused_path
+from dstrat.training.callbacks.checkpoint_name import UnusedPaths
 from dstrat.training.callbacks.ranking import Mode, Ranking
 from dstrat.training.checkpoint_path import written_ns
 
@@ -61,6 +61,8 @@ class KeptCheckpoints:
         best_score: Its monitored value.
         last_path: The one that ``save_last`` keeps.
         link: A link to it, empty where there is none.
+        unused: The paths of what is being saved, in the process that decides.
+        resumed_from: The checkpoint from which the run has begun, which is not removed; empty without one.
     """
 
     def __init__(self, *, limit: int, mode: Mode, is_monitored: bool, save_last: SaveLast) -> None:
@@ -70,7 +72,8 @@ class KeptCheckpoints:
         self._links_last = save_last == "link" and limit != 0
         self.best_path = ""
         self.best_score: float | None = None
-        self.last_path = self.link = ""
+        self.last_path = self.link = self.resumed_from = ""
+        self.unused = UnusedPaths()
 
     @property
     def scores(self) -> dict[str, float]:
@@ -117,9 +120,14 @@ class KeptCheckpoints:
         path = None
         if self._ranking.accepts(score):
             replaceable = self._ranking.replaceable if replaces else None
+            replaceable = None if replaceable == self.resumed_from else replaceable
             path = self._unused(folder, name.fill(values), replaceable)
         link = self.link or self._unused(folder, LAST_NAME) if self._links_last and replaces else ""
         return Decision(path=path, score=score, last_path=self._last(folder, path, replaces=replaces), link=link)
+
+    def decide_last(self, folder: Place, *, replaces: bool) -> Decision:
+        """Return what to save at the end of a training, whatever its score; nothing where none is kept besides."""
+        return Decision(last_path=self._last(folder, None, replaces=replaces) if self._has_own_last else None)
 
     def _last(self, folder: Place, path: str | None, *, replaces: bool) -> str | None:
         """Return what will be the last one: a file that is replaced, or a folder, which nothing replaces."""
@@ -132,7 +140,7 @@ class KeptCheckpoints:
         return path or self._unused(folder, LAST_NAME)
 
     def _unused(self, folder: Place, name: str, replaceable: str | None = None) -> str:
-        return unused_path(folder, name, replaceable, [*self._ranking.scores, self.last_path])
+        return self.unused.choose(folder, name, replaceable, [*self._ranking.scores, self.last_path])
 
     def take(self, decision: Decision, *, replaces: bool) -> list[str]:
         """Take a decision into the state, so that the checkpoint knows itself, and return the paths not kept any more.
@@ -150,7 +158,8 @@ class KeptCheckpoints:
                 self.best_path = decision.path
             elif self._ranking.is_better(decision.score, than=self.best_score):
                 self.best_path, self.best_score = decision.path, decision.score
-            driven_out += self._ranking.add(decision.path, decision.score)
+            removable = self._ranking.add(decision.path, decision.score)
+            driven_out += [path for path in removable if path != self.resumed_from]
         kept = self._ranking.scores
         return [path for path in dict.fromkeys(driven_out) if path not in kept]
 

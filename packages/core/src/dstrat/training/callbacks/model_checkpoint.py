@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
 from dstrat.builtin.checkpoint.place import RemotePath, place
+from dstrat.builtin.checkpoint.portable.layout import LAST
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.callbacks.background_saves import BackgroundSaves
 from dstrat.training.callbacks.callback import Callback
@@ -25,7 +27,6 @@ from dstrat.training.loops.interruption import Interrupted, Terminated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -44,7 +45,8 @@ class ModelCheckpoint(Callback):
 
     A monitored value of validation is compared once per validation, and the checkpoint is written right after it or at
     the end of the epoch that it ends, so that the value belongs to the weights.  A value that is NaN is never the best.
-    What others wrote is not touched: a name that is taken gets a suffix, ``-v1``.  A save that fails is an error, and
+    What others wrote is not touched: a name that is taken gets a suffix, ``-v1``.  Nor is the checkpoint removed from
+    which the run was resumed.  A save that fails is an error, and
     leaves what was saved before, and what the callback knows of it, as it was.
 
     Args:
@@ -55,7 +57,8 @@ class ModelCheckpoint(Callback):
         monitor: The logged value that ranks checkpoints; None ranks by age, the latest being the best.
         mode: Whether the smallest (``"min"``) or the largest (``"max"``) monitored value is the best.
         save_top_k: Number of checkpoints to keep; -1 keeps all, 0 none.
-        save_last: Whether the last one is kept besides, also where it is not among the best.  A single file replaces
+        save_last: Whether the last one is kept besides, also where it is not among the best; one of the end of training
+            too, where that is after the last save.  A single file replaces
             ``last.ckpt``; a folder is written under a name of its own, unless it is among the best anyway, and the last
             one before is removed after it is complete: ``last_model_path`` and ``ckpt_path="last"`` know it.
             ``"link"`` writes none besides: the last one is the newest of those that are kept anyway; where they are
@@ -132,6 +135,7 @@ class ModelCheckpoint(Callback):
         self._rescue: OnExceptionCheckpoint | None = None
         self._background: BackgroundSaves | None = None
         self._is_running = self._is_evaluating = False
+        self._saved_at_step = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -291,12 +295,16 @@ class ModelCheckpoint(Callback):
         if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO) and self._background is None:
             self._background = BackgroundSaves(trainer.strategy)  # as the user or another callback wants it
         self._times.begin(trainer)
+        self._saved_at_step = trainer.global_step
+        self._kept.resumed_from = _resumed_path(trainer)
         self._remove_left_over(trainer)
         if self._rescue is not None:
             self._rescue.on_train_start(trainer, module)
 
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._saved_at_step != trainer.global_step:
+            self._save_end(trainer)
         if self._background is not None:
             self._surface(self._background.wait)
             self._tell(trainer)
@@ -320,6 +328,7 @@ class ModelCheckpoint(Callback):
             self._surface(background.end)
             if self._is_untold:  # after an exception
                 self._link(trainer)
+        self._kept.unused.release()
 
     # When
 
@@ -387,6 +396,19 @@ class ModelCheckpoint(Callback):
         if self._background is None:
             self._tell(trainer)
 
+    def _save_end(self, trainer: Trainer) -> None:
+        """Save the last one where training has ended between two saves; collective."""
+        assert self.dirpath is not None  # noqa: S101 - setup has set it
+        replaces = not trainer.strategy.checkpoint_io.is_collective
+        decision: Decision = trainer.strategy.broadcast(
+            self._kept.decide_last(self.dirpath, replaces=replaces) if trainer.is_global_zero else Decision()
+        )
+        if decision.paths:
+            self._surface(partial(self._write, trainer, decision))
+            self._saved_for = ""
+            if self._background is None:
+                self._tell(trainer)
+
     def _write(self, trainer: Trainer, decision: Decision) -> None:
         if self._background is not None:
             self._background.wait()  # so that the state before is that of a save that has succeeded
@@ -398,6 +420,8 @@ class ModelCheckpoint(Callback):
         if not self._kept.link:
             self._remove_driven_out(trainer)
         self._saved_paths, self._is_untold = decision.paths, True
+        if decision.last_path is not None:
+            self._saved_at_step = trainer.global_step
         self._saved_for = "" if self.monitor is None else f": {self.monitor} = {decision.score:.6g}"
         if self._background is None:
             self._safe_state = None
@@ -415,6 +439,7 @@ class ModelCheckpoint(Callback):
         self._is_untold = False
         if trainer.is_global_zero:
             self._kept.update_link()
+        self._kept.unused.release([*self._saved_paths, self._kept.link])
         self._remove_driven_out(trainer)
 
     def _remove_driven_out(self, trainer: Trainer) -> None:
@@ -434,8 +459,9 @@ class ModelCheckpoint(Callback):
         """Do something that saves or waits for it; where that failed, the callback's state is that of before."""
         try:
             wait()
-        except Exception:
-            if self._safe_state is not None:
+        except BaseException as error:
+            self._kept.unused.release()
+            if isinstance(error, Exception) and self._safe_state is not None:
                 self.load_state_dict(self._safe_state)
             raise
 
@@ -460,3 +486,15 @@ class ModelCheckpoint(Callback):
             return self._kept.decide(self.dirpath, self._name, values, score, replaces=replaces)
         except MisuseError as error:
             return Decision(error=str(error))
+
+
+def _resumed_path(trainer: Trainer) -> str:
+    """Return the checkpoint from which a run has begun, where that is one of this machine; empty without one."""
+    from dstrat.builtin.checkpoint.portable.newest import resolved
+
+    path = None if trainer.ckpt_path is None else place(trainer.ckpt_path)
+    if not isinstance(path, Path):
+        return ""
+    if path.name == LAST and not path.is_dir():
+        path = resolved(path)  # which the pointer names now, and another one after the next save
+    return str(path.resolve() if path.is_symlink() else path.absolute())

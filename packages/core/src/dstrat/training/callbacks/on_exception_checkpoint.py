@@ -12,7 +12,7 @@ from dstrat.builtin.launchers.failures import kind_of
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.background_saves import wait_for_writes
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.callbacks.checkpoint_name import unused_path
+from dstrat.training.callbacks.checkpoint_name import UnusedPaths
 from dstrat.training.checkpoint import rescue_checkpoint
 from dstrat.training.loops.interruption import Interrupted, Terminated
 
@@ -54,6 +54,7 @@ class OnExceptionCheckpoint(Callback):
         self.filename = filename
         self.ckpt_path = ""
         self._has_begun = False
+        self._unused = UnusedPaths()
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -74,6 +75,8 @@ class OnExceptionCheckpoint(Callback):
                 self._save_alone(trainer, exception)
         except Exception as error:  # noqa: BLE001 - the exception that ended the run is the one to be raised
             _log.error("OnExceptionCheckpoint could not save after %s: %s", type(exception).__name__, error)
+        finally:
+            self._unused.release()
 
     def _save_together(self, trainer: Trainer, exception: BaseException) -> None:
         path = trainer.strategy.broadcast(self._path() if trainer.is_global_zero else "")
@@ -93,7 +96,7 @@ class OnExceptionCheckpoint(Callback):
         self._note(trainer, path, exception, tells=True)
 
     def _path(self) -> str:
-        return unused_path(self.dirpath, self.filename)
+        return self._unused.choose(self.dirpath, self.filename)
 
     def _note(self, trainer: Trainer, path: str, exception: BaseException, *, tells: bool) -> None:
         wait_for_writes(trainer.strategy)

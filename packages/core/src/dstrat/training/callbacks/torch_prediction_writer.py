@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from dstrat.builtin.checkpoint.place import home_path
 from dstrat.errors import RequestError
 from dstrat.interfaces.batch import move_to_device
 from dstrat.training.callbacks.prediction_writer import PredictionWriter
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
@@ -33,7 +35,7 @@ class TorchPredictionWriter(PredictionWriter):
         if write_interval not in {"batch", "epoch"}:
             raise RequestError(f"write_interval={write_interval!r} of TorchPredictionWriter must be 'batch' or 'epoch'")
         super().__init__(write_interval)
-        self.folder = Path(folder)
+        self.folder = home_path(folder)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:  # noqa: ARG002 - a hook
         """Make the folder; refuse one with predictions that would be mixed with the new ones."""
@@ -93,7 +95,7 @@ def read_predictions(folder: str | Path, **load_options: Any) -> list[Any]:
     Raises:
         RequestError: There are no predictions.
     """
-    files = sorted(_files(Path(folder)), key=lambda found: found[1:])
+    files = sorted(_files(home_path(folder)), key=lambda found: found[1:])
     if not files:
         raise RequestError(f"{str(folder)!r} holds no predictions of a TorchPredictionWriter")
     found: dict[int, list[tuple[Any, Any]]] = {}

@@ -60,7 +60,7 @@ class WeightAveraging(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._updated_at_step = 0
+        self._updated_at_step, self._updated_at_epoch = 0, -1
         self._is_swapped = False
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:  # noqa: ARG002 - for subclasses
@@ -118,6 +118,9 @@ class WeightAveraging(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._update_after_step(trainer)
+
+    def _update_after_step(self, trainer: Trainer) -> None:
         step = trainer.global_step
         if step != self._updated_at_step and self.should_update(step_idx=step - 1):
             self._update(trainer)
@@ -125,8 +128,13 @@ class WeightAveraging(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self.should_update(epoch_idx=trainer.current_epoch):
+        self._update_after_epoch(trainer)
+
+    def _update_after_epoch(self, trainer: Trainer) -> None:
+        epoch = trainer.current_epoch
+        if epoch != self._updated_at_epoch and self.should_update(epoch_idx=epoch):
             self._update(trainer)
+            self._updated_at_epoch = epoch
 
     def _update(self, trainer: Trainer) -> None:
         assert self._average is not None  # noqa: S101 - on_fit_start has made it
@@ -177,6 +185,7 @@ class WeightAveraging(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        self._catch_up(trainer, checkpoint)
         if not self._has_average:
             return
         assert self._average is not None  # noqa: S101 - there is one
@@ -188,6 +197,15 @@ class WeightAveraging(Callback):
         if "loops" in checkpoint:  # otherwise only weights are saved, and nothing can go on with them
             checkpoint["current_model_state"] = current
             checkpoint["averaging_state"] = {"n_averaged": int(self._average.n_averaged)}
+
+    def _catch_up(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Take the weights that a callback before this one saves into the average, as this one's hook is going to."""
+        if self._average is None or self._is_swapped or not trainer.training or "callbacks" not in checkpoint:
+            return
+        self._update_after_step(trainer)
+        if trainer.fit_loop.epochs_done > trainer.current_epoch:  # in the hooks of an epoch's end
+            self._update_after_epoch(trainer)
+        checkpoint["callbacks"][self.state_key] = self.state_dict()
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:

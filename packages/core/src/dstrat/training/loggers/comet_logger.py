@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
+from dstrat.builtin.checkpoint.place import home_path
 from dstrat.training.loggers.logger import Logger
 from dstrat.training.loggers.parameters import as_mapping, as_numbers, as_pixels, named_images
 from dstrat.training.loggers.requirement import require
@@ -59,7 +60,7 @@ class CometLogger(Logger):
         require("comet_ml", "CometLogger", extra="comet")
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # which Comet reads when it is imported
         folder = kwargs.pop("offline_directory", None)
-        self.root_dir = None if folder is None else Path(folder)
+        self.root_dir = None if folder is None else home_path(folder)
         self._start = {"api_key": api_key, "workspace": workspace, "mode": mode, "online": online}
         self._project, self._key, self._prefix, self._config = project, experiment_key, prefix, kwargs
         self._experiment: CometExperiment | None = None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrat.builtin.checkpoint.place import home_path
 from dstrat.training.loggers.logger import Logger
 from dstrat.training.loggers.parameters import as_mapping
 from dstrat.training.loggers.version_folder import VersionFolder
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from collections.abc import Mapping
 
 
@@ -31,7 +32,7 @@ class FolderLogger(Logger):
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        self.root_dir = None if save_dir is None else Path(save_dir)
+        self.root_dir = None if save_dir is None else home_path(save_dir)
         self._folder = VersionFolder(name or "", version)
         self._prefix = prefix
         self._hparams: dict[str, Any] = {}

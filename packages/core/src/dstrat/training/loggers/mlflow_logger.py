@@ -10,6 +10,7 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any, Literal
 
+from dstrat.builtin.checkpoint.place import home_path
 from dstrat.training.loggers.logger import Logger
 from dstrat.training.loggers.parameters import as_numbers, as_pixels, flatten, named_images
 from dstrat.training.loggers.requirement import require
@@ -68,7 +69,7 @@ class MLFlowLogger(Logger):
         synchronous: bool | None = None,
     ) -> None:
         require("mlflow", "MLFlowLogger")
-        self.root_dir = None if save_dir is None else Path(save_dir)
+        self.root_dir = None if save_dir is None else home_path(save_dir)
         self._experiment_name, self._run_name, self._tags = experiment_name, run_name, dict(tags or {})
         self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._prefix, self._artifact_location, self._run_id = prefix, artifact_location, run_id

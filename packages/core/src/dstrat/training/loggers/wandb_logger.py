@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dstrat.builtin.checkpoint.place import home_path
 from dstrat.errors import MisuseError
 from dstrat.training.loggers.logger import Logger
 from dstrat.training.loggers.parameters import as_mapping, as_numbers
@@ -75,7 +76,7 @@ class WandbLogger(Logger):
     ) -> None:
         require("wandb", "WandbLogger")
         folder = dir if save_dir is None else save_dir
-        self.root_dir = None if folder is None else Path(folder)
+        self.root_dir = None if folder is None else home_path(folder)
         self._run, self._is_shared = experiment, experiment is not None
         self._id, self._run_name = version or id, name
         self._project = project or os.environ.get("WANDB_PROJECT", "dstrat_logs")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self, override
 
+from dstrat.builtin.checkpoint.place import home_path
 from dstrat.training.profilers.profiler import Profiler
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class SimpleProfiler(Profiler):
         if self._prints and self._rank == 0:
             print(self.table(seconds), file=sys.stderr, flush=True)
         if self._filename is not None:
-            path = Path(self._dirpath or self._log_dir) / f"{self._stage}-{self._filename}-rank{self._rank}.txt"
+            path = home_path(self._dirpath or self._log_dir) / f"{self._stage}-{self._filename}-rank{self._rank}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self.table(seconds) + "\n", encoding="utf-8")
 

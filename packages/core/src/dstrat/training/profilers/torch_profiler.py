@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from dstrat.builtin.checkpoint.place import home_path
 from dstrat.errors import RequestError
 from dstrat.training.profilers.profiler import Profiler
 
@@ -117,7 +118,7 @@ class TorchProfiler(Profiler):
         """Write the trace of a cycle that is over."""
         if self._in_cycle <= self._wait + self._warmup:
             return  # the run ends with the batch before the first that would be kept
-        folder = Path(self._dirpath or self._log_dir)
+        folder = home_path(self._dirpath or self._log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self._stage}-rank{self._rank}-batch{self._batches}.pt.trace.json"
         profile.export_chrome_trace(str(path))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
+import stat
+import time
 from typing import TYPE_CHECKING
 
 from dstrat.builtin.checkpoint.portable.layout import MANIFEST
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_PREFIX, _SUFFIX = ".dstrat-", ".tmp"
+_PREFIX, _SUFFIX, _CLAIM_SUFFIX = ".dstrat-", ".tmp", ".claim"
+_LEFTOVER_SECONDS = 24 * 3600
 
 
 class UnfinishedFolder:
@@ -52,6 +56,57 @@ class UnfinishedFolder:
         """Remove the folder where it was not committed, and let go of the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+class Claim:
+    """Keeps a path for a checkpoint that is going to be written, so that no other job chooses it meanwhile.
+
+    It is a file beside the path, with a lock that the system takes away when the process ends, however it ends.  On a
+    file system without locks nothing is kept.
+
+    Args:
+        path: Where the checkpoint will be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # A digest, as the name of a checkpoint may be as long as a name can be.
+        name = hashlib.sha256(path.name.encode(errors="surrogateescape")).hexdigest()[:16]
+        self._file = path.with_name(f"{_PREFIX}{name}{_CLAIM_SUFFIX}")
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Return whether the path is this process's now; otherwise another one is going to write there."""
+        try:
+            return self._take()
+        except OSError:  # of which the save that follows says more
+            return True
+
+    def _take(self) -> bool:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            self._file.touch()
+            descriptor = _locked(self._file)
+            if descriptor is None and self._file.exists():
+                return False
+            if descriptor is not None:
+                if _is_at(descriptor, self._file):
+                    self._descriptor = descriptor
+                    return True
+                os.close(descriptor)  # of a file that its owner has removed in between
+
+    def release(self) -> None:
+        """Give the path back, when the checkpoint is there or is not going to be."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            self._file.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def check_free(target: Path) -> None:
@@ -95,6 +150,11 @@ def _locked(path: Path, *, needs_lock: bool = False) -> int | None:
 def remove_leftovers(parent: Path) -> list[Path]:
     """Remove what crashed writers have left in a folder, and return it; what is still being written stays."""
     removed = []
+    for path in sorted(parent.glob(f"{_PREFIX}*{_CLAIM_SUFFIX}")):
+        descriptor = _locked(path, needs_lock=True) if _is_old(path) else None
+        if descriptor is not None:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
     for path in sorted(parent.glob(f"{_PREFIX}*{_SUFFIX}")):
         descriptor = _locked(path, needs_lock=True) if path.is_dir() and not path.is_symlink() else None
         if descriptor is not None:
@@ -102,6 +162,12 @@ def remove_leftovers(parent: Path) -> list[Path]:
             os.close(descriptor)
             removed.append(path)
     return removed
+
+
+def _is_old(claim: Path) -> bool:
+    """Return whether a claim may be a leftover; a new one is not to be locked by others than its owner."""
+    status = claim.lstat()
+    return stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime > _LEFTOVER_SECONDS
 
 
 def flush_folder(folder: Path) -> None:
@@ -129,7 +195,10 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yield where to write a file, which gets its own path when the block has ended well."""
+    """Yield where to write a file, which gets its own path when the block has ended well.
+
+    What is left where the process is killed in the block is for :func:`remove_leftovers`.
+    """
     folder, lock = _create_locked(path.parent)
     try:
         yield folder / path.name
