@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -251,3 +253,47 @@ def test_a_tilde_is_the_home_folder_in_every_path(
     names = {"kept", "root", "logs", "end", "last", "predictions", "profiles", "own"}
     assert {path.name for path in home.iterdir()} == names
     assert not list(work.iterdir())
+
+
+def set_back(path, hours=1):
+    """Let a checkpoint look as if it was saved at a time when the clock was wrong."""
+    wrong = time.time_ns() - hours * 3600 * 10**9
+    if path.is_dir():
+        manifest = dataclasses.replace(read_manifest(path), created_ns=wrong)
+        (path / "manifest.json").write_bytes(manifest.to_bytes())
+    else:
+        os.utime(path, ns=(wrong, wrong))
+
+
+@pytest.mark.parametrize("io", IOS)
+@pytest.mark.parametrize("asked", [{"ckpt_path": "last"}, {"resume": "auto"}])
+@pytest.mark.parametrize("has_pointer", [True, False])
+def test_the_newest_is_that_of_the_latest_step_though_the_clock_was_set_back(fit, tmp_path, io, asked, has_pointer):
+    fit(3, ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), plugins=io())
+    for hours, epoch in enumerate((1, 2), 1):
+        set_back(tmp_path / f"{epoch}.ckpt", hours)
+    if not has_pointer:
+        (tmp_path / "last").unlink(missing_ok=True)
+    trainer = fit(3, ModelCheckpoint(tmp_path, "{epoch}"), plugins=io(), **asked)  # which has nothing left to do
+    assert trainer.ckpt_path == str(tmp_path / "2.ckpt")
+
+
+def test_the_newest_of_several_folders_is_that_of_the_latest_step(fit, tmp_path):
+    for max_epochs in (1, 2):
+        fit(max_epochs, resume="auto", logger=CSVLogger(tmp_path, "logs"))
+    (second,) = tmp_path.glob("logs/version_1/checkpoints/*.ckpt")
+    set_back(second)
+    assert fit(2, resume="auto").ckpt_path == str(second)
+
+
+def test_of_two_runs_in_a_folder_the_pointer_knows_which_was_the_last(fit, tmp_path):
+    fit(3, ModelCheckpoint(tmp_path, "first-{epoch}"))
+    fit(1, ModelCheckpoint(tmp_path, "second-{epoch}"))
+    set_back(tmp_path / "second-0.ckpt", -1)
+    assert fit(2, ModelCheckpoint(tmp_path), resume="auto").ckpt_path == str(tmp_path / "second-0.ckpt")
+
+
+def test_a_checkpoint_that_a_crash_came_after_is_newer_than_what_the_pointer_names(fit, tmp_path):
+    fit(2, ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1))
+    (tmp_path / "last").write_text("0.ckpt\n")
+    assert fit(2, ModelCheckpoint(tmp_path), ckpt_path="last").ckpt_path == str(tmp_path / "1.ckpt")

@@ -13,7 +13,7 @@ from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
 from dstrat.builtin.checkpoint.formats import io_for
 from dstrat.builtin.checkpoint.place import RemotePath, place
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO, read_content
 from dstrat.errors import CheckpointError, MisuseError, StoreError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class _Found:
 class Search(Enum):
     """Checkpoints that a run looks for without being given a path or a name."""
 
-    NEWEST = "the newest complete one, or a fresh start where there is none"
+    NEWEST = "the complete one with the most steps, or a fresh start where there is none"
     BEST_OF_LAST_FIT = "the one that evaluation uses where it is called without a module"
 
 
@@ -207,9 +207,32 @@ def _folders(trainer: Trainer) -> list[Place]:
 
 
 def _newest(folders: Iterable[Place], io: CheckpointIO) -> Place | None:
-    """Return the complete checkpoint that was written last."""
+    """Return the complete checkpoint with the most steps, and of those with as many the latest.
+
+    Where one does not say its steps without being read as a whole, it is the latest of all.
+    """
     found = [path for folder in folders for path in _complete_in(folder, io)]
-    return max(found, key=lambda path: (written_ns(path), str(path)), default=None)
+    if len(found) < 2:  # noqa: PLR2004 - there is nothing to compare
+        return found[0] if found else None
+    steps = {path: _step_of(path, io) for path in found}
+    if None in steps.values():
+        steps = dict.fromkeys(found, 0)
+    return max(found, key=lambda path: (steps[path], written_ns(path), str(path)))
+
+
+def _step_of(path: Place, io: CheckpointIO) -> int | None:
+    if path.is_dir():
+        from dstrat.builtin.checkpoint.portable.newest import step_of
+
+        return step_of(path)
+    if isinstance(path, RemotePath) or not _is_ours(io):
+        return None
+    try:
+        content = read_content(path, path, mmap=True)  # without the values of its tensors
+    except CheckpointError:
+        return None
+    step = content.get("global_step") if isinstance(content, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def _complete_in(folder: Place, io: CheckpointIO) -> list[Place]:

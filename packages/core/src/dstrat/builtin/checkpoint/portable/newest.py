@@ -6,8 +6,8 @@ import zipfile
 from typing import TYPE_CHECKING
 
 from dstrat.builtin.checkpoint.place import RemotePath
-from dstrat.builtin.checkpoint.portable.layout import LAST
-from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
+from dstrat.builtin.checkpoint.portable.layout import LAST, STATE
+from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder, read_manifest
 from dstrat.builtin.checkpoint.portable.storage import file_sizes, read_start, replace
 from dstrat.errors import CheckpointError, StoreError
 
@@ -25,13 +25,36 @@ _SUFFIX = ".ckpt"
 def newest_checkpoint(folder: Place) -> Place | None:
     """Return the checkpoint of a folder that was completed last; None where there is no complete one.
 
-    It goes by the manifests, so it finds one also when a crash came between it and the pointer.
+    It is what the pointer names, or a later one by its steps and the clock, where a crash came between that and the
+    pointer.  Where the pointer names nothing that is complete, it is the one with the most steps, and of those with as
+    many the latest.  So nothing goes by the clock alone, which may have been set back.
 
     Raises:
         OSError: The store or disk fails, so that nobody knows which one it is.
     """
-    found = [(manifest.created_ns, path) for path in _candidates(folder) if (manifest := _complete(path)) is not None]
-    return max(found, key=lambda dated: (dated[0], str(dated[1])))[1] if found else None
+    created = {
+        path: manifest.created_ns for path in _candidates(folder) if (manifest := _complete(path)) is not None
+    }
+    pointer = folder / LAST
+    pointed = _target(pointer) if _is_pointer(pointer) else None
+    if pointed not in created:
+        return max(created, key=lambda path: (step_of(path) or 0, created[path], str(path)), default=None)
+    later = [path for path, completed in created.items() if completed > created[pointed]]
+    if not later:
+        return pointed
+    return max([pointed, *later], key=lambda path: (step_of(path) or 0, path in later, created[path], str(path)))
+
+
+def step_of(path: Place) -> int | None:
+    """Return after how many optimizer steps a checkpoint was saved; None where it does not say."""
+    try:
+        with OpenedFolder(path) as opened:
+            step = opened.document(STATE).get("global_step")
+    except StoreError:
+        raise
+    except CheckpointError:
+        return None
+    return step if isinstance(step, int) else None
 
 
 def _candidates(folder: Place) -> list[Place]:
