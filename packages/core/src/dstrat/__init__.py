@@ -133,6 +133,8 @@ _HOMES = {
     "TorchProfiler": "dstrat.training.profilers.torch_profiler",
     "TrainModule": "dstrat.training.module.train_module",
     "Trainer": "dstrat.training.trainer",
+    "TrainerFn": "dstrat.training.status",
+    "TrainerStatus": "dstrat.training.status",
     "WandbLogger": "dstrat.training.loggers.wandb_logger",
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "BatchSizeFinder": "dstrat.training.callbacks.batch_size_finder",

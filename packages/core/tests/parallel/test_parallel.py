@@ -75,6 +75,17 @@ def test_torch_s_own_operations_and_none_are_reductions_too():
     assert in_ranks(reduce_all) == [0.5, 0.5, 1.0, 1.0, 0.0]
 
 
+def test_every_operation_of_torch_is_known_by_its_name_and_itself():
+    names = ("product", "band", "BOR", "bxor")
+
+    def reduce_all(store):
+        mine = torch.tensor([6, 3][dist.get_rank()])
+        given = [*names, *(getattr(dist.ReduceOp, name.upper()) for name in names)]
+        return [reduce_tensor(mine, reduce_op=one).item() for one in given]
+
+    assert in_ranks(reduce_all) == [18, 2, 7, 5] * 2
+
+
 def test_a_mean_of_integers_is_a_float():
     assert in_ranks(lambda store: reduce_tensor(torch.tensor(dist.get_rank())).item()) == 0.5
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ from dstrat import (
     ProgressBar,
     SingleDeviceStrategy,
     TorchPredictionWriter,
+    TrainerFn,
+    TrainerStatus,
 )
 from dstrat.errors import MisuseError
 from dstrat.training.loggers.silent import SilentLogger
@@ -196,3 +200,80 @@ def test_the_number_of_processes_is_known_before_they_start_and_after(quiet_trai
     assert (trainer.world_size, trainer.num_devices, trainer.num_nodes, trainer.global_rank) == (2, 2, 1, 0)
     trainer.fit(Asking(), loader())
     assert trainer.world_size == 2
+
+
+class Scheduled:
+    """What a module needs for an optimizer with a state, and a scheduler."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def test_optimizers_schedulers_and_the_modules_trainer_stay_after_the_fit(quiet_trainer, line_class, loader):
+    class Module(Scheduled, line_class):
+        pass
+
+    module, trainer = Module(), quiet_trainer()
+    assert (trainer.optimizers, trainer.lr_scheduler_configs, trainer.lightning_module) == ([], [], None)
+    trainer.fit(module, loader())
+    for _ in range(2):  # also after an evaluation
+        (optimizer,), (config,) = trainer.optimizers, trainer.lr_scheduler_configs
+        assert optimizer.state[module.layer.weight]["step"] == 12
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+        assert (module.optimizers(), module.lr_schedulers()) == (optimizer, config.scheduler)
+        assert module.trainer is trainer
+        assert trainer.lightning_module is module
+        assert (module.current_epoch, module.global_step) == (2, 12)
+        module.log("late", 1.0)  # of which nothing is kept
+        trainer.test(module, loader())
+        assert "late" not in trainer.callback_metrics
+    assert "_trainer" in vars(module)
+    assert pickle.loads(pickle.dumps(module.layer)).weight.shape == (1, 8)
+
+
+def test_optimizers_of_other_processes_have_ended_with_them(quiet_trainer, averaging, line_class, loader):
+    class Module(Scheduled, line_class):
+        def on_train_end(self):
+            assert len(self.trainer.optimizers) == len(self.trainer.lr_scheduler_configs) == 1
+
+    module, trainer = Module(), quiet_trainer(strategy=averaging(), devices=2, max_steps=1)
+    assert trainer.optimizers == []
+    trainer.fit(module, loader())
+    assert module.trainer is trainer
+    message = r"the last fit ran in other processes \(start_method='fork'\), which have ended with their optimizers"
+    for ask in (lambda: trainer.optimizers, lambda: trainer.lr_scheduler_configs, module.optimizers):
+        with pytest.raises(MisuseError, match=message):
+            ask()
+
+
+def test_the_state_is_what_lightnings_users_read(quiet_trainer, line_class, loader):
+    seen = []
+
+    class Telling(line_class):
+        def note(self, *args):
+            state = self.trainer.state
+            assert (state.status, state.finished, state.stopped) == (TrainerStatus.RUNNING, False, False)
+            seen.append((str(state.fn), str(state.stage)))
+
+        on_train_start = on_validation_start = on_test_start = on_predict_start = note
+
+    trainer, module = quiet_trainer(max_epochs=1), Telling()
+    assert (trainer.state.status, trainer.state.fn, trainer.state.stage) == ("initializing", None, None)
+    trainer.fit(module, loader(), loader())
+    assert (trainer.state.status, trainer.state.fn, trainer.state.stage) == ("finished", TrainerFn.FITTING, None)
+    for stage in ("validate", "test", "predict"):
+        getattr(trainer, stage)(module, loader())
+        assert trainer.state.finished
+        assert trainer.state.fn == stage
+    fit = [("fit", stage) for stage in ("sanity_check", "train", "validate")]
+    assert seen == [*fit, ("validate", "validate"), ("test", "test"), ("predict", "predict")]
+
+    class Failing(line_class):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        (failing := quiet_trainer()).fit(Failing(), loader())
+    assert failing.state.status == "interrupted"
+    assert failing.state.stopped

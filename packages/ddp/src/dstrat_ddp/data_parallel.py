@@ -95,7 +95,7 @@ class DataParallelStrategy(Strategy):
     def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - alone
         return obj
 
-    def barrier(self, name: str | None = None) -> None:
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         pass
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:  # noqa: ARG002 - alone

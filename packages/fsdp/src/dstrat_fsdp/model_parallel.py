@@ -155,8 +155,11 @@ class ModelParallelStrategy(ShardedStrategy):
         self, tensor: Any, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp | None = "mean"
     ) -> Any:
         """Return the tensor reduced over all batches: ranks that share one are counted once."""
+        name = name_of_operation(reduce_op)
+        if group is None and name in ("product", "bxor"):  # which no division corrects
+            group = self.device_mesh[DATA_PARALLEL].get_group()
         reduced = super().reduce(tensor, group=group, reduce_op=reduce_op)
-        if group is None and name_of_operation(reduce_op) == "sum" and reduced is not tensor:
+        if group is None and name in ("sum", "premul_sum") and reduced is not tensor:
             exact = None if reduced.is_floating_point() else "trunc"
             return torch.div(reduced, self.tensor_parallel_size, rounding_mode=exact)
         return reduced

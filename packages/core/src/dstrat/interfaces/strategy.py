@@ -143,6 +143,11 @@ class Strategy(ABC):
         return self._present(self.parts.checkpoint_io, "checkpoint io")
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether its processes communicate through torch.distributed, by Lightning's name."""
+        return self.uses_torch_distributed
+
+    @property
     def launcher(self) -> Launcher | None:
         """What starts the processes; None when everything runs in this one."""
         return self.parts.launcher
@@ -356,7 +361,8 @@ class Strategy(ABC):
         Args:
             tensor: Of the same shape on every process.
             group: The processes to reduce over; None is all of them.
-            reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"max"``, ``"min"``, or torch's; None is the mean.
+            reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"max"``, ``"min"``, or torch's; None is the mean.  A
+                strategy over torch.distributed takes all operations of that.
         """
 
     @abstractmethod

@@ -23,7 +23,13 @@ _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
 }
+_WITH_FACTOR = "premul_sum"
+"""An operation of torch that is an object with its factor, and has no name."""
 
 
 def reduce_tensor(
@@ -34,19 +40,20 @@ def reduce_tensor(
     Args:
         tensor: Of the same shape and dtype on every rank.  A mean of integers is a float.
         group: None is all ranks.
-        reduce_op: ``"mean"`` or ``"avg"``, ``"sum"``, ``"max"``, ``"min"``, or torch's; None is the mean.
+        reduce_op: ``"mean"`` or ``"avg"``, ``"sum"``, ``"max"``, ``"min"``, ``"product"``, ``"band"``, ``"bor"``,
+            ``"bxor"``, or torch's; None is the mean.  Not every backend can do each of them.
 
     Raises:
         RequestError: It is another one.
     """
     name = name_of_operation(reduce_op)
     reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(reduced, op=_OPERATIONS[name], group=group)
+    dist.all_reduce(reduced, op=_OPERATIONS.get(name, reduce_op), group=group)
     return reduced / dist.get_world_size(group) if name == "mean" else reduced
 
 
 def name_of_operation(reduce_op: str | dist.ReduceOp | None) -> str:
-    """Return ``"mean"``, ``"sum"``, ``"max"`` or ``"min"`` for any of the names that ``reduce_tensor`` takes.
+    """Return the one name of an operation, such as ``"mean"``, for all that ``reduce_tensor`` takes.
 
     Raises:
         RequestError: It is none of them.
@@ -54,7 +61,7 @@ def name_of_operation(reduce_op: str | dist.ReduceOp | None) -> str:
     plain = getattr(reduce_op, "op", reduce_op)  # of an instance of torch's class
     name = "mean" if plain is None else str(getattr(plain, "name", plain)).lower()
     name = "mean" if name == "avg" else name
-    if name not in _OPERATIONS:
+    if name not in _OPERATIONS and name != _WITH_FACTOR:
         raise RequestError(f"reduce_op {reduce_op!r} is not one of avg, {', '.join(_OPERATIONS)}")
     return name
 

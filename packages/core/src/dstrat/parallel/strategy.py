@@ -187,7 +187,7 @@ class ParallelStrategy(Strategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         return broadcast_object(obj, src=src)
 
-    def barrier(self, name: str | None = None) -> None:  # noqa: ARG002 - torch's barrier has no name
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - torch's takes none
         if self.root_device.type == "cuda":
             dist.barrier(device_ids=[self.root_device.index])
         else:

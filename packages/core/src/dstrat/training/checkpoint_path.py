@@ -212,7 +212,7 @@ def _newest(folders: Iterable[Place], io: CheckpointIO) -> Place | None:
     Where one does not say its steps without being read as a whole, it is the latest of all.
     """
     found = [path for folder in folders for path in _complete_in(folder, io)]
-    if len(found) < 2:  # noqa: PLR2004 - there is nothing to compare
+    if len(found) < 2:
         return found[0] if found else None
     steps = {path: _step_of(path, io) for path in found}
     if None in steps.values():

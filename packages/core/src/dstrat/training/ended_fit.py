@@ -54,10 +54,10 @@ class EndedFit:
         if self.error is not None and not weights_only:
             raise self.error
         strategy = trainer.strategy
-        attached = [part for part in (trainer.module, trainer.datamodule) if part is not None]
+        for part in (trainer.module, trainer.datamodule):
+            if part is not None:
+                part.attach(trainer)  # for on_save_checkpoint, as another Trainer may have run it since
         try:
-            for part in attached:
-                part.attach(trainer)  # for on_save_checkpoint
             with waiting_is_told(trainer, "save_checkpoint"):
                 strategy.setup_environment()
             strategy.save_checkpoint(collect_checkpoint(trainer, weights_only=weights_only, ended=self), path)
@@ -66,8 +66,6 @@ class EndedFit:
             raise
         finally:
             strategy.teardown()
-            for part in attached:
-                part.attach(None)
 
 
 def no_end_to_save(trainer: Trainer) -> MisuseError:

@@ -6,7 +6,11 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import Tensor
+
 from dstrat.data.random_state import RandomState
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.optimization import Optimization
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint_path import resolve_checkpoint
 from dstrat.training.dispatch import Dispatch, overrides
@@ -68,10 +72,23 @@ def _work(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: As
     except BaseException as exception:
         _on_exception(trainer, exception)
         raise
-    outcome, ended = Outcome.of(trainer, result), EndedFit.of(trainer)
+    outcome = Outcome.of(trainer, result)
+    if trainer.is_fitting and not trainer.ran_elsewhere:
+        trainer.ended_optimization = _kept_optimization(trainer)
+    ended = EndedFit.of(trainer)
     _finish(trainer)
     trainer.ended_fit = ended
     return outcome
+
+
+def _kept_optimization(trainer: Trainer) -> Optimization:
+    """Return the optimizers and schedulers for after the fit, their state on the CPU, as the module will be."""
+    strategy = trainer.strategy
+    if strategy.replicates_state and strategy.root_device.type != "cpu":
+        for state in [state for optimizer in strategy.optimizers for state in optimizer.state.values()]:
+            if isinstance(state, dict):
+                state.update(apply_to_tensors(state, Tensor.cpu))
+    return Optimization(optimizers=tuple(strategy.optimizers), schedulers=tuple(strategy.lr_schedulers))
 
 
 def execute_elsewhere(random_state: RandomState, *args: Any) -> Outcome:
@@ -98,9 +115,6 @@ def _begin(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
 def _end(trainer: Trainer) -> None:
     if trainer.module is not None:
         trainer.module.untoggle_optimizer()  # which a step that raised has left toggled
-    for attached in (trainer.module, trainer.datamodule):
-        if attached is not None:
-            attached.attach(None)
     trainer.strategy.module_backward = None
     trainer.is_running = False
 

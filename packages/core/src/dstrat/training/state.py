@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.builtin.checkpoint.place import on_this_machine
 from dstrat.errors import MisuseError
+from dstrat.interfaces.optimization import Optimization
 from dstrat.training.callbacks.early_stopping import EarlyStopping
 from dstrat.training.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+from dstrat.training.status import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +53,9 @@ class RunState:
             ``min_epochs`` and ``min_steps`` are done.
         is_evaluating: Whether an evaluation loop runs at this moment, also within a fit.
         is_running: Whether a stage runs at this moment.
+        status: How far what was called last is.
+        ended_optimization: Optimizers and schedulers of the last fit, where it has ended in this process.
+        optimization_ended_elsewhere: Whether the last fit has ended in other processes.
         barebones: Whether everything beside training is off.
         fast_dev_run: Number of batches that are only tried; 0 in a usual run.
         sanity_checking: Whether the validation batches at the start of a fit are tried.
@@ -99,6 +104,9 @@ class RunState:
     accumulate_grad_batches: int
     is_evaluating: bool
     is_running: bool
+    status = TrainerStatus.INITIALIZING
+    ended_optimization = Optimization()
+    optimization_ended_elsewhere = False
 
     # Where this process is
 
@@ -164,6 +172,19 @@ class RunState:
         return self.strategy.precision_plugin
 
     # Where the run is
+
+    @property
+    def state(self) -> TrainerState:
+        """How far the Trainer is with what was called last, by Lightning's names."""
+        fn = None if self.status is TrainerStatus.INITIALIZING else TrainerFn(self.stage)
+        return TrainerState(status=self.status, fn=fn, stage=self._running_stage() if self.is_running else None)
+
+    def _running_stage(self) -> RunningStage:
+        if not self.is_fitting:
+            return RunningStage(self.stage)
+        if self.sanity_checking:
+            return RunningStage.SANITY_CHECKING
+        return RunningStage.VALIDATING if self.is_evaluating else RunningStage.TRAINING
 
     @property
     def is_fitting(self) -> bool:
@@ -311,18 +332,37 @@ class RunState:
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The learning-rate schedulers of the run, each with when it is stepped."""
-        return self.strategy.lr_schedulers
+        """The learning-rate schedulers of the fit, each with when it is stepped; also after its end."""
+        return self.strategy.lr_schedulers if self.strategy.optimizers else list(self._after_fit.schedulers)
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers of the run."""
-        return self.strategy.optimizers
+        """The optimizers of the fit, also after its end; before the first one there are none.
+
+        Raises:
+            MisuseError: The last fit ran in other processes, with which its optimizers have ended.
+        """
+        return self.strategy.optimizers or list(self._after_fit.optimizers)
+
+    @property
+    def _after_fit(self) -> Optimization:
+        if self.optimization_ended_elsewhere and not self.is_running:
+            raise MisuseError(
+                f"the last fit ran in other processes (start_method={self.strategy.start_method!r}), which have ended "
+                "with their optimizers and schedulers: ask for them in a hook such as on_train_end, or choose "
+                "start_method='popen', with which each rank runs the whole script"
+            )
+        return self.ended_optimization
 
     @property
     def model(self) -> Any:
         """The module as the strategy wrapped it."""
         return self.strategy.model
+
+    @property
+    def lightning_module(self) -> TrainModule | None:
+        """The user's module by Lightning's name: :attr:`module`."""
+        return self.module
 
     @property
     def logger(self) -> Logger | None:

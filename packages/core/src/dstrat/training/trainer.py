@@ -22,6 +22,7 @@ from dstrat.training.metrics.logged import LoggedValues
 from dstrat.training.metrics.publisher import Publisher
 from dstrat.training.profilers.names import make_profiler
 from dstrat.training.state import RunState
+from dstrat.training.status import TrainerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -469,8 +470,6 @@ class Trainer(RunState):
         return results
 
     def _launch(self, stage: Stage, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Any:
-        from dstrat.training.run import execute, execute_elsewhere
-
         if self.is_running:
             raise MisuseError(
                 f"this Trainer is in the middle of its {self.stage}, and {stage} was called: call it after the end, or "
@@ -478,6 +477,20 @@ class Trainer(RunState):
             )
         self.stage, self.interrupted, self.ended_fit, self.ckpt_path = stage, False, None, None
         self.module = module
+        if stage == "fit":
+            self.ended_optimization, self.optimization_ended_elsewhere = Optimization(), False
+        self.status = TrainerStatus.RUNNING
+        try:
+            result = self._launch_stage(module, sources, ckpt_path)
+        except BaseException:
+            self.status = TrainerStatus.INTERRUPTED
+            raise
+        self.status = TrainerStatus.FINISHED
+        return result
+
+    def _launch_stage(self, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Any:
+        from dstrat.training.run import execute, execute_elsewhere
+
         self.strategy.connect(module)
         launcher = self.strategy.launcher
         if launcher is None:
@@ -497,6 +510,8 @@ class Trainer(RunState):
             raise
         if outcome is None:  # on machines without global rank 0
             return None
+        self.optimization_ended_elsewhere |= self.is_fitting
+        module.attach(self)
         outcome.restore(self, module)
         if outcome.stopped_by:
             self.interrupted, self.interruption.requested = True, outcome.stopped_by

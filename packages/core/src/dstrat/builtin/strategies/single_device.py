@@ -57,7 +57,7 @@ class SingleDeviceStrategy(Strategy):
     def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - alone
         return obj
 
-    def barrier(self, name: str | None = None) -> None:
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         pass
 
     def all_gather(

@@ -492,9 +492,9 @@ def _resumed_path(trainer: Trainer) -> str:
     """Return the checkpoint from which a run has begun, where that is one of this machine; empty without one."""
     from dstrat.builtin.checkpoint.portable.newest import resolved
 
-    path = None if trainer.ckpt_path is None else place(trainer.ckpt_path)
-    if not isinstance(path, Path):
+    if trainer.ckpt_path is None or isinstance(place(trainer.ckpt_path), RemotePath):
         return ""
-    if path.name == LAST and not path.is_dir():
-        path = resolved(path)  # which the pointer names now, and another one after the next save
-    return str(path.resolve() if path.is_symlink() else path.absolute())
+    path = Path(trainer.ckpt_path).absolute()
+    if path.is_symlink():  # which save_last="link" makes, and lets lead to another one with the next save
+        return str(path.parent / path.readlink())
+    return str(resolved(path) if path.name == LAST and not path.is_dir() else path)

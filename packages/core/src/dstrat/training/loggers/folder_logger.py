@@ -11,8 +11,8 @@ from dstrat.training.loggers.parameters import as_mapping
 from dstrat.training.loggers.version_folder import VersionFolder
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 class FolderLogger(Logger):

@@ -85,7 +85,7 @@ class FitLoop(Position):
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers as the module steps them: its own in automatic optimization."""
-        return self._trainer.strategy.optimizers if self._optimization is None else self._optimization.optimizers
+        return self._trainer.optimizers if self._optimization is None else self._optimization.optimizers
 
     @property
     def manual_optimization(self) -> ManualOptimization | None:

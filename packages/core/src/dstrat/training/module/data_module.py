@@ -34,7 +34,7 @@ class DataModule(DataHooks, HyperparameterMethods, DataModuleLoading):
                 return DataLoader(self.val, batch_size=32)
 
     Attributes:
-        trainer: The Trainer that uses it, None outside a run.
+        trainer: The Trainer that uses it, also after the run; None before one.
     """
 
     trainer: Trainer | None = None

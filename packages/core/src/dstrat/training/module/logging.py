@@ -72,7 +72,9 @@ class LoggingMethods:
             MisuseError: The value, its name, its options or the place cannot be logged.
         """
         trainer = self._trainer
-        if trainer is None or trainer.barebones or (rank_zero_only and trainer.global_rank != 0):
+        if trainer is None or not trainer.is_running or trainer.barebones:
+            return
+        if rank_zero_only and trainer.global_rank != 0:
             return
         if not isinstance(name, str):
             raise MisuseError(f"log({name!r}, ...): the name is of the type {type(name).__name__}: give a str")

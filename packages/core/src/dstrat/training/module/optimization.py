@@ -64,7 +64,7 @@ class OptimizationMethods:
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, the list of them where there are several, or None."""
-        found = [config.scheduler for config in self.trainer.strategy.lr_schedulers]
+        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return found[0] if len(found) == 1 else (found or None)
 
     # What automatic optimization does, to be overridden

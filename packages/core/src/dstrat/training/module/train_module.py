@@ -96,18 +96,18 @@ class TrainModule(
         self.trainer.print(*args, **kwargs)
 
     def attach(self, trainer: Trainer | None) -> None:
-        """Take the Trainer that runs this module; None at the end of a run."""
+        """Take the Trainer that runs this module, and to which it belongs after the run too."""
         self._trainer = trainer
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer that runs this module.
+        """The Trainer that runs this module, or has run it last.
 
         Raises:
-            MisuseError: None does.
+            MisuseError: None has.
         """
         if self._trainer is None:
-            raise MisuseError(f"{type(self).__name__} is not attached to a Trainer: this works only during a run")
+            raise MisuseError(f"{type(self).__name__} is not attached to a Trainer: this works in a run and after it")
         return self._trainer
 
     @property

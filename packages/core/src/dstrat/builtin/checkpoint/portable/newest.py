@@ -32,9 +32,7 @@ def newest_checkpoint(folder: Place) -> Place | None:
     Raises:
         OSError: The store or disk fails, so that nobody knows which one it is.
     """
-    created = {
-        path: manifest.created_ns for path in _candidates(folder) if (manifest := _complete(path)) is not None
-    }
+    created = {path: manifest.created_ns for path in _candidates(folder) if (manifest := _complete(path)) is not None}
     pointer = folder / LAST
     pointed = _target(pointer) if _is_pointer(pointer) else None
     if pointed not in created:
