@@ -236,7 +236,7 @@ def test_a_message_that_is_explained_is_one_that_the_code_can_raise() -> None:
     assert shares
     assert {message: share for message, share in shares.items() if share <= 0.4} == {}
 
-    of_nobody = "cannot open the module, because its checkpoint is of another kind: buy a larger one"
+    of_nobody = "Nobody wrote that sentence: elephants refuse purple umbrellas whenever thunder interrupts breakfast"
     assert share_from_sources(of_nobody) < 0.2
 
 
