@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from dstrat.plugins.hookspec import hookimpl as hookimpl
     from dstrat.plugins.registry import AcceleratorRegistry as AcceleratorRegistry
     from dstrat.plugins.registry import StrategyRegistry as StrategyRegistry
+    from dstrat.resolve.rank_zero import rank_zero_info as rank_zero_info
     from dstrat.resolve.rank_zero import rank_zero_only as rank_zero_only
+    from dstrat.resolve.rank_zero import rank_zero_warn as rank_zero_warn
     from dstrat.training.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from dstrat.training.callbacks.callback import Callback as Callback
     from dstrat.training.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from dstrat.training.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from dstrat.training.callbacks.progress_bar import ProgressBar as ProgressBar
+    from dstrat.training.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
+    from dstrat.training.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
     from dstrat.training.callbacks.stochastic_weight_averaging import (
         StochasticWeightAveraging as StochasticWeightAveraging,
     )
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.timer import Timer as Timer
     from dstrat.training.callbacks.torch_prediction_writer import TorchPredictionWriter as TorchPredictionWriter
     from dstrat.training.callbacks.torch_prediction_writer import read_predictions as read_predictions
+    from dstrat.training.callbacks.tqdm_progress_bar import TQDMProgressBar as TQDMProgressBar
     from dstrat.training.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from dstrat.training.callbacks.weight_averaging import WeightAveraging as WeightAveraging
     from dstrat.training.loggers.comet_logger import CometLogger as CometLogger
@@ -72,7 +77,9 @@ if TYPE_CHECKING:
     from dstrat.training.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
     from dstrat.training.loggers.wandb_logger import WandbLogger as WandbLogger
     from dstrat.training.module.data_module import DataModule as DataModule
+    from dstrat.training.module.optimization import grad_norm as grad_norm
     from dstrat.training.module.train_module import TrainModule as TrainModule
+    from dstrat.training.profilers.advanced import AdvancedProfiler as AdvancedProfiler
     from dstrat.training.profilers.profiler import Profiler as Profiler
     from dstrat.training.profilers.simple import SimpleProfiler as SimpleProfiler
     from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
@@ -84,8 +91,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "Accelerator": "dstrat.interfaces.accelerator",
     "AcceleratorRegistry": "dstrat.plugins.registry",
+    "AdvancedProfiler": "dstrat.training.profilers.advanced",
     "BackboneFinetuning": "dstrat.training.callbacks.finetuning",
     "BaseFinetuning": "dstrat.training.callbacks.finetuning",
+    "BatchSizeFinder": "dstrat.training.callbacks.batch_size_finder",
     "CSVLogger": "dstrat.training.loggers.csv_logger",
     "Callback": "dstrat.training.callbacks.callback",
     "CheckpointIO": "dstrat.interfaces.checkpoint_io",
@@ -101,9 +110,10 @@ _HOMES = {
     "EarlyStopping": "dstrat.training.callbacks.early_stopping",
     "ExternalEnvironment": "dstrat.builtin.clusters.external",
     "GradientAccumulationScheduler": "dstrat.training.callbacks.gradient_accumulation_scheduler",
-    "LambdaCallback": "dstrat.training.callbacks.lambda_callback",
     "GradientSyncStrategy": "dstrat.parallel.gradient_sync",
+    "LambdaCallback": "dstrat.training.callbacks.lambda_callback",
     "Launcher": "dstrat.interfaces.launcher",
+    "LearningRateFinder": "dstrat.training.callbacks.learning_rate_finder",
     "LearningRateMonitor": "dstrat.training.callbacks.learning_rate_monitor",
     "Logger": "dstrat.training.loggers.logger",
     "MLFlowLogger": "dstrat.training.loggers.mlflow_logger",
@@ -118,12 +128,15 @@ _HOMES = {
     "Profiler": "dstrat.training.profilers.profiler",
     "ProgressBar": "dstrat.training.callbacks.progress_bar",
     "RankNames": "dstrat.builtin.clusters.external",
+    "RichProgressBar": "dstrat.training.callbacks.rich_progress_bar",
+    "RichProgressBarTheme": "dstrat.training.callbacks.rich_progress_bar",
     "ShardedIterableDataset": "dstrat.data.sharded_dataset",
     "SimpleProfiler": "dstrat.training.profilers.simple",
     "SingleDeviceStrategy": "dstrat.builtin.strategies.single_device",
     "StochasticWeightAveraging": "dstrat.training.callbacks.stochastic_weight_averaging",
     "Strategy": "dstrat.interfaces.strategy",
     "StrategyRegistry": "dstrat.plugins.registry",
+    "TQDMProgressBar": "dstrat.training.callbacks.tqdm_progress_bar",
     "TensorBoardLogger": "dstrat.training.loggers.tensorboard_logger",
     "ThroughputMonitor": "dstrat.training.callbacks.throughput_monitor",
     "Timer": "dstrat.training.callbacks.timer",
@@ -135,16 +148,17 @@ _HOMES = {
     "Trainer": "dstrat.training.trainer",
     "TrainerFn": "dstrat.training.status",
     "TrainerStatus": "dstrat.training.status",
+    "Tuner": "dstrat.training.tuner",
     "WandbLogger": "dstrat.training.loggers.wandb_logger",
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
-    "BatchSizeFinder": "dstrat.training.callbacks.batch_size_finder",
-    "LearningRateFinder": "dstrat.training.callbacks.learning_rate_finder",
-    "Tuner": "dstrat.training.tuner",
     "apply_to_tensors": "dstrat.interfaces.batch",
     "build": "dstrat.own_loop.building",
+    "grad_norm": "dstrat.training.module.optimization",
     "hookimpl": "dstrat.plugins.hookspec",
     "parse_devices": "dstrat.builtin.accelerators.devices",
+    "rank_zero_info": "dstrat.resolve.rank_zero",
     "rank_zero_only": "dstrat.resolve.rank_zero",
+    "rank_zero_warn": "dstrat.resolve.rank_zero",
     "read_predictions": "dstrat.training.callbacks.torch_prediction_writer",
     "seed_everything": "dstrat.data.random_state",
     "take_from_first_rank": "dstrat.parallel.collectives",

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
         OnExceptionCheckpoint,
         PredictionWriter,
         ProgressBar,
+        RichProgressBar,
         StochasticWeightAveraging,
         ThroughputMonitor,
         Timer,
         TorchPredictionWriter,
+        TQDMProgressBar,
         WeightAveraging,
     )
 
@@ -50,7 +52,9 @@ __all__ = [
     "OnExceptionCheckpoint",
     "PredictionWriter",
     "ProgressBar",
+    "RichProgressBar",
     "StochasticWeightAveraging",
+    "TQDMProgressBar",
     "ThroughputMonitor",
     "Timer",
     "TorchPredictionWriter",

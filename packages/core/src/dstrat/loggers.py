@@ -8,6 +8,7 @@ from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
     from dstrat import (
+        CometLogger,
         CSVLogger,
         Logger,
         MLFlowLogger,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CSVLogger",
+    "CometLogger",
     "Logger",
     "MLFlowLogger",
     "TensorBoardLogger",

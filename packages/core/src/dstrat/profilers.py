@@ -8,12 +8,14 @@ from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
     from dstrat import (
+        AdvancedProfiler,
         Profiler,
         SimpleProfiler,
         TorchProfiler,
     )
 
 __all__ = [
+    "AdvancedProfiler",
     "Profiler",
     "SimpleProfiler",
     "TorchProfiler",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from dstrat import rank_zero_only
 from dstrat.builtin.launchers import history
 from dstrat.resolve.rank_zero import is_rank_zero
+from dstrat.utilities import rank_zero_info, rank_zero_warn
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "1",
@@ -62,3 +65,28 @@ def test_in_a_run_one_rank_calls_it(quiet_trainer, line_class, loader, averaging
     quiet_trainer(strategy=averaging(), devices=2, max_epochs=1).fit(Saying(), loader())
     say("after")
     assert capfd.readouterr().out == "rank 0\nafter\n"
+
+
+def set_rank(monkeypatch, rank):
+    for name, value in {**TORCHRUN, "RANK": str(rank)}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_process_of_the_job_logs_and_warns(monkeypatch, caplog, recwarn, rank):
+    set_rank(monkeypatch, rank)
+    with caplog.at_level(logging.INFO):
+        rank_zero_info("read %d files", 3)
+    rank_zero_warn("too few", category=FutureWarning)
+    assert caplog.messages == (["read 3 files"] if rank == 0 else [])
+    assert [(type(w.message), str(w.message), w.filename) for w in recwarn] == (
+        [(FutureWarning, "too few", __file__)] if rank == 0 else []
+    )
+
+
+def test_a_message_is_on_stderr_where_logging_is_not_set_up(monkeypatch, capsys):
+    set_rank(monkeypatch, 0)
+    monkeypatch.setattr(logging.getLogger("dstrat.resolve.rank_zero"), "propagate", False)
+    rank_zero_info("read %d files", 3)
+    rank_zero_info("100% read")
+    assert capsys.readouterr().err == "read 3 files\n100% read\n"

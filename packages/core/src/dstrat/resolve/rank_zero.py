@@ -1,10 +1,12 @@
-"""Calling a function once for the whole job, wherever it is called."""
+"""Calling a function, logging and warning once for the whole job, wherever it is called."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from dstrat.builtin.launchers import history
@@ -14,6 +16,8 @@ from dstrat.resolve.cluster import choose_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+_log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,6 +39,33 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
         return function(*args, **kwargs) if is_rank_zero() else None
 
     return once
+
+
+def rank_zero_info(message: object, *args: object) -> None:
+    """Log a message in one process of the job alone; print it to stderr where the program has not set up logging.
+
+    Args:
+        message: What to say, with ``%s`` and the like for the arguments.
+        *args: The arguments.
+    """
+    if not is_rank_zero():
+        return
+    if _log.hasHandlers():
+        _log.info(message, *args, stacklevel=2)
+    else:  # where logging would show warnings and errors alone
+        print(str(message) % args if args else message, file=sys.stderr, flush=True)
+
+
+def rank_zero_warn(message: str | Warning, stacklevel: int = 4, category: type[Warning] = UserWarning) -> None:
+    """Warn in one process of the job alone.
+
+    Args:
+        message: The text, or a warning.
+        stacklevel: The line that the warning names: 4 is the caller's, 5 that of the caller's caller, as in Lightning.
+        category: Of a text.
+    """
+    if is_rank_zero():
+        warnings.warn(message, category, stacklevel=stacklevel - 2)
 
 
 def is_rank_zero(environ: Mapping[str, str] = os.environ) -> bool:

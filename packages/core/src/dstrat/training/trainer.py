@@ -100,7 +100,8 @@ class Trainer(RunState):
         benchmark: Whether cuDNN tries its algorithms and takes the fastest; None leaves torch's setting.
         sync_batchnorm: Whether batch-norm layers share their statistics over all processes.
         detect_anomaly: Whether the first value that is NaN is an error that names its module; slow.
-        profiler: ``"simple"`` for a table of times, ``"torch"`` for a trace, or a Profiler.
+        profiler: ``"simple"`` for a table of times, ``"advanced"`` for one of every function, ``"torch"`` for a trace,
+            or a Profiler.
         reload_dataloaders_every_n_epochs: Ask the module or data module for new loaders after so many epochs; 0 never.
         use_distributed_sampler: Whether loaders are divided between processes.
         inference_mode: Whether validate, test and predict run under ``torch.inference_mode`` rather than ``no_grad``;
@@ -151,7 +152,7 @@ class Trainer(RunState):
         benchmark: bool | None = None,
         sync_batchnorm: bool = False,
         detect_anomaly: bool = False,
-        profiler: Profiler | Literal["simple", "torch"] | None = None,
+        profiler: Profiler | Literal["simple", "advanced", "torch"] | None = None,
         reload_dataloaders_every_n_epochs: int = 0,
         use_distributed_sampler: bool = True,
         inference_mode: bool = True,

@@ -19,7 +19,7 @@ import torch
 from tests.warm_program import WarmProgram
 from torch.utils.data import IterableDataset
 
-from dstrat import Callback, ModelCheckpoint, Trainer
+from dstrat import Callback, ModelCheckpoint, RichProgressBar, RichProgressBarTheme, TQDMProgressBar, Trainer
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from dstrat.training.callbacks.progress import Progress
@@ -671,3 +671,83 @@ def test_ctrl_c_leaves_the_terminal_in_order(make_screen, at_terminal):
         r"training interrupted in epoch 1, after \d+ steps", "interrupted True", "",
     )  # fmt: skip
     assert screen.cursor_is_visible
+
+
+class Renaming:
+    """Mixed into a bar: shows other values."""
+
+    def get_metrics(self, trainer, module):
+        return {**super().get_metrics(trainer, module), "note": "mine"}
+
+
+def test_a_subclass_chooses_the_values_that_are_shown(shown, telling):
+    bar = type("Bar", (Renaming, ProgressBar), {})()
+    assert matches(shown(telling(), callbacks=bar, max_epochs=1), r"Epoch 1/1: 6/6 batches, SPEED, step 5, note mine")
+
+
+@pytest.mark.parametrize("bar_class", [RichProgressBar, TQDMProgressBar])
+def test_updates_wait_for_as_many_batches_as_were_asked_for_and_zero_shows_nothing(
+    bar_class, quiet_trainer, telling, loader, monkeypatch, capfd
+):
+    for rate, expected in ((4, [4]), (0, [])):
+        display = Recording()
+        display.seconds_between_updates, display.shows_time = 0.0, False
+        monkeypatch.setattr(bar_class, "make_display", lambda self, display=display: display)
+        trainer = quiet_trainer(callbacks=bar_class(refresh_rate=rate), enable_progress_bar=True, max_epochs=1)
+        trainer.fit(telling(), loader())
+        assert [done for done, _, _ in display.drawn if done] == expected
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(RequestError, match=r"ProgressBar\(refresh_rate=-1"):
+        bar_class(refresh_rate=-1)
+
+
+def test_themed_bars_stay_above_each_other_where_that_is_asked_for(terminal, bar_trainer, slow, loader):
+    theme = RichProgressBarTheme(progress_bar="red", metrics_format=".3f", metrics_text_delimiter=" | ")
+    bar = RichProgressBar(leave=True, theme=theme, console_kwargs={"width": 60})
+    with terminal() as screen:
+        bar_trainer(callbacks=bar).fit(slow(), loader(8), loader(8))
+    assert matches(
+        screen.lines,
+        rf"Epoch 1/2 {BAR} 6/6 SPEED 0:0\d", r"step 5.000 | val 0.123".replace("|", r"\|"),
+        rf"Epoch 2/2 {BAR} 6/6 SPEED 0:0\d", r"step 5.000 | val 0.123".replace("|", r"\|"), "",
+    )  # fmt: skip
+    assert max(map(len, screen.lines)) <= 60
+
+
+def drawn_by_tqdm(text):
+    """Return the states of bars that tqdm has drawn in a file, without those that only the clock made."""
+    return [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+
+
+def test_tqdm_shows_epochs_validation_and_values(quiet_trainer, telling, loader, capfd):
+    class Eager(TQDMProgressBar):
+        def make_display(self):
+            display = super().make_display()
+            display.seconds_between_updates = 0.0
+            return display
+
+    trainer = quiet_trainer(callbacks=Eager(), enable_progress_bar=True, max_epochs=1)
+    module = telling()
+    trainer.fit(module, loader(), loader(count=16))
+    trainer.predict(module, loader())
+    states = drawn_by_tqdm(capfd.readouterr().out)
+    assert any(state.startswith("Sanity check: 100%") for state in states)
+    assert any(state.startswith("Validation: 100%") and "2/2" in state for state in states)
+    assert any(re.fullmatch(r"Epoch 1/1:  50%.*3/6 .*step=2\]", state) for state in states)
+    assert any(re.fullmatch(r"Epoch 1/1: 100%.*6/6 .*step=5, val=0.1235\]", state) for state in states)
+    assert re.fullmatch(r"Prediction: 100%.*6/6 .*\]", states[-1])
+    pickle.dumps(TQDMProgressBar())
+
+
+def test_bars_of_tqdm_take_each_others_place_on_a_terminal(terminal, bar_trainer, slow, loader):
+    class Wide(TQDMProgressBar):
+        def init_train_tqdm(self):
+            bar = super().init_train_tqdm()
+            bar.bar_format = "{desc} has {n_fmt} of {total_fmt}"
+            return bar
+
+    for leave in (False, True):
+        with terminal() as screen:
+            bar_trainer(callbacks=Wide(leave=leave)).fit(slow(), loader(8), loader(8))
+        lines = [line for line in screen.lines if line]
+        assert lines == [*(["Epoch 1/2 has 6 of 6"] if leave else []), "Epoch 2/2 has 6 of 6"]

@@ -44,6 +44,11 @@ class PinnedLines(RenderHook):
         """Take other lines, for the next time that anything is written."""
         self._content = content
 
+    def release(self, content: RenderableType) -> None:
+        """Let lines go up to what is written, and pin none."""
+        self._content = ""
+        self._console.print(content)
+
     def draw(self, content: RenderableType) -> None:
         """Show other lines."""
         self._content = content
@@ -61,7 +66,7 @@ class PinnedLines(RenderHook):
                 sys.stderr = original
         self._replaced = []
         self._console.pop_render_hook()
-        self._console.print(_Raw(_ERASE_BELOW), self._content, sep="")
+        self._console.print(_Raw(_ERASE_BELOW), self._content, sep="", end="" if self._content == "" else "\n")
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Put the lines below what is printed; called by the console."""

@@ -75,8 +75,10 @@ def format_duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def format_value(value: float, *, digits: int = 4) -> str:
+def format_value(value: float | str, *, digits: int = 4) -> str:
     """Return a number with so many significant digits, and no fewer before the point; whole numbers as ints."""
+    if isinstance(value, str):  # from get_metrics
+        return value
     if float(value).is_integer() and abs(value) < 1e9:
         return str(int(value))
     if 10**digits <= abs(value) < 1e9:

@@ -37,12 +37,17 @@ class ProgressBar(Callback):
     A batch costs a look at the clock.  Values are read from their device only when they are shown, in the thread that
     trains: another one would race with it for them.  Between, a thread draws the time and the batches that are done.
 
+    Attributes:
+        refresh_rate: Number of batches between two updates, at least; 0 shows nothing.
+
     Args:
         refresh_seconds: Time between two updates; by default 0.3 on a terminal and 10 elsewhere.
 
     Raises:
         RequestError: The time is negative.
     """
+
+    refresh_rate: int = 1
 
     def __init__(self, refresh_seconds: float | None = None) -> None:
         if refresh_seconds is not None and refresh_seconds < 0:
@@ -55,7 +60,7 @@ class ProgressBar(Callback):
         self._batches_before = 0
         self._evaluation: EvaluationProgress | None = None
         self._evaluation_start = 0.0
-        self._values: dict[str, float] = {}
+        self._values: dict[str, float | str] = {}
         self._stop: BaseException | None = None
 
     @override
@@ -74,7 +79,7 @@ class ProgressBar(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if monotonic() >= self._next_update:
+        if monotonic() >= self._next_update and (batch_idx + 1) % self.refresh_rate == 0:
             self._update(trainer)
 
     @override
@@ -142,6 +147,16 @@ class ProgressBar(Callback):
         if stop is not None:  # now those that save a checkpoint on an exception have done so
             print(describe_stop(trainer, stop), file=sys.stderr, flush=True)
 
+    # What subclasses change
+
+    def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, float | str]:  # noqa: ARG002 - for subclasses
+        """Return the values to show by name; called when the bar is drawn."""
+        return dict(trainer.progress_bar_metrics)
+
+    def make_display(self) -> Display:
+        """Return what a run is shown on."""
+        return make_display()
+
     # The loops
 
     def _finish_epoch(self, trainer: Trainer) -> None:
@@ -154,15 +169,16 @@ class ProgressBar(Callback):
         self._open(trainer)
         self._reach(trainer)
         if self._display is not None and trainer.is_fitting and not trainer.sanity_checking:
-            self._show(trainer.progress_bar_metrics)  # they stay while validation goes on
+            self._take_values(trainer)  # they stay while validation goes on
         self._evaluation = EvaluationProgress(title, trainer.evaluation_batches)
         self._evaluation_start = monotonic()
         self._update_when_due(trainer)
 
     def _count(self, trainer: Trainer, dataloader_idx: int) -> None:
-        if self._evaluation is not None:
-            self._evaluation.count(dataloader_idx)
-        if monotonic() >= self._next_update:
+        if self._evaluation is None:
+            return
+        done = self._evaluation.count(dataloader_idx)
+        if monotonic() >= self._next_update and done % self.refresh_rate == 0:
             self._update(trainer)
 
     def _end_evaluation(self, trainer: Trainer) -> None:
@@ -217,18 +233,16 @@ class ProgressBar(Callback):
             self._training.reach(trainer.fit_loop.batches_seen - self._batches_before)
 
     def _take_values(self, trainer: Trainer) -> None:
-        if not trainer.sanity_checking:
-            self._show(trainer.progress_bar_metrics)
-
-    def _show(self, values: dict[str, float]) -> None:
-        self._values = self._values | values  # another dict, as the ticker's thread may read this one
+        if not trainer.sanity_checking and trainer.module is not None:
+            values = self.get_metrics(trainer, trainer.module)
+            self._values = self._values | values  # another dict, as the ticker's thread may read this one
 
     def _open(self, trainer: Trainer) -> None:
-        if self._display is not None or not trainer.is_global_zero:
+        if self._display is not None or not trainer.is_global_zero or self.refresh_rate == 0:
             return
         self._training = self._evaluation = self._stop = None
         self._values = {}
-        self._display = display = make_display()
+        self._display = display = self.make_display()
         self._drawn_at = monotonic()
         self._next_update = 0.0 if display.starts_at_once else monotonic() + self._seconds_between(display)
         if display.shows_time:

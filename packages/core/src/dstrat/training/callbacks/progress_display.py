@@ -25,19 +25,24 @@ class Display(Protocol):
     starts_at_once: bool
     shows_time: bool
 
-    def update(self, running: Sequence[Progress], values: Mapping[str, float]) -> None:
+    def update(self, running: Sequence[Progress], values: Mapping[str, float | str]) -> None:
         """Show the loops that run, outermost first."""
 
-    def finish(self, progress: Progress, values: Mapping[str, float]) -> None:
+    def finish(self, progress: Progress, values: Mapping[str, float | str]) -> None:
         """Show a loop that is over."""
 
     def close(self) -> None:
         """End the display."""
 
 
+def moves_bars() -> bool:
+    """Return whether stderr is a terminal that can move its cursor."""
+    return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
 def make_display() -> Display:
     """Return bars for a terminal that can move its cursor, lines for everything else; rich is loaded for bars only."""
-    if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+    if moves_bars():
         from dstrat.training.callbacks.progress_live import LiveDisplay
 
         return LiveDisplay()

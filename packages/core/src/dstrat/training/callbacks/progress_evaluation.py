@@ -24,9 +24,10 @@ class EvaluationProgress:
         self._progress = Progress(title, sum(known) if len(known) == len(counts) else None)
         self._done = [0] * len(counts)
 
-    def count(self, dataloader_idx: int) -> None:
-        """Take note of a batch."""
+    def count(self, dataloader_idx: int) -> int:
+        """Count a batch of a loader; return the number of its batches so far."""
         self._done[dataloader_idx] += 1
+        return self._done[dataloader_idx]
 
     def now(self) -> Progress:
         """Return the present state, with the loader that is read."""

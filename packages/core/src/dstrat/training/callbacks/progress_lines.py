@@ -20,11 +20,11 @@ class LineDisplay:
     starts_at_once = False
     shows_time = False
 
-    def update(self, running: Sequence[Progress], values: Mapping[str, float]) -> None:
+    def update(self, running: Sequence[Progress], values: Mapping[str, float | str]) -> None:
         """Write a line about the innermost loop that runs."""
         _write(", in ".join(progress.title for progress in reversed(running)), running[-1], values)
 
-    def finish(self, progress: Progress, values: Mapping[str, float]) -> None:
+    def finish(self, progress: Progress, values: Mapping[str, float | str]) -> None:
         """Write the line of a loop that is over."""
         _write(progress.title, progress, values)
 
@@ -32,7 +32,7 @@ class LineDisplay:
         """Do nothing: each line is complete."""
 
 
-def _write(title: str, progress: Progress, values: Mapping[str, float]) -> None:
+def _write(title: str, progress: Progress, values: Mapping[str, float | str]) -> None:
     left = format_duration(progress.seconds_left)
     facts = [
         f"{format_count(progress)} batches",

@@ -5,18 +5,55 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from dstrat.errors import MisuseError
+import torch
+
+from dstrat.errors import MisuseError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
     from dstrat.interfaces.precision import ClipAlgorithm
     from dstrat.training.loops.manual import ManualOptimization, ManualOptimizer
     from dstrat.training.trainer import Trainer
+
+
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
+    """Return the norm of each parameter's gradient, and that of all of them as one vector.
+
+    Every process calls it, where the strategy shards gradients.  It is for ``on_before_optimizer_step``, with
+    ``self.log_dict(grad_norm(self, norm_type=2))``.
+
+    Args:
+        module: Its parameters with a gradient are measured.
+        norm_type: The p of the p-norm, ``"inf"`` for the largest value.
+        group_separator: Between ``grad_2.0_norm`` and the parameter's name.
+
+    Raises:
+        RequestError: The p is not positive.
+    """
+    order = float(norm_type)
+    if order <= 0:
+        raise RequestError(f"grad_norm(norm_type={norm_type!r}) must be positive, or 'inf' for the largest value")
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    norms = {
+        f"grad_{order}_norm{group_separator}{name}": _whole(torch.linalg.vector_norm(gradient.detach(), order))
+        for name, gradient in gradients.items()
+    }
+    if norms:
+        device = next(iter(norms.values())).device
+        together = torch.stack([norm.to(device) for norm in norms.values()])
+        norms[f"grad_{order}_norm_total"] = torch.linalg.vector_norm(together, order)
+    return norms
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Return a norm that is known in parts, on several processes, as one number."""
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # as a DTensor has
+    return whole
 
 
 class OptimizationMethods:

@@ -11,14 +11,14 @@ from dstrat.training.profilers.profiler import Profiler
 if TYPE_CHECKING:
     from typing import Any
 
-_NAMES = ("simple", "torch")
+_NAMES = ("simple", "advanced", "torch")
 
 
 def make_profiler(given: Any) -> Profiler | None:
     """Return the profiler that is meant; None for None.
 
     Args:
-        given: ``"simple"``, ``"torch"`` (also ``"pytorch"``), a Profiler, or None.
+        given: ``"simple"``, ``"advanced"``, ``"torch"`` (also ``"pytorch"``), a Profiler, or None.
 
     Raises:
         RequestError: It is none of these.
@@ -29,6 +29,10 @@ def make_profiler(given: Any) -> Profiler | None:
         from dstrat.training.profilers.simple import SimpleProfiler
 
         return SimpleProfiler()
+    if given == "advanced":
+        from dstrat.training.profilers.advanced import AdvancedProfiler
+
+        return AdvancedProfiler()
     if given in ("torch", "pytorch"):
         from dstrat.training.profilers.torch_profiler import TorchProfiler
 
@@ -36,5 +40,5 @@ def make_profiler(given: Any) -> Profiler | None:
     near = difflib.get_close_matches(given, _NAMES, n=1) if isinstance(given, str) else []
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise RequestError(
-        f"profiler={given!r} is not 'simple', 'torch', a Profiler (an instance, not a class) or None{hint}"
+        f"profiler={given!r} is not 'simple', 'advanced', 'torch', a Profiler (an instance, not a class) or None{hint}"
     )

@@ -1,0 +1,139 @@
+"""Progress of a run, shown by tqdm."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from dstrat.errors import RequestError
+from dstrat.training.callbacks.progress import format_value
+from dstrat.training.callbacks.progress_bar import ProgressBar
+from dstrat.training.loggers.requirement import require
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tqdm import tqdm
+
+    from dstrat.training.callbacks.progress import Progress
+    from dstrat.training.callbacks.progress_display import Display
+
+
+class TQDMProgressBar(ProgressBar):
+    """Shows progress with tqdm, on stdout of global rank 0; needs the extra ``dstrat[tqdm]``.
+
+    In a notebook the bars are widgets, where ipywidgets is installed.  They are drawn at most ten times a second.
+
+    Args:
+        refresh_rate: Number of batches between two updates, at least; 0 shows no bar.  The variable ``TQDM_MINITERS``
+            sets a higher one.
+        process_position: Number of bars of other processes above.
+        leave: Whether the bar of each epoch stays when the next one begins.
+
+    Raises:
+        MissingRequirementError: tqdm is not installed.
+        RequestError: A number is negative.
+    """
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        require("tqdm", "TQDMProgressBar")
+        if refresh_rate < 0 or process_position < 0:
+            raise RequestError(
+                f"TQDMProgressBar(refresh_rate={refresh_rate!r}, process_position={process_position!r}): both must be "
+                "0 or more"
+            )
+        super().__init__()
+        least = int(os.environ.get("TQDM_MINITERS", "0"))
+        self.refresh_rate = max(refresh_rate, least) if refresh_rate else 0
+        self.process_position, self.leave = process_position, leave
+
+    @override
+    def make_display(self) -> Display:
+        return _TQDMDisplay(self)
+
+    # Override these to change how a bar looks; its title and counts are set where it is shown.
+
+    def init_sanity_tqdm(self) -> tqdm[Any]:
+        """Create the bar of the sanity check."""
+        return self._bar(leave=False)
+
+    def init_train_tqdm(self) -> tqdm[Any]:
+        """Create the bar of an epoch."""
+        return self._bar()
+
+    def init_validation_tqdm(self) -> tqdm[Any]:
+        """Create the bar of a validation."""
+        return self._bar(position=2 * self.process_position + 1, leave=False)
+
+    def init_test_tqdm(self) -> tqdm[Any]:
+        """Create the bar of a test."""
+        return self._bar()
+
+    def init_predict_tqdm(self) -> tqdm[Any]:
+        """Create the bar of a prediction."""
+        return self._bar()
+
+    def _bar(self, **options: Any) -> tqdm[Any]:
+        from tqdm.auto import tqdm
+
+        position = 2 * self.process_position
+        return tqdm(**{"position": position, "leave": True, "dynamic_ncols": True, "file": sys.stdout, **options})
+
+
+class _TQDMDisplay:
+    """A bar of tqdm for each loop that runs."""
+
+    seconds_between_updates = 0.1
+    starts_at_once = True
+    shows_time = False
+
+    def __init__(self, callback: TQDMProgressBar) -> None:
+        self._callback = callback
+        self._shown: list[tuple[Progress, tqdm[Any]]] = []
+
+    def update(self, running: Sequence[Progress], values: Mapping[str, float | str]) -> None:
+        """Draw the loops that run, outermost first."""
+        self._follow(running)
+        for progress, bar in self._shown:
+            bar.set_description(progress.title, refresh=False)
+            bar.update(progress.done - bar.n)  # which measures the speed
+        _, outermost = self._shown[0]
+        outermost.set_postfix({name: format_value(value) for name, value in values.items()}, refresh=False)
+        for _, bar in self._shown:
+            bar.refresh()
+
+    def finish(self, progress: Progress, values: Mapping[str, float | str]) -> None:
+        """Draw the end of a loop; its bar is there until the next one begins."""
+        self.update([progress], values)
+
+    def close(self) -> None:
+        """Leave the outermost bar as it is."""
+        while self._shown:
+            self._drop(leaves=len(self._shown) == 1)
+
+    def _follow(self, running: Sequence[Progress]) -> None:
+        """Drop the bars of loops that are over, and make those of loops that have begun."""
+        while any(progress is not now for (progress, _), now in zip(self._shown, running, strict=False)) or (
+            len(self._shown) > len(running)
+        ):
+            self._drop(leaves=len(self._shown) == 1 and self._callback.leave)
+        makers = {
+            "Sanity check": self._callback.init_sanity_tqdm,
+            "Validation": self._callback.init_validation_tqdm,
+            "Test": self._callback.init_test_tqdm,
+            "Prediction": self._callback.init_predict_tqdm,
+        }
+        for progress in running[len(self._shown) :]:
+            kind = next((maker for title, maker in makers.items() if progress.title.startswith(title)), None)
+            bar = self._callback.init_train_tqdm() if kind is None else kind()
+            bar.reset(progress.total)
+            bar.n = bar.initial = progress.done  # not 0 where an epoch is continued
+            self._shown.append((progress, bar))
+
+    def _drop(self, *, leaves: bool) -> None:
+        _, bar = self._shown.pop()
+        bar.leave = leaves
+        bar.close()
