@@ -33,6 +33,9 @@ class TQDMProgressBar(ProgressBar):
         process_position: Number of bars of other processes above.
         leave: Whether the bar of each epoch stays when the next one begins.
 
+    Attributes:
+        loop_options: For the bar that is made: title, number of batches, and how many of them are done.
+
     Raises:
         MissingRequirementError: tqdm is not installed.
         RequestError: A number is negative.
@@ -49,6 +52,7 @@ class TQDMProgressBar(ProgressBar):
         least = int(os.environ.get("TQDM_MINITERS", "0"))
         self.refresh_rate = max(refresh_rate, least) if refresh_rate else 0
         self.process_position, self.leave = process_position, leave
+        self.loop_options: dict[str, Any] = {}
 
     @override
     def make_display(self) -> Display:
@@ -65,8 +69,9 @@ class TQDMProgressBar(ProgressBar):
         return self._bar()
 
     def init_validation_tqdm(self) -> tqdm[Any]:
-        """Create the bar of a validation."""
-        return self._bar(position=2 * self.process_position + 1, leave=False)
+        """Create the bar of a validation, which is below that of the epoch in a fit."""
+        is_inner = self._training is not None
+        return self._bar(position=2 * self.process_position + is_inner, leave=not is_inner)
 
     def init_test_tqdm(self) -> tqdm[Any]:
         """Create the bar of a test."""
@@ -79,8 +84,8 @@ class TQDMProgressBar(ProgressBar):
     def _bar(self, **options: Any) -> tqdm[Any]:
         from tqdm.auto import tqdm
 
-        position = 2 * self.process_position
-        return tqdm(**{"position": position, "leave": True, "dynamic_ncols": True, "file": sys.stdout, **options})
+        usual = {"position": 2 * self.process_position, "leave": True, "dynamic_ncols": True, "file": sys.stdout}
+        return tqdm(**{**usual, **self.loop_options, **options})
 
 
 class _TQDMDisplay:
@@ -112,14 +117,14 @@ class _TQDMDisplay:
     def close(self) -> None:
         """Leave the outermost bar as it is."""
         while self._shown:
-            self._drop(leaves=len(self._shown) == 1)
+            self._drop(leaves=True)
 
     def _follow(self, running: Sequence[Progress]) -> None:
         """Drop the bars of loops that are over, and make those of loops that have begun."""
         while any(progress is not now for (progress, _), now in zip(self._shown, running, strict=False)) or (
             len(self._shown) > len(running)
         ):
-            self._drop(leaves=len(self._shown) == 1 and self._callback.leave)
+            self._drop(leaves=self._callback.leave)
         makers = {
             "Sanity check": self._callback.init_sanity_tqdm,
             "Validation": self._callback.init_validation_tqdm,
@@ -128,12 +133,14 @@ class _TQDMDisplay:
         }
         for progress in running[len(self._shown) :]:
             kind = next((maker for title, maker in makers.items() if progress.title.startswith(title)), None)
+            self._callback.loop_options = {"desc": progress.title, "total": progress.total, "initial": progress.done}
             bar = self._callback.init_train_tqdm() if kind is None else kind()
-            bar.reset(progress.total)
-            bar.n = bar.initial = progress.done  # not 0 where an epoch is continued
+            if (bar.total, bar.n) != (progress.total, progress.done):  # a user's own
+                bar.reset(progress.total)
+                bar.n = bar.initial = progress.done
             self._shown.append((progress, bar))
 
     def _drop(self, *, leaves: bool) -> None:
         _, bar = self._shown.pop()
-        bar.leave = leaves
+        bar.leave = leaves and bar.leave
         bar.close()
