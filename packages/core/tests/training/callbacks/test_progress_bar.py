@@ -748,6 +748,7 @@ def test_bars_of_tqdm_take_each_others_place_on_a_terminal(terminal, bar_trainer
 
     for leave in (False, True):
         with terminal() as screen:
+            fcntl.ioctl(sys.stdout, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
             bar_trainer(callbacks=Wide(leave=leave)).fit(slow(), loader(8), loader(8))
         lines = [line for line in screen.lines if line]
         assert lines == [*(["Epoch 1/2 has 6 of 6"] if leave else []), "Epoch 2/2 has 6 of 6"]

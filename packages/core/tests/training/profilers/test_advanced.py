@@ -12,7 +12,7 @@ def test_each_action_has_a_table_of_the_functions_that_it_calls(quiet_trainer, l
     quiet_trainer(profiler="advanced", max_epochs=1).fit(line, loader())
     text = capsys.readouterr().err
     assert text.startswith("Profile of fit on rank 0\n")
-    before, step = text.split("Strategy.training_step\n")
+    before, step = text.split("\ntraining_step\n")
     assert "(training_step)" in step
     assert "(mse_loss)" in step
     assert "(training_step)" not in before

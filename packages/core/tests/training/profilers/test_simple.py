@@ -124,8 +124,8 @@ def test_a_trainer_takes_a_profiler_by_name_or_as_an_instance():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("torched", r"profiler='torched' is not 'simple', 'torch', .* None \(did you mean 'torch'\?\)$"),
-        ("advanced", r"profiler='advanced' is not 'simple', 'torch', a Profiler \(an instance, not a class\) or None$"),
+        ("torched", r"profiler='torched' is not 'simple', 'advanced', 'torch', .* None \(did you mean 'torch'\?\)$"),
+        ("xla", r"profiler='xla' is not .*, a Profiler \(an instance, not a class\) or None$"),
         (SimpleProfiler, r"profiler=<class .*SimpleProfiler'> is not"),
         (True, "profiler=True is not"),
     ],
