@@ -743,7 +743,7 @@ def test_bars_of_tqdm_take_each_others_place_on_a_terminal(terminal, bar_trainer
     class Wide(TQDMProgressBar):
         def init_train_tqdm(self):
             bar = super().init_train_tqdm()
-            bar.bar_format = "{desc} has {n_fmt} of {total_fmt}"
+            bar.bar_format = "{desc}{n_fmt} of {total_fmt}"
             return bar
 
     for leave in (False, True):
@@ -751,4 +751,4 @@ def test_bars_of_tqdm_take_each_others_place_on_a_terminal(terminal, bar_trainer
             fcntl.ioctl(sys.stdout, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
             bar_trainer(callbacks=Wide(leave=leave)).fit(slow(), loader(8), loader(8))
         lines = [line for line in screen.lines if line]
-        assert lines == [*(["Epoch 1/2 has 6 of 6"] if leave else []), "Epoch 2/2 has 6 of 6"]
+        assert lines == [*(["Epoch 1/2: 6 of 6"] if leave else []), "Epoch 2/2: 6 of 6"]
