@@ -93,18 +93,19 @@ nox.options.sessions = ["lint", "types", "layers", "wheels", "tests"]
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
-DEFAULT = "not variant and not (builds and slow)"
+DEFAULT = "not variant and not neighbours and not (builds and slow)"
 WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
 BUILD_TOOLS = (PIP, "editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or each build has its own environment
 FAIRSCALE = "fairscale==0.4.13"  # after torch, which its build imports
 
 
-def workspace(name: str = "shared", *more: str) -> Path:
+def workspace(name: str = "shared", *more: str, constraints: Path | None = CONSTRAINTS) -> Path:
     """Return the programs of the environment that has all packages, installed editable, and the tools."""
     tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
     editable = [f"--editable={package.relative_to(ROOT)}" for package in PACKAGES]
-    inputs = (CONSTRAINTS, *(package / "pyproject.toml" for package in PACKAGES))
-    beside = ("--no-build-isolation", "--constraint=constraints.txt")
+    constrained = [constraints] if constraints else []
+    inputs = (*constrained, *(package / "pyproject.toml" for package in PACKAGES))
+    beside = ("--no-build-isolation", *(f"--constraint={path.relative_to(ROOT)}" for path in constrained))
     steps = (BUILD_TOOLS, (*beside, *editable, *tools, *more), (*beside, FAIRSCALE))
     compiled = "dstrat_fsdp.strategy, torch._dynamo, pytest"
     return environment(name, *steps, pip=bootstrap() / "pip", inputs=inputs, first_import=compiled)
@@ -147,6 +148,31 @@ def tests(session: nox.Session) -> None:
     marked = DEFAULT if WHEELS in os.environ else f"{DEFAULT} and not wheels"
     one_thread = {"OMP_NUM_THREADS": "1"}  # in each process, of which there are several for each core
     run(session, workspace(), "pytest", "-m", marked, *(session.posargs or workers()), **one_thread)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """The tests with the newest torch that pip resolves (gigabytes), or with arguments after --, which go to pytest.
+
+    ``.nox/newest`` stays as it is until it is removed: remove it for a torch that has come out since.
+    """
+    programs = workspace("newest", constraints=None)
+    run(session, programs, "python", "-c", "import torch; print('torch', torch.__version__)")
+    marked = f"{DEFAULT} and not wheels"
+    run(session, programs, "pytest", "-m", marked, *(session.posargs or workers()), OMP_NUM_THREADS="1")
+
+
+@nox.session
+def neighbours(session: nox.Session) -> None:
+    """Train beside packages that users have installed too, in an environment that has them: hydra, transformers ..."""
+    requirements = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "neighbours")
+    tested = [package for package in PACKAGES if package.name in ("core", "ddp", "fsdp")]
+    editable = [f"--editable={package.relative_to(ROOT)}" for package in tested]
+    beside = ("--no-build-isolation", "--constraint=constraints.txt", *editable, *requirements)
+    inputs = (CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in tested))
+    programs = environment("neighbours", BUILD_TOOLS, beside, pip=bootstrap() / "pip", inputs=inputs)
+    folder = str(ROOT / "tests" / "neighbours")
+    run(session, programs, "python", "-m", "pytest", "--noconftest", *(session.posargs or [folder]))
 
 
 @nox.session

@@ -55,5 +55,6 @@ def _named(name: Hashable, function: Callable[..., Any], cluster: LoopbackCluste
 def _strictly(place: Place, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     warnings.simplefilter("error")
     # Raised by torch's own torch.distributed.optim when it is imported.
-    warnings.filterwarnings("ignore", message=r".torch.jit.\w+. is deprecated", category=DeprecationWarning)
+    for category in (DeprecationWarning, FutureWarning):  # from torch 2.15 on the second one
+        warnings.filterwarnings("ignore", message=r".torch.jit.\w+. is deprecated", category=category)
     return function(place.cluster, **arguments)

@@ -101,7 +101,7 @@ def _sum(part: str) -> Path:
 def _is_whole(part: str) -> bool:
     if not (_library(part).exists() and _sum(part).exists()):
         return False
-    return _sum(part).read_text(encoding="ascii") == hashlib.sha256(_library(part).read_bytes()).hexdigest()
+    return _sum(part).read_text(encoding="utf-8") == hashlib.sha256(_library(part).read_bytes()).hexdigest()
 
 
 def compile_missing() -> None:
@@ -126,7 +126,7 @@ def _compile(operation: str, parts: tuple[str, ...]) -> None:
     for part in parts:
         _sum(part).unlink(missing_ok=True)
         shutil.copyfile(building / part / f"{part}.so", _library(part))
-        _sum(part).write_text(hashlib.sha256(_library(part).read_bytes()).hexdigest(), encoding="ascii")
+        _sum(part).write_text(hashlib.sha256(_library(part).read_bytes()).hexdigest(), encoding="utf-8")
     shutil.rmtree(building)
     print(f"compiled {operation} in {time.monotonic() - begun:.0f} s: {folder()}", flush=True)
 

@@ -21,6 +21,7 @@ from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.feasibility import check_state_buffers
 from dstrat_deepspeed.native_files import find_files
 from dstrat_deepspeed.nvme import folder_in, mapped
+from dstrat_deepspeed.prerequisites import _may_lock_any
 
 OPTIMIZER = {"offload_optimizer": True, "offload_optimizer_device": "nvme"}
 PARAMETERS = {
@@ -103,7 +104,7 @@ def locked():
     gc.collect()
     return next(
         int(line.split()[1])
-        for line in Path("/proc/self/status").read_text("ascii").splitlines()
+        for line in Path("/proc/self/status").read_text("utf-8").splitlines()
         if line.startswith("VmLck")
     )
 
@@ -177,13 +178,23 @@ def little_memory_to_lock():
     resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
 
 
+def test_what_may_be_locked_is_known_whatever_the_program_is_called():
+    name = Path("/proc/self/comm")
+    before, allowed = name.read_bytes(), _may_lock_any()
+    name.write_bytes(b"n\xf6tig \xff")
+    try:
+        assert _may_lock_any() is allowed
+    finally:
+        name.write_bytes(before)
+
+
 def test_that_too_little_memory_may_be_locked_is_why_tests_with_files_are_skipped(little_memory_to_lock, monkeypatch):
     with tempfile.TemporaryDirectory() as kept:
         monkeypatch.setenv(FOLDER_VARIABLE, kept)
         folder().mkdir()
         for part in PARTS["async_io"]:
             (folder() / f"{part}.so").write_bytes(b"compiled")
-            (folder() / f"{part}.sha256").write_text(hashlib.sha256(b"compiled").hexdigest(), "ascii")
+            (folder() / f"{part}.sha256").write_text(hashlib.sha256(b"compiled").hexdigest(), "utf-8")
         if (reason := why_not("async_io")) and "to be compiled" in reason:
             pytest.skip(reason)
         assert "the test locks 32 MiB of memory in each rank, and 0 MiB are allowed" in str(reason)

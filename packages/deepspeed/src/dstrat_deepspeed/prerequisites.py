@@ -174,7 +174,8 @@ def check_lockable(size: int, option: str, cure: str) -> None:
 def _may_lock_any() -> bool:
     """Return whether the process has Linux's capability CAP_IPC_LOCK."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        # It begins with the name of the program, which may have any bytes.
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("CapEff:"):
                 return bool(int(line.split()[1], 16) >> 14 & 1)
     return False

@@ -24,8 +24,9 @@ _COMPATIBLE = "__compatible_ops__"
 _NOT_OURS: tuple[tuple[str, type[Warning]], ...] = (
     # torch 2.13 has other names for the collectives
     (r".torch\.distributed\.\w+. is deprecated", FutureWarning),
-    # DeepSpeed imports parts of torch that raise these themselves
+    # DeepSpeed imports parts of torch that raise these themselves; from torch 2.15 on the second one
     (r".torch\.jit\.\w+. is deprecated", DeprecationWarning),
+    (r".torch\.jit\.\w+. is deprecated", FutureWarning),
     # stage 0 makes sparse gradients of their averaged parts
     (r"Sparse invariant checks are implicitly disabled", UserWarning),
 )

@@ -59,13 +59,13 @@ def put_back(units: Sequence[FSDPModule], module: Module, saved: Mapping[str, An
     for name, gradient in saved.get("whole", {}).items():
         param = places[id(parameters[name])]
         like = param.unsharded_param
-        restored = gradient.to(like.device, param.reduce_dtype or like.dtype)
+        restored = gradient.to(like.device, _accumulation_dtype(param))
         if name in saved["placements"]:
             restored = _distributed(restored, like, saved["placements"][name])
-        if param.reduce_dtype is None:
-            like.grad = restored
-        else:
+        if param.reduce_dtype is not None and _has_separate_gradient(param):
             param.unsharded_accumulated_grad = restored
+        else:
+            like.grad = restored
     for name, gradient in saved.get("shards", {}).items():
         parameter: Any = parameters[name]
         parameter.grad = with_local(parameter, gradient.to(parameter.device))
@@ -80,7 +80,8 @@ def drop_waiting(units: Sequence[FSDPModule], parameters: Container[int]) -> Non
     """
     for param in fsdp_params(units):
         if id(param.sharded_param) in parameters:
-            param.unsharded_accumulated_grad = None
+            if _has_separate_gradient(param):
+                param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param.unsharded_param.grad = None
 
@@ -90,6 +91,17 @@ def fsdp_params(units: Sequence[FSDPModule]) -> Iterator[Any]:
     for unit in units:
         for group in parameter_groups(unit):
             yield from group.fsdp_params
+
+
+def _has_separate_gradient(param: Any) -> bool:
+    """Return whether torch keeps what it accumulates in another dtype beside the parameter, as before 2.15."""
+    return "unsharded_accumulated_grad" in vars(param)  # a property from then on
+
+
+def _accumulation_dtype(param: Any) -> Any:
+    if _has_separate_gradient(param):
+        return param.reduce_dtype or param.unsharded_param.dtype
+    return param.unsharded_grad_dtype or param.unsharded_param.dtype
 
 
 def _accumulated(param: Any) -> Tensor | None:

@@ -113,8 +113,10 @@ def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], 
         timeout: How long a collective waits for the other ranks; torch's groups have its default otherwise.
     """
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    # Made public, and the old name deprecated, by torch 2.15.
+    set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # noqa: SLF001
     for dimension in range(len(shape)):
-        distributed_c10d._set_pg_timeout(timeout, mesh.get_group(dimension))  # noqa: SLF001 - new groups take no other way
+        set_timeout(timeout, mesh.get_group(dimension))
     return mesh
 
 

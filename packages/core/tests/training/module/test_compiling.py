@@ -211,7 +211,6 @@ QUICK = {
 
 
 @needs_compiler
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own import
 def test_torchs_own_compiler_trains_as_without(quiet_trainer, make_line, loader):
     from torch._inductor import list_options  # here, as its import takes a second
 

@@ -44,13 +44,13 @@ def test_torchscript_gives_what_the_module_gives_in_evaluation_mode(method, tmp_
     module = Net()
     module.layer.eval()
     x = torch.randn(64, 4)
-    script = module.to_torchscript(tmp_path / "deep" / "it.pt", method, example_inputs=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of every function of TorchScript, which the caller has asked for
+        script = module.to_torchscript(tmp_path / "deep" / "it.pt", method, example_inputs=x)
     assert module.training
     assert module.dropout.training
     assert not module.layer.training
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch says it of every function of TorchScript
-        loaded = torch.jit.load(tmp_path / "deep" / "it.pt")
+    loaded = torch.jit.load(tmp_path / "deep" / "it.pt")
     for one in (script, loaded):
         assert torch.equal(one(x), module.eval()(x))
 

@@ -151,7 +151,7 @@ def traceable(module: nn.Module) -> Iterator[None]:
     trainers = [vars(part)["_trainer"] for part in attached]
     with warnings.catch_warnings():
         for kind in (DeprecationWarning, FutureWarning):  # the latter since torch 2.15
-            warnings.filterwarnings("ignore", r".torch\.jit\.\w+. is deprecated", kind)
+            warnings.filterwarnings("ignore", r".torch\.jit\.\w+. is (deprecated|not supported)", kind)
         try:
             for part, trainer in zip(attached, trainers, strict=True):
                 vars(part)["_trainer"] = _Readable(trainer)
