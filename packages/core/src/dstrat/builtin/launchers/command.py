@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -74,7 +74,7 @@ def rerun_command(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleTyp
     """
     command = parse_command(orig_argv)
     if command.kind == "module" and getattr(main, "__spec__", None) is not None:
-        return command
+        return replace(command, argv=_join_hydra_job(command.argv))
     path = getattr(main, "__file__", None)
     if path is None or not Path(path).is_file() or hasattr(sys, "ps1"):
         raise LaunchError(
@@ -84,7 +84,29 @@ def rerun_command(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleTyp
         )
     own = command.kind == "script" and Path(command.target).name == Path(path).name
     argv = command.argv if own else tuple(argv)  # its own may have been changed since
-    return Command(flags=command.flags, kind="script", target=str(Path(path).absolute()), argv=argv)
+    return Command(flags=command.flags, kind="script", target=str(Path(path).absolute()), argv=_join_hydra_job(argv))
+
+
+def _join_hydra_job(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the arguments with which a rank uses the folder of the hydra job that this process runs.
+
+    Hydra names a folder after the second at which it was made, so that each rank would have another one.  Of a sweep the
+    ranks run all jobs, as this process ends after the first one.
+    """
+    module = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return argv
+    job = module.HydraConfig.get()
+    mode = job.get("mode")  # since hydra 1.2
+    if mode is not None and mode.name == "MULTIRUN":
+        return (*argv, _hydra_value("sweep.dir", Path(job.runtime.cwd, job.sweep.dir)))
+    # Without a subfolder for the values, which would be written by each rank.
+    return (*argv, _hydra_value("run.dir", job.runtime.output_dir), "hydra.output_subdir=null")
+
+
+def _hydra_value(name: str, value: object) -> str:
+    text = str(value).replace('"', '\\"')
+    return f'hydra.{name}="{text}"'
 
 
 def _split_options(letters: str) -> tuple[str, str, str]:
