@@ -1,0 +1,97 @@
+"""Lightning's public names are there, with arguments and defaults, or docs/coming-from-lightning.md has a row.
+
+lightning_names.json is made by record_lightning_names.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.record_lightning_names import RECORD, arguments
+
+import dstrat
+from dstrat import callbacks, loggers, profilers, strategies
+from dstrat.errors import DstratError
+
+PAGE = Path(__file__).parents[1] / "docs" / "coming-from-lightning.md"
+NAMES: dict[str, dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))["names"]
+
+
+def renamed() -> dict[str, str]:
+    """The new names of what is only called otherwise, as the page has them: `LightningModule` is `TrainModule`."""
+    return dict(re.findall(r"`(\w+)` is\s`(\w+)`", PAGE.read_text(encoding="utf-8")))
+
+
+def rows() -> set[str]:
+    """The names that have a row of their own: the code in the first column of the page's tables."""
+    cells = re.findall(r"^\| (.*?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def ours(name: str) -> Any:
+    """The class of that name, or of its new name; None where there is none."""
+    for home in (dstrat, callbacks, loggers, profilers, strategies):
+        with contextlib.suppress(AttributeError, DstratError):
+            return getattr(home, renamed().get(name, name))
+    return None
+
+
+def differences() -> list[str]:
+    """What is not as it is in Lightning: `Name`, `Name(argument)`, `Name.method(argument)`, `Name.attribute`."""
+    differ = []
+    for name, recorded in NAMES.items():
+        kind = ours(name)
+        if kind is None:
+            differ.append(name)
+            continue
+        differ += [f"{name}({argument})" for argument in different(recorded["arguments"], kind)]
+        if "methods" in recorded:
+            differ += different_members(name, recorded, kind)
+    return differ
+
+
+def different_members(name: str, recorded: dict[str, Any], kind: Any) -> list[str]:
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False} if name == "Trainer" else {}
+    there = dir(kind(**options))
+    differ = [f"{name}.{member}" for member in (*recorded["attributes"], *recorded["methods"]) if member not in there]
+    for method, wanted in recorded["methods"].items():
+        if callable(function := getattr(kind, method, None)):
+            differ += [f"{name}.{method}({argument})" for argument in different(wanted, function)]
+    return differ
+
+
+def different(wanted: dict[str, str], function: Any) -> list[str]:
+    """The arguments that the function lacks, or has with another default.
+
+    What a function passes on (``**kwargs``) takes every name, and its own tests say which.
+    """
+    has, new = arguments(function), renamed()
+    if any(name.startswith("**") for name in has):
+        wanted = {name: default for name, default in wanted.items() if not name.startswith("**")}
+        has = {**{new.get(name, name): default for name, default in wanted.items()}, **has}
+    return [
+        name for name, default in wanted.items() if name != "*args" and not same(default, has.get(new.get(name, name)))
+    ]
+
+
+def same(wanted: str, default: str | None) -> bool:
+    """Whether two texts of defaults have the same meaning: 0.0 is 0."""
+    try:
+        return bool(wanted == default or float(wanted) == float(str(default)))
+    except ValueError:
+        return False
+
+
+def test_each_name_of_lightning_is_there_or_has_a_row() -> None:
+    missing = sorted(set(differences()) - rows())
+    assert not missing, f"add the names, or rows to {PAGE.name}, for these {len(missing)}:\n" + "\n".join(missing)
+
+
+def test_no_row_is_about_a_name_that_is_as_in_lightning() -> None:
+    known = re.compile("|".join(rf"{name}(?![\w=])" for name in NAMES))
+    stale = sorted(row for row in rows() if known.match(row) and row not in set(differences()))
+    assert not stale, f"these are there now, take their rows out of {PAGE.name}:\n" + "\n".join(stale)
