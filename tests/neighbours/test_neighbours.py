@@ -68,7 +68,7 @@ def run_hydra(folder: Path, *arguments: str) -> set[Path]:
         shutil.copy(HERE / name, folder)
     notes = folder.with_name("notes of " + folder.name)  # beside it, or hydra takes it for a group of configurations
     notes.mkdir()
-    command = [sys.executable, "hydra_program.py", f"notes='{notes}'", *arguments]
+    command = [sys.executable, "hydra_program.py", *arguments, f"notes='{notes}'"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=MINUTES, check=False)
     assert done.returncode == 0, done.stderr
     noted = {path.name: path.read_text().splitlines() for path in notes.iterdir()}

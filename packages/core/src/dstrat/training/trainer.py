@@ -353,9 +353,9 @@ class Trainer(RunState):
         self,
         model: TrainModule | None = None,
         dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
         datamodule: DataModule | None = None,
         return_predictions: bool = True,
+        ckpt_path: str | Path | None = None,
     ) -> list[Any]:
         """Run ``predict_step`` over the data; return its results in the order of the batches.
 

@@ -90,8 +90,8 @@ def rerun_command(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleTyp
 def _join_hydra_job(argv: tuple[str, ...]) -> tuple[str, ...]:
     """Return the arguments with which a rank uses the folder of the hydra job that this process runs.
 
-    Hydra names a folder after the second at which it was made, so that each rank would have another one.  Of a sweep the
-    ranks run all jobs, as this process ends after the first one.
+    Hydra names a folder after the second at which it was made, so that each rank would have another one.  Of a sweep
+    the ranks run all jobs, as this process ends after the first one.
     """
     module = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
