@@ -196,13 +196,15 @@ def test_marks_that_make_no_sense_are_refused(document):
     [
         (b'{"a": 1, "a": 2}', "the key 'a' twice"),
         (b'{"a": NaN}', "holds NaN"),
+        (b"[1e999999]", "1e999999, which is too large"),
+        (b"-1e400", "-1e400, which is too large"),
         (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
         (b'{"a": ' * 100_000, "nested too deeply"),
         (b"\x80\x04K\x01.", "utf-8"),
         (b"9" * 100_000, "digits"),
         (b"", "Expecting value"),
     ],
-    ids=["twice", "constant", "deep list", "deep object", "pickle", "digits", "empty"],
+    ids=["twice", "constant", "infinite", "negative infinite", "deep list", "deep object", "pickle", "digits", "empty"],
 )
 def test_documents_that_are_not_strictly_json_are_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
