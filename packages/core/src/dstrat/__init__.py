@@ -83,6 +83,8 @@ if TYPE_CHECKING:
     from dstrat.training.profilers.profiler import Profiler as Profiler
     from dstrat.training.profilers.simple import SimpleProfiler as SimpleProfiler
     from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
+    from dstrat.training.status import TrainerFn as TrainerFn
+    from dstrat.training.status import TrainerStatus as TrainerStatus
     from dstrat.training.trainer import Trainer as Trainer
     from dstrat.training.tuner import Tuner as Tuner
 
