@@ -7,12 +7,13 @@ from collections import OrderedDict, UserDict, defaultdict
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from dstrat.errors import DstratError, MisuseError
-from dstrat.interfaces.batch import apply_to_tensors, move_to_device, mover_to
+from dstrat.interfaces.batch import apply_to_tensors, move_to_device, mover_to, numbers_to_tensors
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -209,3 +210,13 @@ def test_a_batch_from_pinned_memory_is_moved_to_the_gpu():
     moved = move_to_device([tensor().pin_memory(), tensor(), Graph(tensor())], device)
     assert moved[0].device == moved[1].device == moved[2].x.device == device
     assert moved[0].tolist() == [1.0, 1.0]
+
+
+def test_numbers_become_tensors_and_the_rest_stays():
+    given = {"n": 3, "x": [2.5, True], "array": np.arange(2), "text": ("a", None), "t": tensor()}
+    made = numbers_to_tensors(given, torch.device("cpu"))
+    assert (made["n"].dtype, made["n"].item()) == (torch.int64, 3)
+    assert [(value.dtype, value.item()) for value in made["x"]] == [(torch.float32, 2.5), (torch.bool, True)]
+    assert made["array"].tolist() == [0, 1]
+    assert made["text"] == ("a", None)
+    assert made["t"] is given["t"]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -406,6 +408,69 @@ def test_two_processes_train_to_the_same_weights_as_one(quiet_trainer, make_line
     quiet_trainer().fit(one, loader(batch_size=8))
     quiet_trainer(strategy=averaging(), devices=2).fit(two, loader(batch_size=4))
     assert torch.allclose(weights(one), weights(two), rtol=1e-6)
+
+
+def test_numbers_and_collections_are_gathered(quiet_trainer, make_line, loader, averaging):
+    class Gathering(type(make_line())):
+        def test_step(self, batch, batch_idx):
+            rank = self.global_rank
+            gathered = self.all_gather({"numbers": [rank, 0.5], "tensors": (torch.full((2,), rank), "text")})
+            assert gathered["numbers"][0].tolist() == [0, 1]
+            assert gathered["numbers"][1].tolist() == [0.5, 0.5]
+            assert gathered["tensors"][0].tolist() == [[0, 0], [1, 1]]
+            assert gathered["tensors"][1] == "text"
+            self.log("sum", self.all_gather(float(rank)).sum())
+
+    [result] = quiet_trainer(strategy=averaging(), devices=2).test(make_line(Gathering), loader(24))
+    assert result == {"sum": 1.0}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_a_batch_that_is_none_is_left_out(quiet_trainer, make_line, loader, caplog, accumulate):
+    def collate(samples):
+        index = next(count)
+        return None if index in (1, 5) else torch.utils.data.default_collate(samples)
+
+    count = itertools.count()
+    ours, theirs = make_line(), make_line()
+    trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=accumulate)
+    trainer.fit(ours, loader(collate_fn=collate))
+    assert caplog.messages == [
+        (
+            "the training loader gave None as batch 1: such batches are left out, and are no step of optimizer or "
+            "schedulers"
+        )
+    ]
+    batches, optimizer = list(loader()), theirs.configure_optimizers()
+    groups = {1: [(0,), (2,), (3,), (4,)], 2: [(0,), (2, 3), (4,)], 4: [(0, 2, 3), (4,)]}[accumulate]
+    for group in groups:
+        size = 2 if accumulate == 4 and group == (4,) else accumulate
+        optimizer.zero_grad()
+        for index in group:
+            (theirs.loss(batches[index]) / size).backward()
+        optimizer.step()
+    assert trainer.global_step == len(groups)
+    assert torch.allclose(weights(ours), weights(theirs), rtol=1e-6)
+
+
+def test_a_batch_that_is_none_on_one_of_several_processes_is_an_error(quiet_trainer, make_line, loader, averaging):
+    def collate(samples):
+        return None
+
+    with pytest.raises(RankFailedError, match=r"the training loader gave None as batch 0 on rank \d of 2: the other"):
+        quiet_trainer(strategy=averaging(), devices=2).fit(make_line(), loader(collate_fn=collate))
+
+
+def test_clipping_takes_what_it_is_not_given_from_the_trainer(quiet_trainer, make_line, loader):
+    class Clipping(type(make_line())):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+            self.clip_gradients(optimizer)
+
+    ours, theirs = make_line(Clipping), make_line()
+    quiet_trainer(gradient_clip_val=0.1, gradient_clip_algorithm="value").fit(ours, loader())
+    quiet_trainer(gradient_clip_val=0.1, gradient_clip_algorithm="value").fit(theirs, loader())
+    assert torch.equal(weights(ours), weights(theirs))
+    assert quiet_trainer(gradient_clip_algorithm=None).gradient_clip_algorithm == "norm"
 
 
 def test_two_processes_shuffle_into_disjoint_parts(quiet_trainer, make_line, loader, averaging):

@@ -7,7 +7,8 @@ import inspect
 import pytest
 import torch
 
-from dstrat import Callback
+from dstrat import Callback, DataModule, LambdaCallback
+from dstrat.errors import MisuseError
 from dstrat.training.module.hooks import DataHooks, ModuleHooks
 
 HOOKS = [
@@ -247,3 +248,38 @@ def test_what_a_module_learns_from_a_checkpoint_is_known_when_its_optimizers_are
     module = Grows()
     quiet_trainer(max_epochs=2).fit(module, loader(24), ckpt_path=tmp_path / "saved")
     assert module.words.weight.shape == (5, 2)
+
+
+def test_a_hook_that_is_none_is_as_if_it_were_not_defined(quiet_trainer, make_line, loader):
+    base = type(make_line())
+    names = [name for name in HOOKS if name not in ("training_step", "configure_optimizers", "predict_step")]
+    trained, plain = make_line(), make_line()
+    for name in names:
+        setattr(trained, name, None)
+    callback = LambdaCallback(on_train_start=None)
+    callback.on_train_epoch_start = None
+    data = DataModule()
+    for name in [name for name in HOOKS if hasattr(data, name)]:
+        setattr(data, name, None)
+    data.train_dataloader, data.val_dataloader = loader, None
+    options = {"max_epochs": 1, "gradient_clip_val": 0.1}
+    quiet_trainer(callbacks=callback, **options).fit(trained, datamodule=data)
+    quiet_trainer(**options).fit(plain, loader())
+    assert torch.equal(trained.layer.weight, plain.layer.weight)
+
+    class Without(base):
+        training_step = None
+
+    with pytest.raises(MisuseError, match="Without has no training_step: define"):
+        quiet_trainer().fit(make_line(Without), loader())
+    trained.predict_step = None
+    with pytest.raises(MisuseError, match=r"^Line\.predict_step is None: define it, or leave it as it is$"):
+        quiet_trainer().predict(trained, loader())
+
+
+def test_a_validation_step_that_is_none_means_no_validation(quiet_trainer, make_line, loader):
+    module = make_line()
+    module.validation_step = None
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(module, loader(), loader())
+    assert trainer.callback_metrics.keys() == {"loss", "loss_step", "loss_epoch"}

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from dstrat import Logger
+from dstrat import Callback, Logger
 from dstrat.errors import MisuseError, RankFailedError
 
 
@@ -182,3 +182,29 @@ def test_what_cannot_be_logged_is_refused(quiet_trainer, make_line, loader, valu
 
 def test_logging_outside_a_run_does_nothing(line):
     line.log("x", 1.0)
+
+
+def test_a_callback_logs_in_its_hooks(quiet_trainer, make_line, loader, recorder):
+    class Logging(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.log("index", float(batch_idx), on_step=True, on_epoch=True)
+
+        def on_train_epoch_end(self, trainer, module):
+            self.log_dict({"end": 3.0})
+
+        def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+            self.log("validated", float(batch_idx), True)  # prog_bar, as of the module's log
+
+    callback = Logging()
+    trainer = quiet_trainer(max_epochs=1, callbacks=callback, logger=recorder, log_every_n_steps=6)
+    trainer.fit(make_line(), loader(), loader())
+    values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert {name: values[name] for name in ("index_step", "index_epoch", "end", "validated")} == {
+        "index_step": 5.0,
+        "index_epoch": 2.5,
+        "end": 3.0,
+        "validated": 2.5,
+    }
+    assert trainer.progress_bar_metrics == {"validated": 2.5}
+    callback.log("afterwards", 1.0)  # does nothing
+    assert "afterwards" not in trainer.callback_metrics

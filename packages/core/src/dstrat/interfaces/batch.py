@@ -28,6 +28,17 @@ def apply_to_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     return _apply(batch, _part, function, lambda other: other)
 
 
+def numbers_to_tensors(batch: Any, device: torch.device) -> Any:
+    """Return the batch with each number, and each array of numpy, as a tensor on the device."""
+    import torch
+
+    def convert(other: Any) -> Any:
+        is_numeric = isinstance(other, _NUMBERS) or type(other).__module__ == "numpy"
+        return torch.as_tensor(other, device=device) if is_numeric else other
+
+    return _apply(batch, _numeric_part, lambda tensor: tensor, convert)
+
+
 def move_to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with each tensor (and whatever else has a ``to`` for devices) on the device.
 
@@ -90,6 +101,7 @@ class _Part(enum.Enum):
     OBJECT = enum.auto()
 
 
+_NUMBERS = (bool, int, float, complex)
 _TENSOR, _PLAIN, _SEQUENCE, _MAPPING = _Part.TENSOR, _Part.PLAIN, _Part.SEQUENCE, _Part.MAPPING
 
 
@@ -115,6 +127,11 @@ def _movable_part(kind: type) -> _Part:
     part = _part(kind)
     own = part not in {_Part.TENSOR, _Part.PLAIN} and _own_to(kind) is not None
     return _Part.OBJECT if own else part
+
+
+def _numeric_part(kind: type) -> _Part:
+    """Return the same, where numbers are something to convert."""
+    return _Part.OBJECT if issubclass(kind, _NUMBERS) else _part(kind)  # type: ignore[arg-type]  # a class is hashable
 
 
 def _is_there(batch: Any, device: torch.device) -> bool:

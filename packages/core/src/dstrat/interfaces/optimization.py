@@ -57,11 +57,12 @@ class Optimization:
     schedulers: tuple[SchedulerConfig, ...] = ()
 
 
-def read_optimizers(returned: Any) -> Optimization:
+def read_optimizers(returned: Any, *, steps_schedulers: bool = True) -> Optimization:
     """Bring what ``configure_optimizers`` returned into one shape.
 
     Args:
         returned: None, an optimizer, a dict, a sequence of either, or a pair of optimizers and schedulers.
+        steps_schedulers: Whether schedulers are stepped for the user, who must say then what one of them watches.
 
     Raises:
         MisuseError: It has none of these shapes, or a scheduler is of an optimizer that is not among them.
@@ -69,7 +70,8 @@ def read_optimizers(returned: Any) -> Optimization:
     optimization = _read(returned)
     for config in optimization.schedulers:
         _check_owner(config.scheduler, optimization.optimizers)
-        _settle_monitor(config)
+        if steps_schedulers:
+            _settle_monitor(config)
     return optimization
 
 

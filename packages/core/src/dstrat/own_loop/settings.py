@@ -56,4 +56,4 @@ class Settings:
         assert self.make_optimizers is not None  # noqa: S101 - a strategy asks only where is_fitting is True
         module = self.strategy.module
         modules = module.children() if isinstance(module, SeparateModules) else (module,)
-        return read_optimizers(self.make_optimizers(*modules))
+        return read_optimizers(self.make_optimizers(*modules), steps_schedulers=False)

@@ -14,10 +14,21 @@ if TYPE_CHECKING:
 
 
 def overrides(owner: object, name: str, base: type) -> bool:
-    """Return whether the owner's class or the instance implements a hook, rather than inheriting that of base."""
-    if name in getattr(owner, "__dict__", {}):
-        return True
-    return getattr(type(owner), name, None) is not getattr(base, name, None)
+    """Return whether the owner's class or the instance implements a hook, rather than inheriting that of base.
+
+    A hook that is None counts as not implemented.
+    """
+    attributes = getattr(owner, "__dict__", {})
+    if name in attributes:
+        return attributes[name] is not None
+    method = getattr(type(owner), name, None)
+    return method is not None and method is not getattr(base, name, None)
+
+
+def hook_of(owner: object, name: str, base: type) -> Callable[..., Any]:
+    """Return a hook that has a default; where the owner's is None, that of base."""
+    method: Callable[..., Any] | None = getattr(owner, name)
+    return partial(getattr(base, name), owner) if method is None else method
 
 
 class Dispatch:

@@ -13,11 +13,12 @@ from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.optimization import Optimization
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint_path import resolve_checkpoint
-from dstrat.training.dispatch import Dispatch, overrides
+from dstrat.training.dispatch import Dispatch, hook_of, overrides
 from dstrat.training.ended_fit import EndedFit
 from dstrat.training.fit_anomalies import watched_fit
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.interruption import Interrupted, Terminated
+from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule
 from dstrat.training.numerics import numerics
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from dstrat.training.callbacks.callback import Callback
     from dstrat.training.checkpoint_path import Asked
     from dstrat.training.data.sources import Sources
     from dstrat.training.state import Stage
@@ -105,6 +107,7 @@ def _begin(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
         sources.datamodule.attach(trainer)
     trainer.strategy.module_backward = module.backward if overrides(module, "backward", TrainModule) else None
     trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
+    _let_log(trainer.callbacks, module)
     trainer.dispatch = Dispatch(trainer, module, trainer.called_callbacks)
     trainer.should_stop = trainer.sanity_checking = trainer.is_evaluating = False
     trainer.evaluation_loop, trainer.evaluation_batches = None, []  # which another stage had
@@ -115,8 +118,14 @@ def _begin(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
 def _end(trainer: Trainer) -> None:
     if trainer.module is not None:
         trainer.module.untoggle_optimizer()  # which a step that raised has left toggled
+    _let_log(trainer.callbacks, None)
     trainer.strategy.module_backward = None
     trainer.is_running = False
+
+
+def _let_log(callbacks: Iterable[Callback], module: TrainModule | None) -> None:
+    for callback in callbacks:
+        callback._logging_module = module  # noqa: SLF001 - no public name, which a user's subclass might have too
 
 
 def _prepare(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: Asked) -> None:
@@ -131,7 +140,8 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path:
     for hook in _in_turn(trainer, "setup"):
         hook(trainer.stage)
     with strategy.tensor_init_context(), strategy.model_sharded_context():
-        module.configure_model()
+        hook_of(module, "configure_model", TrainModule)()
+    module.attach(trainer)  # what configure_model has made, too
     if trainer.sync_batchnorm and trainer.is_fitting:
         strategy.synchronize_batchnorm()
     path = resolve_checkpoint(trainer, ckpt_path)
@@ -214,7 +224,7 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
     tell: list[Callable[[], None]] = [
         partial(trainer.strategy.on_exception, exception),
         *(partial(hook, exception) for hook in trainer.dispatch.of_callbacks("on_exception")),
-        *([partial(trainer.datamodule.on_exception, exception)] if trainer.datamodule else []),
+        *([partial(hook_of(trainer.datamodule, "on_exception", DataModule), exception)] if trainer.datamodule else []),
     ]
     if isinstance(exception, Interrupted | Terminated):
         free = tell.pop(0)  # later, as every process is here, so that callbacks may still communicate
@@ -230,8 +240,8 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
 def _in_turn(trainer: Trainer, name: Literal["setup", "teardown"]) -> list[Callable[[Stage], Any]]:
     """Return a hook of the data module, then of the callbacks, which may look at the data, then of the module."""
     assert trainer.module is not None  # noqa: S101 - there is one in every run
-    of_data = [] if trainer.datamodule is None else [getattr(trainer.datamodule, name)]
-    return [*of_data, *trainer.dispatch.of_callbacks(name), getattr(trainer.module, name)]
+    of_data = [] if trainer.datamodule is None else [hook_of(trainer.datamodule, name, DataModule)]
+    return [*of_data, *trainer.dispatch.of_callbacks(name), hook_of(trainer.module, name, TrainModule)]
 
 
 def _stopped(trainer: Trainer, exception: Interrupted | Terminated) -> Outcome | None:

@@ -95,7 +95,7 @@ class Trainer(RunState):
         log_every_n_steps: Optimizer steps between two writes of step values to the loggers; 0 writes none.
         accumulate_grad_batches: Batches whose gradients make up one optimizer step.
         gradient_clip_val: Largest norm or value of gradients; None and 0 do not clip.
-        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        gradient_clip_algorithm: ``"norm"``, the default, or ``"value"``.
         deterministic: Whether operations without a deterministic implementation are errors; ``"warn"`` only warns.
         benchmark: Whether cuDNN tries its algorithms and takes the fastest; None leaves torch's setting.
         sync_batchnorm: Whether batch-norm layers share their statistics over all processes.
@@ -147,7 +147,7 @@ class Trainer(RunState):
         log_every_n_steps: int | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: ClipAlgorithm = "norm",
+        gradient_clip_algorithm: ClipAlgorithm | None = None,
         deterministic: bool | Literal["warn"] | None = None,
         benchmark: bool | None = None,
         sync_batchnorm: bool = False,
@@ -190,7 +190,7 @@ class Trainer(RunState):
         self.num_sanity_val_steps = around.num_sanity_val_steps
         self.log_every_n_steps = around.log_every_n_steps
         self.accumulate_grad_batches = accumulate_grad_batches
-        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
+        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm or "norm"
         self.deterministic, self.benchmark = deterministic, benchmark
         self.sync_batchnorm, self.detect_anomaly = sync_batchnorm, detect_anomaly
         self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
@@ -416,7 +416,8 @@ class Trainer(RunState):
     def configure_optimizers(self) -> Optimization:
         """Create the module's optimizers; called by the strategy when the module is on its device."""
         assert self.module is not None  # noqa: S101 - there is one in every run
-        optimization = read_optimizers(self.module.configure_optimizers())
+        returned = self.module.configure_optimizers()
+        optimization = read_optimizers(returned, steps_schedulers=self.module.automatic_optimization)
         self.dispatch.call_callbacks("on_configure_optimizers", optimization.optimizers)
         return optimization
 

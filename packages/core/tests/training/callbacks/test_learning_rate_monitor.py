@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
-from dstrat import CSVLogger, LearningRateMonitor
+from dstrat import Callback, CSVLogger, LearningRateMonitor
 from dstrat.errors import RequestError
 
 
@@ -119,6 +119,15 @@ def test_only_rank_0_writes(rates, averaging, tmp_path):
     written = rates(lambda module: with_scheduler(module, "step"), devices=2, strategy=averaging(), max_epochs=1)
     assert written == {1: {"lr-SGD": 1.0}, 2: {"lr-SGD": 0.5}}
     assert len([*tmp_path.rglob("metrics.csv")]) == 1
+
+
+def test_callbacks_know_the_latest_rates_in_every_process(rates, averaging):
+    class Seeing(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            assert trainer.callback_metrics["lr-SGD"].item() == 0.5 ** (trainer.global_step - 1)
+
+    callbacks = [LearningRateMonitor(), Seeing()]
+    rates(lambda module: with_scheduler(module, "step"), monitor=callbacks, devices=2, strategy=averaging())
 
 
 def test_without_a_logger_a_line_says_so(fit, caplog):

@@ -76,3 +76,19 @@ def test_what_excludes_each_other_is_refused(arguments, message):
 def test_a_time_that_is_none_is_refused():
     with pytest.raises(RequestError, match="train_time_interval='soon' is not a length of time"):
         ModelCheckpoint(train_time_interval="soon")
+
+
+@pytest.mark.parametrize(
+    ("times", "steps"),
+    [
+        ({"every_n_epochs": 0}, []),
+        ({"every_n_train_steps": 0}, []),
+        ({"every_n_train_steps": 0, "every_n_epochs": 0}, []),
+        ({"every_n_train_steps": 0, "every_n_epochs": 1}, [4, 8]),
+        ({"every_n_train_steps": 3, "every_n_epochs": 0}, [3, 6]),
+    ],
+)
+def test_a_number_of_0_saves_never(fit, tmp_path, times, steps):
+    callback = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, save_last=False, **times)
+    fit(callback, validates=False, limit_train_batches=4, max_epochs=2)
+    assert names(tmp_path) == [f"{step}.ckpt" for step in steps]

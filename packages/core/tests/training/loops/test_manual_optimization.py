@@ -217,6 +217,51 @@ def test_several_optimizers_in_automatic_optimization_are_an_error(quiet_trainer
         quiet_trainer().fit(make_line(Automatic), loader())
 
 
+def test_a_scheduler_that_watches_a_value_is_stepped_by_the_module(quiet_trainer, make_line, loader, caplog):
+    class Watching(ByHand):
+        given = ()
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **dict(self.given)}}
+
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            self.lr_schedulers().step(1.0)
+            self.rate = self.optimizers().param_groups[0]["lr"]
+
+    module = make_line(Watching)
+    quiet_trainer(max_epochs=1).fit(module, loader(16))
+    assert (module.rate, caplog.messages) == (0.05 / 4, [])
+    module = make_line(Watching)
+    module.given = {"monitor": "x", "interval": "step"}
+    quiet_trainer(max_epochs=1).fit(module, loader(16))
+    assert module.rate == 0.05 / 4
+    assert caplog.messages == [
+        (
+            "interval='step', monitor='x' of ReduceLROnPlateau is ignored, as Watching has "
+            "automatic_optimization=False: call self.lr_schedulers().step() in it"
+        )
+    ]
+
+
+def test_an_optimizer_is_toggled_for_a_block(quiet_trainer, make_line, loader):
+    class Toggling(TwoLayers):
+        def training_step(self, batch, batch_idx):
+            first, _ = self.optimizers()
+            with self.toggled_optimizer(first):
+                self.seen.append((self.layer.weight.requires_grad, self.second.weight.requires_grad))
+                self.manual_backward(self.loss(batch))
+                self.clip_gradients(first, 0.1)
+                first.step()
+            assert self.second.weight.requires_grad
+
+    module = make_line(Toggling)
+    quiet_trainer(max_epochs=1).fit(module, loader(24))
+    assert module.seen == [(True, False)] * 2
+
+
 def _Scaling():  # noqa: N802 - stands for a class
     from dstrat.builtin.precision.true import TruePrecision
 

@@ -31,6 +31,17 @@ class Callback:
     runs_last: bool = False
     saves_checkpoints: bool = False
     reads_batch_indices: bool = False
+    _logging_module: TrainModule | None = None  # of the run
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a value in a hook, as :meth:`TrainModule.log` does; nothing happens outside a run."""
+        if self._logging_module is not None:
+            self._logging_module.log(name, value, *args, **options)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Log several values in a hook, as :meth:`TrainModule.log_dict` does."""
+        if self._logging_module is not None:
+            self._logging_module.log_dict(dictionary, **options)
 
     @property
     def state_key(self) -> str:

@@ -14,7 +14,7 @@ from dstrat.training.duration import read_duration
 from dstrat.training.removed_hooks import check_no_removed_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.module.train_module import TrainModule
@@ -73,7 +73,8 @@ def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> lis
     Raises:
         RequestError: Something that the module configures is no callback.
     """
-    own = _as_list(module.configure_callbacks(), f"{type(module).__name__}.configure_callbacks")
+    configure: Callable[[], Any] | None = module.configure_callbacks
+    own = _as_list(configure and configure(), f"{type(module).__name__}.configure_callbacks")
     if not own:
         return list(callbacks)
     for callback in own:

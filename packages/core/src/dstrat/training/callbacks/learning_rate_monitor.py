@@ -33,7 +33,7 @@ class LearningRateMonitor(Callback):
     Names are ``lr-AdamW``, for a second optimizer of that class ``lr-AdamW-1``, and with several parameter groups
     ``lr-AdamW/pg1``, ``lr-AdamW/pg2``.  The ``name`` of a scheduler's dict stands in for ``lr-AdamW``, that of a
     parameter group for ``pg1``.  A rate is written with the number of the step that uses it, in the steps that the
-    loggers write (``log_every_n_steps``).
+    loggers write (``log_every_n_steps``).  ``trainer.callback_metrics`` has the latest rates in every process.
 
     Args:
         logging_interval: ``"step"``, or ``"epoch"`` for the rate at the start of each epoch; None follows each
@@ -42,7 +42,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: Whether the weight decay is written too, as ``...-weight_decay``.
 
     Attributes:
-        lrs: The rates that this process has written in the last fit, by their names, from the first to the last.
+        lrs: The rates of these steps in the last fit, by their names, from the first to the last.
 
     Raises:
         RequestError: The interval is another.
@@ -66,7 +66,7 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.loggers and trainer.is_global_zero:
             _log.warning("LearningRateMonitor writes nothing, as the Trainer has no logger")
-        self._groups = list(_groups(trainer.strategy)) if trainer.writing_loggers else []
+        self._groups = list(_groups(trainer.strategy))
         self.lrs = {group.name: [] for group in self._groups}
         self._set_due(trainer, trainer.global_step)
 
@@ -92,6 +92,8 @@ class LearningRateMonitor(Callback):
                 values |= self._values(group)
                 self.lrs[group.name].append(values[group.name])
         if values:
+            trainer.metrics.note(values)
+        if values and trainer.is_global_zero:
             call_loggers(trainer.loggers, "log_metrics", {"epoch": trainer.current_epoch, **values}, step)
 
     def _values(self, group: _Group) -> dict[str, float]:

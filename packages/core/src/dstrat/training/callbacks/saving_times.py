@@ -19,8 +19,8 @@ class SavingTimes:
     """Knows after which batches and epochs a save is due, the same in every process.
 
     Args:
-        every_n_epochs: After every n-th epoch; None is every epoch, where nothing else is given.
-        every_n_train_steps: After so many optimizer steps.
+        every_n_epochs: After every n-th epoch, 0 never; None is every epoch, where nothing else is given.
+        every_n_train_steps: After so many optimizer steps, 0 never.
         train_time_interval: After so much time, at the end of a step on which the processes agree.
         save_on_train_epoch_end: Whether epochs count when their training ends, or their validation; None lets a
             monitored value of validation decide.
@@ -45,11 +45,13 @@ class SavingTimes:
         _check_one(given)
         for name in ("every_n_epochs", "every_n_train_steps"):
             if given[name] is not None:
-                check_count(name, given[name], 1)
-        self.every_n_train_steps = every_n_train_steps
-        self.counts_epochs = every_n_train_steps is None and train_time_interval is None
-        if save_on_train_epoch_end is not None and not self.counts_epochs:
-            name = "every_n_train_steps" if every_n_train_steps is not None else "train_time_interval"
+                check_count(name, given[name], 0)
+        self.every_n_train_steps = every_n_train_steps or None
+        is_default = all(value is None for value in given.values())
+        self.counts_epochs = is_default or bool(every_n_epochs)
+        saves_between = self.every_n_train_steps is not None or train_time_interval is not None
+        if save_on_train_epoch_end is not None and saves_between:
+            name = "every_n_train_steps" if every_n_train_steps else "train_time_interval"
             raise ConflictError(
                 f"save_on_train_epoch_end={save_on_train_epoch_end!r} is about epochs, and {name}={given[name]!r} "
                 "saves between them: leave one of them out"
@@ -114,7 +116,7 @@ def check_count(name: str, value: Any, least: int) -> None:
 
 
 def _check_one(given: dict[str, Any]) -> None:
-    chosen = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    chosen = [f"{name}={value!r}" for name, value in given.items() if value is not None and value != 0]
     if len(chosen) > 1:
         raise ConflictError(
             f"{' and '.join(chosen)} both say when to save: keep one, or give each to a ModelCheckpoint of its own"

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrat.data.loaders import check_loaders
 from dstrat.data.structure import is_structure, leaves
 from dstrat.errors import MisuseError
-from dstrat.training.dispatch import overrides
+from dstrat.training.dispatch import hook_of, overrides
 from dstrat.training.module.data_module import DataModule
+from dstrat.training.module.hooks import DataHooks
 from dstrat.training.module.train_module import TrainModule
 from dstrat.training.removed_hooks import check_no_removed_hooks
 
@@ -57,8 +58,9 @@ class Sources:
     def require(self, source: Source, step: str) -> None:
         """Raise MisuseError unless the module has the step and there is a loader for it."""
         name = type(self._module).__name__
-        if step != "predict_step" and not self.has_step(step):
-            getattr(self._module, step)()
+        is_needed = step != "predict_step" or getattr(self._module, step) is None
+        if is_needed and not self.has_step(step):
+            _raise_missing(self._module, step)
         if source in self._passed:
             _check_any(self._passed[source], f"what was passed as the {source} loader")
         elif not self.has(source):
@@ -69,7 +71,7 @@ class Sources:
     def require_optimizers(self) -> None:
         """Raise MisuseError unless the module configures its optimizers."""
         if not overrides(self._module, "configure_optimizers", TrainModule):
-            self._module.configure_optimizers()
+            _raise_missing(self._module, "configure_optimizers")
 
     def loader(self, source: Source, *, may_be_none: bool = False) -> Any:
         """Return the loader, or the structure of them.
@@ -113,11 +115,17 @@ class Sources:
     def prepare_data(self) -> None:
         """Call the hooks that download data."""
         for owner in self._owners:
-            owner.prepare_data()
+            hook_of(owner, "prepare_data", DataHooks)()
 
     @property
     def _owners(self) -> list[DataModule | TrainModule]:
         return [owner for owner in (self.datamodule, self._module) if owner is not None]
+
+
+def _raise_missing(module: TrainModule, name: str) -> None:
+    if name == "predict_step":
+        raise MisuseError(f"{type(module).__name__}.predict_step is None: define it, or leave it as it is")
+    getattr(TrainModule, name)(module)  # which says what to define
 
 
 def _is_empty(loaders: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dstrat.errors import MisuseError
-from dstrat.training.dispatch import overrides
+from dstrat.training.dispatch import hook_of, overrides
 from dstrat.training.loops.loss import closure_not_called, no_loss, unusable_loss
 from dstrat.training.loops.optimizer_proxy import OptimizerProxy
 from dstrat.training.loops.steps import (
@@ -65,6 +65,7 @@ class AutomaticOptimization:
         self._clips = trainer.gradient_clip_val is not None or overrides(
             module, "configure_gradient_clipping", TrainModule
         )
+        self._configure_clipping = hook_of(module, "configure_gradient_clipping", TrainModule)
         self._before_zero_grad = dispatch.of("on_before_zero_grad")
         self._before_backward = dispatch.of("on_before_backward")
         self._after_backward = dispatch.of("on_after_backward")
@@ -133,6 +134,13 @@ class AutomaticOptimization:
             self._loop.global_step += 1
         return outputs
 
+    def leave_out(self, *, applies: bool) -> None:
+        """Step with the gradients of the group's other batches, if there are any and its last batch is left out."""
+        if applies and not self._clears:
+            self._optimizer_step(self._prepare_step)
+            self._loop.global_step += 1
+            self._clears = True
+
     def _closure(self) -> Tensor:
         if self._clears:
             for hook in self._before_zero_grad:
@@ -184,9 +192,7 @@ class AutomaticOptimization:
         for hook in self._before_optimizer_step:
             hook(self._optimizer)
         if self._clips:
-            self._module.configure_gradient_clipping(
-                self._optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-            )
+            self._configure_clipping(self._optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
 def _only(optimizers: list[Optimizer]) -> Optimizer:

@@ -15,17 +15,18 @@ from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader
 from dstrat.data.recorded_batches import take_indices
 from dstrat.errors import MisuseError
 from dstrat.training.data.batches import batch_mover, device_batches, device_to_copy_ahead_to
+from dstrat.training.dispatch import hook_of
 from dstrat.training.loops.evaluation_votes import EvaluationVotes
 from dstrat.training.loops.interruption import stop_by
 from dstrat.training.loops.steps import bind_step, count_arguments, requires_arguments
 from dstrat.training.loops.uncounted_steps import uncounted, with_company
 from dstrat.training.metrics.logged import LoggedValues
+from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 Purpose = Literal["validation", "test", "predict"]
@@ -119,7 +120,7 @@ class EvaluationLoop:
         self._votes = EvaluationVotes(trainer.strategy, trainer.interruption) if trainer.world_size > 1 else None
         modes = [(part, part.training) for part in self._module.modules()]
         try:
-            getattr(self._module, f"on_{purpose}_model_eval")()
+            hook_of(self._module, f"on_{purpose}_model_eval", TrainModule)()
             dispatch.call(f"on_{purpose}_start")
             dispatch.call(f"on_{purpose}_epoch_start")
             for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True)):
@@ -137,7 +138,7 @@ class EvaluationLoop:
         finally:  # also for a fit after one whose validation broke
             for part, was_training in modes:
                 part.training = was_training
-        getattr(self._module, f"on_{purpose}_model_train")()
+        hook_of(self._module, f"on_{purpose}_model_train", TrainModule)()
         trainer.is_evaluating = False
 
     def predictions(self) -> list[list[Any]]:

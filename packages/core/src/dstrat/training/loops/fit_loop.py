@@ -10,7 +10,9 @@ from typing_extensions import override
 
 from dstrat.data.epochs import set_epoch
 from dstrat.data.random_state import RandomState
+from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.training.dispatch import hook_of
 from dstrat.training.loops.automatic import AutomaticOptimization
 from dstrat.training.loops.continuation import Continuation, rank_state
 from dstrat.training.loops.interruption import stop_by
@@ -22,13 +24,13 @@ from dstrat.training.loops.training_data import TrainingData
 from dstrat.training.loops.validation_schedule import ValidationSchedule
 from dstrat.training.loops.votes import Votes
 from dstrat.training.metrics.logged import LoggedValues
+from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dstrat.training.data.sources import Sources
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
-    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 
@@ -59,6 +61,7 @@ class FitLoop(Position):
         self._agrees_on_end = False
         self._before_validation: RandomState | None = None
         self._broken_off: dict[str, Any] | None = None
+        self._has_left_out = False
 
     # What is asked of it
 
@@ -191,7 +194,7 @@ class FitLoop(Position):
         for batch_idx, (batch, is_last) in enumerate(batches, self.batches_done):
             self.is_in_batch, self.batch_idx, self.is_last_batch, logged.batch = True, batch_idx, is_last, batch
             if batch_start or must_agree:
-                is_over = -1 in [hook(batch, batch_idx) for hook in batch_start]
+                is_over = batch is not None and -1 in [hook(batch, batch_idx) for hook in batch_start]
                 if self._agree_on_end(is_over) if must_agree else is_over:
                     break
             self._train_batch(batch, batch_idx, is_last=is_last)
@@ -241,7 +244,11 @@ class FitLoop(Position):
         group_size = 1 if self._accumulate == 1 else self._group_size(batch_idx)
         self.steps_before = self.global_step
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
-        outputs = self._optimize(arguments, group_size=group_size, applies=applies)
+        outputs = None
+        if batch is None:
+            self._leave_out(applies=applies)
+        else:
+            outputs = self._optimize(arguments, group_size=group_size, applies=applies)
         self.in_group = 0 if applies else in_group
         self.batches_seen += 1
         self.batches_done += 1
@@ -253,6 +260,28 @@ class FitLoop(Position):
             outputs = _detached(outputs)
             for hook in self._batch_end:
                 hook(outputs, batch, batch_idx)
+
+    def _leave_out(self, *, applies: bool) -> None:
+        """Train nothing with a batch that is None, such as of a ``collate_fn`` that found no sample to use.
+
+        Raises:
+            MisuseError: Other processes would wait for its gradients.
+        """
+        strategy = self._trainer.strategy
+        if strategy.world_size > 1:
+            raise MisuseError(
+                f"the training loader gave None as batch {self.batch_idx} on rank {strategy.global_rank} of "
+                f"{strategy.world_size}: the other ranks would wait for its gradients; let collate_fn return a batch"
+            )
+        if not self._has_left_out:
+            self._has_left_out = True
+            _log.warning(
+                "the training loader gave None as batch %d: such batches are left out, and are no step of optimizer or "
+                "schedulers",
+                self.batch_idx,
+            )
+        if isinstance(self._optimization, AutomaticOptimization):
+            self._optimization.leave_out(applies=applies)
 
     def _follow_up(self) -> None:
         """Do what follows the hooks of a batch."""
@@ -337,7 +366,7 @@ class FitLoop(Position):
     def _validate(self, *, frees_gradients: bool = False) -> None:
         assert self._validation is not None  # noqa: S101 - it is due only when there is one
         if frees_gradients:
-            self._module.on_validation_model_zero_grad()
+            hook_of(self._module, "on_validation_model_zero_grad", TrainModule)()
         self.data.keep_place()
         self._validation.run(before_end=self._note_validated)
         self._schedule.note_run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,16 @@ from dstrat.training.loops.optimizer_proxy import OptimizerProxy
 from dstrat.training.loops.steps import bind_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.optimization import SchedulerConfig
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
+
+_log = logging.getLogger(__name__)
 
 
 class ManualOptimization:
@@ -43,6 +47,8 @@ class ManualOptimization:
         self._after_backward = trainer.dispatch.of("on_after_backward")
         self.optimizers = [ManualOptimizer(optimizer, trainer, self) for optimizer in trainer.strategy.optimizers]
         self.waits = self.is_in_backward = False
+        if trainer.is_global_zero:
+            _warn_of_intervals(trainer.strategy.lr_schedulers, module)
 
     def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - the module accumulates by itself
         """Train on a batch; return what ``training_step`` returned.
@@ -109,6 +115,20 @@ class ManualOptimizer(OptimizerProxy):
                 yield
         finally:
             self._module.untoggle_optimizer(self)
+
+
+def _warn_of_intervals(configs: Iterable[SchedulerConfig], module: TrainModule) -> None:
+    for config in configs:
+        given = {"interval": config.interval, "frequency": config.frequency, "monitor": config.monitor}
+        usual = {"interval": "epoch", "frequency": 1, "monitor": None}
+        ignored = [f"{name}={value!r}" for name, value in given.items() if value != usual[name]]
+        if ignored:
+            _log.warning(
+                "%s of %s is ignored, as %s has automatic_optimization=False: call self.lr_schedulers().step() in it",
+                ", ".join(ignored),
+                type(config.scheduler).__name__,
+                type(module).__name__,
+            )
 
 
 def _check_arguments(trainer: Trainer, module: TrainModule) -> None:

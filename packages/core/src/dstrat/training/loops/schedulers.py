@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
+from dstrat.training.dispatch import hook_of
+from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dstrat.interfaces.optimization import SchedulerConfig
-    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
 
@@ -28,7 +29,8 @@ class SchedulerSteps:
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule) -> None:
-        self._trainer, self._module = trainer, module
+        self._trainer = trainer
+        self._step_one = hook_of(module, "lr_scheduler_step", TrainModule)
         configs = trainer.strategy.lr_schedulers if module.automatic_optimization else []
         of_steps = [config for config in configs if config.interval == "step"]
         self._after_step = [config for config in of_steps if config.monitor is None]
@@ -53,9 +55,9 @@ class SchedulerSteps:
             if count % config.frequency != 0:
                 continue
             if config.monitor is None:
-                self._module.lr_scheduler_step(config.scheduler, None)
+                self._step_one(config.scheduler, None)
             elif (value := _monitored(config, self._trainer.callback_metrics)) is not None:
-                self._module.lr_scheduler_step(config.scheduler, value)
+                self._step_one(config.scheduler, value)
 
 
 def _monitored(config: SchedulerConfig, metrics: Mapping[str, Any]) -> Any | None:

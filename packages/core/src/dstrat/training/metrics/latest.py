@@ -58,6 +58,10 @@ class Metrics:
 
     # Taking what was logged
 
+    def note(self, values: Mapping[str, float]) -> None:
+        """Let callbacks know values that loggers get in another way."""
+        self._values |= values
+
     def of_step(self, logged: LoggedValues, strategy: Strategy) -> dict[str, float]:
         """Return the values of steps that loggers write; collective."""
         return as_numbers(take_step(logged, strategy))

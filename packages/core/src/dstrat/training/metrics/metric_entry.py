@@ -120,11 +120,14 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _attribute_of(name: str, metric: Any, module: nn.Module, given: str | None) -> str:
-    paths = [path for path, part in module.named_modules(remove_duplicate=False) if part is metric]
-    if given is not None and given not in paths:
-        raise MisuseError(f"log({name!r}): {type(module).__name__} has another or no metric as {given!r}")
+    paths: list[str] = [path for path, part in module.named_modules(remove_duplicate=False) if part is metric]
+    if given is not None:  # by a nested module relative to itself
+        chosen = [path for path in paths if path == given or path.endswith(f".{given}")]
+        if not chosen:
+            raise MisuseError(f"log({name!r}): {type(module).__name__} has another or no metric as {given!r}")
+        return chosen[0]
     if paths:
-        return given or paths[0]
+        return paths[0]
     raise MisuseError(
         f"log({name!r}) got a {type(metric).__name__} that is no attribute of {type(module).__name__}, so that it "
         f"would stay on its device: set it in __init__, as self.{name.replace('/', '_')} = ..."

@@ -72,7 +72,8 @@ class ModuleLoading:
         checkpoint = read_checkpoint(checkpoint_path)
         module: Any = construct(cls, checkpoint, MODULE_KEYS, overrides, checkpoint_path)
         configure_for(module, checkpoint["state_dict"])
-        module.on_load_checkpoint(checkpoint)
+        if module.on_load_checkpoint is not None:  # as every hook may be
+            module.on_load_checkpoint(checkpoint)
         is_strict = module.strict_loading if strict is None else strict
         load_weights(module, checkpoint["state_dict"], checkpoint_path, strict=is_strict)
         loaded: Self = module if map_location is None else module.to(_device_of(map_location))

@@ -95,7 +95,7 @@ class LoggingMethods:
                 rank_zero_only,
             ),
             batch_size,
-            self,  # type: ignore[arg-type]  # it is part of a TrainModule
+            trainer.module,  # type: ignore[arg-type]  # there is one in every run, which this one may be a part of
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:

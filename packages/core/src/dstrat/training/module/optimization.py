@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from dstrat.errors import MisuseError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor, nn
     from torch.nn import Parameter
@@ -138,12 +138,21 @@ class OptimizationMethods:
     def clip_gradients(
         self,
         optimizer: Optimizer | ManualOptimizer,
-        gradient_clip_val: float | None,
-        gradient_clip_algorithm: ClipAlgorithm = "norm",
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: ClipAlgorithm | None = None,
     ) -> None:
-        """Clip the gradients of an optimizer to a norm or a value; None does nothing."""
-        if gradient_clip_val is not None:
-            self.trainer.strategy.clip_gradients(_plain(optimizer), gradient_clip_val, gradient_clip_algorithm)
+        """Clip the gradients of an optimizer to a norm or a value.
+
+        Args:
+            optimizer: Whose parameters' gradients are clipped.
+            gradient_clip_val: The largest norm or value; by default the Trainer's, and nothing is clipped without one.
+            gradient_clip_algorithm: ``"norm"`` or ``"value"``; by default the Trainer's.
+        """
+        trainer = self.trainer
+        clip_val = trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        if clip_val is not None:
+            algorithm = gradient_clip_algorithm or trainer.gradient_clip_algorithm
+            trainer.strategy.clip_gradients(_plain(optimizer), clip_val, algorithm)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss (a scalar tensor) in manual optimization.
@@ -184,6 +193,15 @@ class OptimizationMethods:
         for parameter, required in (self._was_trainable or {}).items():
             parameter.requires_grad_(required)
         self._was_trainable = None
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer | ManualOptimizer) -> Iterator[None]:
+        """Let only the parameters of this optimizer require gradients in a ``with`` block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
 
     def _manual(self, name: str) -> ManualOptimization:
         manual = self.trainer.fit_loop.manual_optimization

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors, numbers_to_tensors
 from dstrat.training.module.compiling import CompilingMethods
 from dstrat.training.module.export import ExportMethods
 from dstrat.training.module.hooks import DataHooks, ModuleHooks
@@ -96,8 +98,10 @@ class TrainModule(
         self.trainer.print(*args, **kwargs)
 
     def attach(self, trainer: Trainer | None) -> None:
-        """Take the Trainer that runs this module, and to which it belongs after the run too."""
-        self._trainer = trainer
+        """Take the Trainer that runs this module and those within it, and to which they belong after the run too."""
+        for module in self.modules():
+            if isinstance(module, TrainModule):
+                module._trainer = trainer  # noqa: SLF001 - of the same class
 
     @property
     def trainer(self) -> Trainer:
@@ -157,6 +161,14 @@ class TrainModule(
         """All loggers."""
         return self._trainer.loggers if self._trainer else []
 
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all processes, stacked along a new first dimension."""
-        return self.trainer.strategy.all_gather(tensor, group=group, sync_grads=sync_grads)
+    def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """Return the tensors of all processes, stacked along a new first dimension.
+
+        Args:
+            data: A tensor, a number, or a list, tuple, dict or dataclass of them; collections stay what they are.
+            group: The processes to gather from; all of them by default.
+            sync_grads: Whether gradients flow back to each process.
+        """
+        strategy = self.trainer.strategy
+        gather = partial(strategy.all_gather, group=group, sync_grads=sync_grads)
+        return apply_to_tensors(numbers_to_tensors(data, strategy.root_device), gather)
