@@ -176,4 +176,8 @@ if not TYPE_CHECKING:
             from importlib.metadata import version
 
             return version("dstrat")
+        if name in ("accelerators", "callbacks", "loggers", "plugins", "profilers", "strategies"):
+            from importlib import import_module
+
+            return import_module(f"dstrat.{name}")  # import dstrat as pl; pl.callbacks.EarlyStopping
         return _import(name)
