@@ -44,3 +44,13 @@ def test_validation_is_left_out_where_no_loader_is_passed_for_it(quiet_trainer, 
             quiet_trainer().test(NotValidated())
         with pytest.raises(MisuseError, match=r"NotValidated\.val_dataloader returned is \[\], which has no loader"):
             quiet_trainer().validate(NotValidated())
+
+
+def test_a_data_module_of_another_library_is_told_what_it_is(quiet_trainer, make_line):
+    class Foreign:
+        def train_dataloader(self):
+            return []
+
+    for arguments in ({"datamodule": Foreign()}, {"train_dataloaders": Foreign()}):
+        with pytest.raises(MisuseError, match=r"Foreign \(of .*\) is a data module of another library: derive it from"):
+            quiet_trainer().fit(make_line(), **arguments)

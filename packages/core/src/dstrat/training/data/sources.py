@@ -36,6 +36,8 @@ class Sources:
         for source, loaders in list(self._passed.items()):
             if isinstance(loaders, DataModule) and datamodule is None:  # given where the loaders are expected
                 datamodule = self._passed.pop(source)
+        for candidate in (datamodule, *self._passed.values()):
+            _check_datamodule(candidate)
         self.datamodule = datamodule
         check_no_removed_hooks(datamodule)
         if datamodule is not None and self._passed:
@@ -135,6 +137,17 @@ def _is_empty(loaders: Any) -> bool:
 def _check_any(loaders: Any, place: str) -> None:
     if _is_empty(loaders):
         raise MisuseError(f"{place} is {loaders!r}, which has no loader: pass a DataLoader, or a list or dict of them")
+
+
+def _check_datamodule(candidate: Any) -> None:
+    """Raise MisuseError where a data module is one of another library."""
+    kind = type(candidate)
+    if not isinstance(candidate, DataModule) and callable(getattr(candidate, "train_dataloader", None)):
+        raise MisuseError(
+            f"{kind.__name__} (of {kind.__module__.partition('.')[0]}) is a data module of another library: derive it "
+            "from dstrat.DataModule, or pass the loaders that its hooks return, such as "
+            "train_dataloaders=datamodule.train_dataloader()"
+        )
 
 
 def _check_module(module: Any) -> None:
