@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dstrat.errors import BrokenComponentError
 from dstrat.plugins.catalog import get_catalog
 from dstrat.plugins.component import Component
 from dstrat.testing import StrategySuite
@@ -251,7 +252,7 @@ FAULTS = [
         target="good:Averaging",
         test="test_it_starts_processes_as_its_record_says",
         facts={"starts_processes": False},
-        words="write starts_processes=True",
+        words="its record says starts_processes=False, and Averaging has start_method='popen'",
     ),
     Fault(
         target="good:Averaging",
@@ -372,14 +373,18 @@ def tidy_catalog() -> Iterator[None]:
     get_catalog()._registered = before
 
 
+def run_standard_test(fault: Fault, folder: Path) -> None:
+    suite = registered(fault.target, f"broken_{FAULTS.index(fault)}", fault.facts)
+    test = getattr(suite(), fault.test)
+    takes_folder = "tmp_path" in test.__code__.co_varnames[: test.__code__.co_argcount]
+    test(**fault.case, **({"tmp_path": folder} if takes_folder else {}))
+
+
 @pytest.mark.parametrize("fault", CASES)
 @pytest.mark.usefixtures("tidy_catalog")
 def test_a_fault_is_caught_by_the_test_that_names_it(fault: Fault, tmp_path: Path) -> None:
-    number = FAULTS.index(fault)
-    suite = registered(fault.target, f"broken_{number}", fault.facts)
-    test = getattr(suite(), fault.test)
-    takes_folder = "tmp_path" in test.__code__.co_varnames[: test.__code__.co_argcount]
-    with pytest.raises((pytest.fail.Exception, pytest.skip.Exception)) as caught:  # a skip is not what catches it
-        test(**fault.case, **({"tmp_path": tmp_path} if takes_folder else {}))
+    # A skip is not what catches it; a record that contradicts its class cannot even be registered.
+    with pytest.raises((pytest.fail.Exception, pytest.skip.Exception, BrokenComponentError)) as caught:
+        run_standard_test(fault, tmp_path)
     message = " ".join(str(caught.value).split())
     assert re.search(fault.words, message), str(caught.value)
