@@ -49,8 +49,7 @@ class BaseFinetuning(Callback):
     A checkpoint holds the groups that were added and what is frozen, so that a training that goes on from it continues
     exactly.  :meth:`finetune_function` is called once for each epoch, also where one is interrupted and resumed.
 
-    Some strategies cannot unfreeze parameters while they train (DeepSpeed's ZeRO stages 1 to 3, for one), and raise an
-    error of their own.
+    Some strategies cannot unfreeze parameters while they train, and raise an error of their own.
     """
 
     def __init__(self) -> None:
