@@ -1,4 +1,4 @@
-"""Which part of the data each process reads."""
+"""Samplers that divide the data between processes."""
 
 from __future__ import annotations
 

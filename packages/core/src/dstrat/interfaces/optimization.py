@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` may return, brought into one shape."""
+"""Optimizers and schedulers as ``configure_optimizers`` may return them, in one shape."""
 
 from __future__ import annotations
 

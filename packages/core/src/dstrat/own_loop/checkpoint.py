@@ -1,4 +1,4 @@
-"""What a checkpoint of a hand-written loop holds, and how the loop goes on from it."""
+"""Checkpoints of a hand-written loop."""
 
 from __future__ import annotations
 

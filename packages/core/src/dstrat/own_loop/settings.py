@@ -1,4 +1,4 @@
-"""What a strategy asks of whoever runs it, when that is a hand-written loop."""
+"""Settings of a hand-written loop that a strategy reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to say when a look-up finds nothing: retired, not installed, or not known."""
+"""Errors for aliases that are retired, not installed, or not known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the catalog hands out: components with their owner, and plugins with their state."""
+"""Offers of the catalog: components with their owner, and plugins with their state."""
 
 from __future__ import annotations
 

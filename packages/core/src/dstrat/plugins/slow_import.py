@@ -1,4 +1,4 @@
-"""Naming the plugin whose import does not end."""
+"""Names of plugins on stderr whose import takes long or is interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in the way of a strategy: each rule says what does not go, and what to do."""
+"""Rules that refuse a strategy, each with what to do instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each collective of a strategy gives, in a rank of the kit's; compared with a reference by the tests."""
+"""Results of a strategy's collectives in the kit's ranks, which tests compare with a reference."""
 
 from __future__ import annotations
 

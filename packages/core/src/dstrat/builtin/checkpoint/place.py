@@ -1,4 +1,4 @@
-"""Where checkpoints are: a path of this machine, or a URL of a store that fsspec reaches."""
+"""Locations of checkpoints: paths of this machine, and URLs of stores that fsspec reaches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy has to save of a training, and how it takes it back, on any number of processes."""
+"""State of a strategy's training in checkpoints, saved and loaded by any number of processes."""
 
 from __future__ import annotations
 

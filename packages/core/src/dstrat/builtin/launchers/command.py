@@ -1,4 +1,4 @@
-"""How this interpreter was started, so that a rank can be started the same way."""
+"""Command line of this interpreter, by which ranks are started the same way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a training goes on from a checkpoint as if it had never stopped: here, and where it is moved to."""
+"""Standard tests of resuming: on the same strategy, and on others."""
 
 from __future__ import annotations
 
