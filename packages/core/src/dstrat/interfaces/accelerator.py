@@ -48,7 +48,11 @@ class Accelerator(ABC):
 
     @abstractmethod
     def is_available(self) -> bool:
-        """Return whether this machine has such hardware and torch can use it."""
+        """Return whether this machine has such hardware and torch can use it.
+
+        Raises:
+            DeviceError: It cannot be used for a reason that the user can remove.
+        """
 
     @abstractmethod
     def auto_device_count(self) -> int:

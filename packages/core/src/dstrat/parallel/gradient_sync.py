@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.parallel.collectives import take_from_first_rank
 from dstrat.parallel.strategy import ParallelStrategy
 
 if TYPE_CHECKING:
@@ -32,8 +31,14 @@ class GradientSyncStrategy(ParallelStrategy):
     Accumulation, clipping, loss scales, parameters that some processes leave without a gradient, the first values of
     parameters and the buffers, which are those of global rank 0, are seen to.  Nothing is sent while the backward pass
     computes: a strategy that overlaps the two wraps the module, see :meth:`wrap_model`.
+
+    Attributes:
+        gradients_may_lack: Whether processes ask each other in each step which parameters have a gradient anywhere, as
+            they may differ.  A backend that records one graph for all of them sets it to False: then a parameter has
+            a gradient in every process or in none.
     """
 
+    gradients_may_lack: bool = True
     _is_accumulating = False
 
     @abstractmethod
@@ -52,7 +57,7 @@ class GradientSyncStrategy(ParallelStrategy):
         super().backward(loss, *args, **kwargs)
         if not self._is_accumulating:
             self._synchronize([parameter for parameter in self.module.parameters() if parameter.requires_grad])
-            take_from_first_rank(self.module.buffers())
+            self.take_from_first_rank(self.module.buffers())
 
     @contextmanager
     def no_backward_sync(self) -> Iterator[None]:
@@ -63,6 +68,9 @@ class GradientSyncStrategy(ParallelStrategy):
             self._is_accumulating = was_accumulating
 
     def _synchronize(self, parameters: Sequence[Parameter]) -> None:
+        if not self.gradients_may_lack:
+            self.synchronize_gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
+            return
         has_gradient = [parameter.grad is not None for parameter in parameters]
         # Only a process that lacks a gradient looks at what the others say: reading it back makes a GPU wait.
         anywhere = self.reduce(torch.tensor(has_gradient, dtype=torch.int32, device=self.root_device), reduce_op="max")

@@ -20,7 +20,7 @@ from dstrat.parallel.synchronized_norm import SynchronizedNorm
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
     from torch.nn import Module
@@ -146,7 +146,7 @@ class ParallelStrategy(Strategy):
 
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - what is evaluated must be one module too
         """Let all processes begin with the parameters and buffers of global rank 0."""
-        take_from_first_rank([*self.module.parameters(), *self.module.buffers()])
+        self.take_from_first_rank([*self.module.parameters(), *self.module.buffers()])
 
     def synchronize_batchnorm(self) -> None:
         layers = [name for name, part in self.module.named_modules() if isinstance(part, _BatchNorm)]
@@ -192,6 +192,14 @@ class ParallelStrategy(Strategy):
             dist.barrier(device_ids=[self.root_device.index])
         else:
             dist.barrier()
+
+    def take_from_first_rank(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors by those of global rank 0; collective.
+
+        Args:
+            tensors: On the device, of the same shapes and dtypes on every rank.
+        """
+        take_from_first_rank(tensors)
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
         return gather_tensors(tensor, group=group, sync_grads=sync_grads)

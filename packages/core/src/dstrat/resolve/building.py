@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.launcher import Launcher
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
@@ -50,14 +51,15 @@ def build(
     parts = _planned_parts(plan, request, catalog)
     strategy: Strategy = parts["strategy"].construct()
     accelerator: Accelerator = parts["accelerator"].construct()
+    cluster: ClusterEnvironment = parts["cluster_environment"].construct(environ)
     strategy.receive(
         Parts(
             accelerator=accelerator,
             parallel_devices=_devices(plan, parts["accelerator"], accelerator),
-            cluster_environment=parts["cluster_environment"].construct(environ),
+            cluster_environment=cluster,
             checkpoint_io=parts["checkpoint_io"].construct(),
             precision_plugin=_precision(plan, parts["precision"], strategy, accelerator),
-            launcher=_launcher(plan, environ),
+            launcher=_launcher(plan, cluster, environ),
         )
     )
     return strategy
@@ -96,10 +98,13 @@ def _precision(plan: Plan, part: Part[Precision], strategy: Strategy, accelerato
     return strategy.precision_for(plan.precision) or accelerator.precision_for(plan.precision) or part.construct()
 
 
-def _launcher(plan: Plan, environ: Mapping[str, str]) -> Launcher | None:
+def _launcher(plan: Plan, cluster: ClusterEnvironment, environ: Mapping[str, str]) -> Launcher | None:
     if plan.start_method is not None:
         from dstrat.builtin.launchers.local import LocalLauncher  # slow to import; most plans need none
 
+        if plan.num_nodes > 1:  # what the user has set comes first; the cluster environment knows the rest
+            place = {"MASTER_ADDR": cluster.main_address, "NODE_RANK": str(cluster.node_rank)}
+            environ = {"MASTER_PORT": str(cluster.main_port), **place, **environ}
         return LocalLauncher(
             num_processes=plan.processes_per_node,
             start_method=plan.start_method,

@@ -1,0 +1,26 @@
+"""Precision with one dtype throughout, by the name that torch_xla's users know."""
+
+from __future__ import annotations
+
+from dstrat.builtin.precision.true import TruePrecision
+from dstrat.errors import RequestError
+
+_FLAGS = ("32-true", "16-true", "bf16-true")
+
+
+class XLAPrecision(TruePrecision):
+    """One dtype for parameters, computation and gradients on XLA devices.
+
+    The module and its inputs are converted.  ``XLA_USE_BF16``, with which earlier torch_xla did so, is gone.
+
+    Args:
+        flag: ``"32-true"``, ``"16-true"`` or ``"bf16-true"``; ``precision="bf16-mixed"`` keeps parameters in float32.
+
+    Raises:
+        RequestError: It is another one.
+    """
+
+    def __init__(self, flag: str = "32-true") -> None:
+        if flag not in _FLAGS:
+            raise RequestError(f"XLAPrecision({flag!r}) is not possible: choose one of {', '.join(_FLAGS)}")
+        super().__init__(flag)

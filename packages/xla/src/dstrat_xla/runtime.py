@@ -1,0 +1,127 @@
+"""Adapter to torch_xla 2.9: whatever is private there, or must be known before its runtime starts."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PJRT_DEVICE = "PJRT_DEVICE"
+_GOOGLE = "0x1ae0"  # as the PCI vendor of TPUs, and of Google's network cards
+
+_log = logging.getLogger(__name__)
+
+
+def torch_xla() -> Any:
+    """Return the module torch_xla, which is imported on first use.
+
+    Raises:
+        DeviceError: It cannot be loaded.
+    """
+    root, handlers = logging.getLogger(), list(logging.getLogger().handlers)
+    try:
+        module = importlib.import_module("torch_xla")
+        importlib.import_module("torch_xla.runtime")
+    except Exception as error:  # what a library of another version raises is of many kinds
+        import torch
+
+        raise DeviceError(
+            f"torch_xla cannot be loaded with torch {torch.__version__} ({type(error).__name__}: {error}): install "
+            "versions that fit each other, such as: pip install 'torch==2.9.*' 'torch_xla==2.9.*'"
+        ) from error
+    finally:  # its import calls logging.basicConfig, which would show each line of everybody's once more
+        for handler in [handler for handler in root.handlers if handler not in handlers]:
+            root.removeHandler(handler)
+    return module
+
+
+def xla_model() -> Any:
+    """Return the module of collectives and the state of devices."""
+    torch_xla()
+    return importlib.import_module("torch_xla.core.xla_model")
+
+
+def world_size() -> int:
+    """Return the number of processes whose devices take part in collectives; this starts the runtime."""
+    torch_xla()
+    return int(importlib.import_module("torch_xla.runtime").world_size())
+
+
+def pjrt_device(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the type of device that the runtime drives: ``"CPU"``, ``"TPU"``, ``"NEURON"`` ..."""
+    if not environ.get(PJRT_DEVICE):
+        torch_xla()  # which chooses one, and sets the variable
+    return environ.get(PJRT_DEVICE, "CPU").partition("_")[0].upper()
+
+
+def may_have_tpu() -> bool:
+    """Return whether this machine may have a TPU, without importing torch_xla."""
+    from pathlib import Path
+
+    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
+        if vendor.read_text(encoding="ascii").strip() == _GOOGLE:
+            return True
+    return False
+
+
+def num_tpus() -> int:
+    """Return the number of TPU devices of this machine, without starting the runtime."""
+    if not may_have_tpu():
+        return 0
+    torch_xla()
+    tpu = importlib.import_module("torch_xla._internal.tpu")
+    return int(tpu.num_available_devices()) if tpu.num_available_chips() else 0
+
+
+def num_devices() -> int:
+    """Return the number of devices of this machine that the runtime drives, without starting it."""
+    kind = pjrt_device()
+    if kind == "TPU":
+        return num_tpus()
+    if kind == "CPU":
+        return int(os.environ.get("CPU_NUM_DEVICES", "1"))
+    if kind == "NEURON":
+        torch_xla()
+        return int(importlib.import_module("torch_xla._internal.neuron").num_local_processes())
+    return len(torch_xla().devices())
+
+
+def start_in_rank(local_rank: int, num_processes: int) -> None:
+    """Start the runtime in one of several processes of this machine, each with one device.
+
+    Args:
+        local_rank: Rank on this machine.
+        num_processes: Processes on this machine.
+    """
+    torch_xla()
+    importlib.import_module("torch_xla._internal.pjrt").initialize_multiprocess(local_rank, num_processes)
+
+
+def check_autograd() -> None:
+    """Check that torch computes gradients on XLA devices in this process.
+
+    torch's autograd starts with the first backward pass, and knows only the devices that were there then.
+
+    Raises:
+        DeviceError: A backward pass came before the runtime started.
+    """
+    import torch
+
+    try:
+        torch.ones((), device="xla", requires_grad=True).backward()  # recorded, and dropped
+    except RuntimeError as error:
+        raise DeviceError(
+            "torch cannot compute gradients on XLA devices in this process, as a backward pass ran before XLA's "
+            "runtime started: import torch_xla and call torch_xla.device() at the top of the script"
+        ) from error
+
+
+def cut() -> None:
+    """Let the device run what was recorded, without waiting for it."""
+    torch_xla().sync()

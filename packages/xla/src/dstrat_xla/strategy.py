@@ -1,0 +1,176 @@
+"""Strategies with one XLA device in each process."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.errors import ConflictError, DeviceError
+from dstrat.parallel.gradient_sync import GradientSyncStrategy
+from dstrat.parallel.strategy import DEFAULT_TIMEOUT
+from dstrat_xla import runtime
+from dstrat_xla.lazy import LazySteps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from datetime import timedelta
+
+    from torch import Tensor
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.parts import Parts, TrainerLike
+    from dstrat.interfaces.precision import Precision
+
+_DEBUG = "PT_XLA_DEBUG"
+
+
+class SingleDeviceXLAStrategy(LazySteps, SingleDeviceStrategy):
+    """Training on one XLA device, without any communication.
+
+    Args:
+        device: The device; None takes the first that the accelerator offers.
+        accelerator: The hardware.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes and what follows from them.
+        debug: Whether torch_xla reports compilations and slow operations (``PT_XLA_DEBUG``).
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        debug: bool = False,
+    ) -> None:
+        device = torch.device("xla", device) if isinstance(device, int) else device
+        super().__init__(device, accelerator, checkpoint_io, precision_plugin)
+        self.debug = debug
+
+    def setup_environment(self) -> None:
+        if self.debug:
+            os.environ[_DEBUG] = "1"  # read when torch_xla is first imported, and in each cut
+        super().setup_environment()
+
+
+class XLAStrategy(LazySteps, GradientSyncStrategy):
+    """Training with one process for each XLA device: a replica in each, gradients averaged inside the graph.
+
+    Objects and values that are read (logged values, votes, barriers) go over gloo between the hosts.  All processes
+    record the same graph, or the devices wait for each other: each step has to give the same parameters a gradient.
+
+    XLA's CPU backend has no collectives between processes.  There ``reduce_on_host`` averages gradients over gloo,
+    which is slow, and good for tests.
+
+    Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes and what follows from them.
+        debug: Whether torch_xla reports compilations and slow operations (``PT_XLA_DEBUG``).
+        sync_module_states: Whether all processes begin with the parameters and buffers of global rank 0.
+        cluster_environment: Where the job runs.
+        reduce_on_host: Whether gradients are averaged on the hosts rather than inside the graph.
+        timeout: How long a process waits for the others before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+    """
+
+    uses_torch_distributed = False  # not for what is on the devices
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        debug: bool = False,
+        sync_module_states: bool = True,
+        cluster_environment: ClusterEnvironment | None = None,
+        reduce_on_host: bool = False,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            "gloo",
+            timeout,
+            start_method,
+        )
+        self.debug, self.sync_module_states, self.reduce_on_host = debug, sync_module_states, reduce_on_host
+        self.gradients_may_lack = reduce_on_host
+
+    def receive(self, parts: Parts) -> None:
+        super().receive(parts)
+        num_processes = max(len(self.parallel_devices), self.world_size)
+        if num_processes > 1 and not self.reduce_on_host and runtime.pjrt_device() == "CPU":
+            raise ConflictError(
+                f"strategy 'xla' needs collectives for {num_processes} processes, which XLA's CPU backend "
+                f"({runtime.PJRT_DEVICE}=CPU) has not: choose 'xla_spmd', devices=1, or for tests "
+                "XLAStrategy(reduce_on_host=True)"
+            )
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process, which sees no other one where there are several processes."""
+        return self.parallel_devices[0] if self.world_size == 1 else torch.device("xla", 0)
+
+    # The life cycle
+
+    def setup_environment(self) -> None:
+        if self.debug:
+            os.environ[_DEBUG] = "1"
+        if self.world_size > 1:
+            runtime.start_in_rank(self.local_rank, len(self.parallel_devices))
+        super().setup_environment()
+        self._check_runtime()
+
+    def _check_runtime(self) -> None:
+        """Raise DeviceError where the runtime sees another job than this one."""
+        if self.reduce_on_host or self.world_size == 1:
+            return
+        seen = runtime.world_size()
+        if seen != self.world_size:
+            raise DeviceError(
+                f"the job has {self.world_size} processes, and XLA's runtime sees {seen} devices with one process "
+                "each, so that gradients would not be averaged: choose 'xla_spmd', or one process for each device"
+            )
+
+    def wrap_model(self, trainer: TrainerLike) -> None:
+        if self.sync_module_states:
+            super().wrap_model(trainer)
+        self.mark_step()
+
+    # Communication
+
+    def synchronize_gradients(self, gradients: Sequence[Tensor]) -> None:
+        if self.reduce_on_host:
+            for gradient in gradients:
+                gradient.copy_(self.reduce(gradient))
+        else:
+            xla_model = runtime.xla_model()
+            xla_model.all_reduce(xla_model.REDUCE_SUM, list(gradients), scale=1.0 / self.world_size)
+
+    def take_from_first_rank(self, tensors: Iterable[Tensor]) -> None:
+        tensors = [tensor.detach() for tensor in tensors]
+        on_host = [tensor.cpu() for tensor in tensors]
+        super().take_from_first_rank(on_host)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, on_host, strict=True):
+                tensor.copy_(value)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        return super().reduce(tensor.cpu(), group, reduce_op).to(tensor.device)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor.cpu(), group, sync_grads).to(tensor.device)
