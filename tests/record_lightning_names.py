@@ -17,11 +17,19 @@ RECORD = Path(__file__).with_name("lightning_names.json")
 
 
 def arguments(function: Any) -> dict[str, str]:
-    """Return the arguments of a function, and for each the text of its default, or "required"."""
+    """Return the arguments of a function, and for each the text of its default, or "required".
+
+    The name "*" stands before those that can only be passed by name.
+    """
     parameters = list(inspect.signature(function).parameters.values())
     if parameters and parameters[0].name in ("self", "cls"):
         del parameters[0]
-    return {str(parameter).partition(":")[0].partition("=")[0].strip(): _default(parameter) for parameter in parameters}
+    found = {}
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            found.setdefault("*", "any")
+        found[str(parameter).partition(":")[0].partition("=")[0].strip()] = _default(parameter)
+    return found
 
 
 def _default(parameter: inspect.Parameter) -> str:
@@ -52,7 +60,8 @@ def main() -> None:
     """Write what the installed Lightning has."""
     import lightning.pytorch as pl
     import torch
-    from lightning.pytorch import callbacks, loggers, profilers, strategies
+    from lightning.pytorch import accelerators, callbacks, loggers, plugins, profilers, strategies
+    from lightning.pytorch.plugins import environments
 
     warnings.simplefilter("ignore")
     logging.disable()
@@ -64,8 +73,9 @@ def main() -> None:
         "LightningDataModule": record(pl.LightningDataModule, pl.LightningDataModule(), set()),
         "Callback": record(pl.Callback, pl.Callback(), set()),
     }
-    for home in (callbacks, loggers, profilers, strategies):
-        for name in sorted({*home.__all__} - names.keys()):
+    for home in (callbacks, loggers, profilers, strategies, accelerators, plugins, environments):
+        public = getattr(home, "__all__", [name for name in vars(home) if name[0].isupper()])
+        for name in sorted({*public} - names.keys()):
             names[name] = {"arguments": arguments(getattr(home, name))}
     text = json.dumps({"lightning": version("lightning"), "names": names}, indent=1)
     RECORD.write_text(text + "\n", encoding="utf-8")

@@ -6,19 +6,24 @@ lightning_names.json is made by record_lightning_names.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.record_lightning_names import RECORD, arguments
 
 import dstrat
-from dstrat import callbacks, loggers, profilers, strategies
+from dstrat import accelerators, callbacks, loggers, plugins, profilers, strategies
 from dstrat.errors import DstratError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from-lightning.md"
+CHECKS_ITS_FIRST_ARGUMENT = {"SLURMEnvironment"}  # the variables, while that of Lightning is True or False
 NAMES: dict[str, dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))["names"]
 
 
@@ -36,7 +41,7 @@ def rows(of: str = "") -> set[str]:
 
 def ours(name: str) -> Any:
     """The class of that name, or of its new name; None where there is none."""
-    for home in (dstrat, callbacks, loggers, profilers, strategies):
+    for home in (dstrat, callbacks, loggers, profilers, strategies, accelerators, plugins):
         with contextlib.suppress(AttributeError, DstratError):
             return getattr(home, renamed().get(name, name))
     return None
@@ -75,9 +80,8 @@ def different(wanted: dict[str, str], function: Any) -> list[str]:
     if any(name.startswith("**") for name in has):
         wanted = {name: default for name, default in wanted.items() if not name.startswith("**")}
         has = {**{new.get(name, name): default for name, default in wanted.items()}, **has}
-    return [
-        name for name, default in wanted.items() if name != "*args" and not same(default, has.get(new.get(name, name)))
-    ]
+    named = {name: default for name, default in wanted.items() if name not in ("*", "*args")}
+    return [name for name, default in named.items() if not same(default, has.get(new.get(name, name)))]
 
 
 def same(wanted: str, default: str | None) -> bool:
@@ -98,7 +102,21 @@ def test_no_row_is_about_a_name_that_is_as_in_lightning() -> None:
     assert not stale, f"these are as in Lightning, take them out of {PAGE.name}:\n" + "\n".join(stale)
 
 
-@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
-def test_the_trainer_takes_arguments_by_position_as_lightning_does(method: str) -> None:
-    wanted = [name for name in NAMES["Trainer"]["methods"][method] if name != "weights_only"]
-    assert list(arguments(getattr(dstrat.Trainer, method)))[: len(wanted)] == wanted
+def by_position(names: Iterable[str]) -> list[str]:
+    """The arguments before the first that is passed by name."""
+    return list(itertools.takewhile(lambda name: not name.startswith("*"), names))
+
+
+@pytest.mark.parametrize("name", sorted(NAMES.keys() - CHECKS_ITS_FIRST_ARGUMENT))
+def test_arguments_have_the_positions_of_lightning_or_are_passed_by_name(name: str) -> None:
+    kind, recorded = ours(name), NAMES[name]
+    if kind is None:
+        return
+    functions = {"__init__": (recorded["arguments"], kind)}
+    methods = recorded.get("methods", {})
+    functions |= {method: (wanted, getattr(kind, method, None)) for method, wanted in methods.items()}
+    for method, (wanted, function) in functions.items():
+        if callable(function):
+            theirs = [renamed().get(argument, argument) for argument in by_position(wanted)]
+            here = by_position(arguments(function))[: len(theirs)]
+            assert here == theirs[: len(here)], f"{name}.{method}"

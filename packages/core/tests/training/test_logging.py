@@ -190,7 +190,7 @@ def test_a_callback_logs_in_its_hooks(quiet_trainer, make_line, loader, recorder
             self.log("index", float(batch_idx), on_step=True, on_epoch=True)
 
         def on_train_epoch_end(self, trainer, module):
-            self.log_dict({"end": 3.0})
+            self.log_dict({"end": 3.0}, True)  # prog_bar
 
         def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
             self.log("validated", float(batch_idx), True)  # prog_bar, as of the module's log
@@ -205,6 +205,6 @@ def test_a_callback_logs_in_its_hooks(quiet_trainer, make_line, loader, recorder
         "end": 3.0,
         "validated": 2.5,
     }
-    assert trainer.progress_bar_metrics == {"validated": 2.5}
+    assert trainer.progress_bar_metrics == {"validated": 2.5, "end": 3.0}
     callback.log("afterwards", 1.0)  # does nothing
     assert "afterwards" not in trainer.callback_metrics

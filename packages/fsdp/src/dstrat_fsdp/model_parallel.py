@@ -66,6 +66,7 @@ class ModelParallelStrategy(ShardedStrategy):
         self,
         data_parallel_size: int | str = "auto",
         tensor_parallel_size: int | str = "auto",
+        *,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

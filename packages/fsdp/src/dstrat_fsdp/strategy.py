@@ -66,22 +66,22 @@ class FSDPStrategy(ShardedStrategy):
         checkpoint_io: How checkpoints reach storage.
         precision_plugin: The dtypes; parameters are gathered in the one that it computes in.
         process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a collective waits for the other ranks before the job fails.
         cpu_offload: Whether shards and the optimizer's step are on the CPU; True, or torch's policy.
-        backward_prefetch: ``"BACKWARD_PRE"`` gathers a block while gradients of the one after it are computed,
-            ``"BACKWARD_POST"`` when they are, which takes less memory; or torch's enumeration.
         mixed_precision: Torch's policy of dtypes, with or without a ``precision``: batches are cast to its dtype, too.
             None takes that of the precision plugin.
-        activation_checkpointing: A class of layers, or several, that keep no activations for the backward pass.
         auto_wrap_policy: What the blocks are: classes of layers, a function of a module, or the least number of
             parameters; None finds layers that are repeated.
+        activation_checkpointing: A class of layers, or several, that keep no activations for the backward pass.
         activation_checkpointing_policy: As ``activation_checkpointing``, or a function of a module.
         sharding_strategy: ``"FULL_SHARD"``; ``"SHARD_GRAD_OP"`` keeps blocks gathered until their backward pass;
             ``"HYBRID_SHARD"`` shards inside a machine and replicates between machines; ``"NO_SHARD"`` replicates.
         state_dict_type: What a run leaves in the module: ``"sharded"``, or ``"full"`` for the whole on each rank.
         device_mesh: ``(shards,)`` or ``(replicas, shards)``; None follows from the sharding strategy.
+        backward_prefetch: ``"BACKWARD_PRE"`` gathers a block while gradients of the one after it are computed,
+            ``"BACKWARD_POST"`` when they are, which takes less memory; or torch's enumeration.
         reshard_after_forward: Whether blocks are freed after their forward pass; a number keeps shards of a smaller
             mesh of that size.  None follows from the sharding strategy.
-        timeout: How long a collective waits for the other ranks before the job fails.
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         **unknown: Anything else is an error, with a hint for the options of torch's earlier FSDP.
 
@@ -98,17 +98,18 @@ class FSDPStrategy(ShardedStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
         cpu_offload: bool | CPUOffloadPolicy | CPUOffload | None = None,
-        backward_prefetch: str | BackwardPrefetch | None = None,
         mixed_precision: MixedPrecisionPolicy | MixedPrecision | None = None,
-        activation_checkpointing: LayerClasses | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
+        activation_checkpointing: LayerClasses | None = None,
         activation_checkpointing_policy: LayerPolicy | None = None,
         sharding_strategy: str | ShardingStrategy | None = None,
         state_dict_type: str = "sharded",
         device_mesh: DeviceMesh | tuple[int, ...] | None = None,
+        *,
+        backward_prefetch: str | BackwardPrefetch | None = None,
         reshard_after_forward: bool | int | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: str = "popen",
         **unknown: Any,
     ) -> None:

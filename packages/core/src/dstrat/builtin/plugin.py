@@ -62,7 +62,7 @@ _TRUE = Component(
     target="dstrat.builtin.precision.true:TruePrecision",
     summary="everything in float32",
     synonyms=("32",),
-    options={"flag": "32-true"},
+    options={"precision": "32-true"},
     auto=10,
 )
 _MIXED = Component(
@@ -71,7 +71,7 @@ _MIXED = Component(
     target="dstrat.builtin.precision.mixed:MixedPrecision",
     summary="parameters in float32, products in bfloat16",
     synonyms=("bf16",),
-    options={"flag": "bf16-mixed"},
+    options={"precision": "bf16-mixed"},
 )
 
 _TORCH_CHECKPOINT = Component(
@@ -122,12 +122,12 @@ def dstrat_components() -> list[Component]:
         _CUDA,
         _MPS,
         _TRUE,
-        dataclasses.replace(_TRUE.variant("64-true", "everything in float64", flag="64-true"), synonyms=("64",)),
-        _TRUE.variant("16-true", "everything in float16", flag="16-true"),
-        _TRUE.variant("bf16-true", "everything in bfloat16", flag="bf16-true"),
+        dataclasses.replace(_TRUE.variant("64-true", "everything in float64", precision="64-true"), synonyms=("64",)),
+        _TRUE.variant("16-true", "everything in float16", precision="16-true"),
+        _TRUE.variant("bf16-true", "everything in bfloat16", precision="bf16-true"),
         _MIXED,
         dataclasses.replace(
-            _MIXED.variant("16-mixed", "parameters in float32, products in float16, scaled loss", flag="16-mixed"),
+            _MIXED.variant("16-mixed", "parameters in float32, products in float16, scaled loss", precision="16-mixed"),
             synonyms=("16",),
         ),
         _TORCH_CHECKPOINT,

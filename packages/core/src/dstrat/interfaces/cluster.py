@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from dstrat.errors import RequestError
 
 
 class ClusterEnvironment(ABC):
     """Where a job runs: who starts its processes, and which one of them this is.
 
     A cluster environment only reads: no method writes to the environment.  Everything is read from the ``environ``
-    that it is given, once, so that tests pass a dictionary.  The smallest complete subclass::
+    that it is given, ``os.environ`` by default, so that tests pass a dictionary.  The smallest complete subclass::
 
         class MyCluster(ClusterEnvironment):
             @classmethod
@@ -28,7 +28,11 @@ class ClusterEnvironment(ABC):
             node_rank = property(lambda self: int(self.environ["MY_NODE"]))
     """
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        if not isinstance(environ, Mapping):
+            raise RequestError(
+                f"{type(self).__name__}({environ!r}) takes environment variables, such as os.environ, or nothing"
+            )
         self.environ = environ
 
     @classmethod

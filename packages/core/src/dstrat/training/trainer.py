@@ -272,6 +272,7 @@ class Trainer(RunState):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        *,
         resume: Literal["auto"] | None = None,
     ) -> None:
         """Train a module.

@@ -65,6 +65,14 @@ def test_what_is_written_is_what_it_was_when_save_returned(tmp_path, inner):
         assert loaded["pair"] == (1, 2)
 
 
+def test_portable_folders_are_written_unless_another_is_passed(tmp_path):
+    io = AsyncCheckpointIO()
+    io.save_checkpoint({"w": torch.ones(2)}, tmp_path / "it.ckpt")
+    io.wait()
+    assert (tmp_path / "it.ckpt").is_dir()
+    assert torch.equal(io.load_checkpoint(tmp_path / "it.ckpt")["w"], torch.ones(2))
+
+
 def test_saving_returns_before_it_is_written(slow):
     io = AsyncCheckpointIO(slow)
     io.save_checkpoint({"epoch": 1}, "a")

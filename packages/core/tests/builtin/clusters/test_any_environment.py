@@ -1,6 +1,7 @@
 """Whatever happened to the variables of a job, there is the right answer or a ClusterError."""
 
 import contextlib
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from dstrat.builtin.clusters.mpi import MPIEnvironment
 from dstrat.builtin.clusters.plain import PlainEnvironment
 from dstrat.builtin.clusters.slurm import SLURMEnvironment
 from dstrat.builtin.clusters.torchelastic import TorchElasticEnvironment
-from dstrat.errors import ClusterError
+from dstrat.errors import ClusterError, RequestError
 
 NAMES = {  # under which each keeps what `started` lists; "" where it has no such variable
     KubeflowEnvironment: ["WORLD_SIZE", "RANK"],
@@ -91,6 +92,13 @@ def test_damaged_variables_are_a_cluster_error_or_change_nothing_that_matters(jo
         assert cluster.node_rank < num_nodes
         assert 0 < cluster.main_port < 65536
     assert environ == before
+
+
+@pytest.mark.parametrize("environment", list(NAMES))
+def test_the_variables_are_those_of_the_process_unless_others_are_passed(environment):
+    assert environment().environ is os.environ
+    with pytest.raises(RequestError, match=rf"{environment.__name__}\(False\) takes environment variables, such as"):
+        environment(False)
 
 
 @pytest.mark.parametrize("environment", list(NAMES))

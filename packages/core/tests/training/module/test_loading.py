@@ -14,7 +14,7 @@ from torch import nn
 from dstrat import DataModule, TrainModule
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
-from dstrat.errors import CheckpointError, MisuseError
+from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.module.hyperparameters import MODULE_KEYS, checkpoint_entries
 from dstrat.training.module.plain_values import from_plain
 
@@ -78,6 +78,33 @@ def test_a_module_is_made_again_from_what_a_trainer_has_written(quiet_trainer, l
     loaded = Wide.load_from_checkpoint(tmp_path / "it.ckpt")
     assert (loaded.lr, loaded.inside, loaded.inside.a) == (0.02, {"a": [1, 2]}, [1, 2])
     assert torch.equal(loaded.layer.weight, module.layer.weight)
+
+
+def test_settings_of_a_file_replace_those_of_the_checkpoint(write, tmp_path):
+    class Named(Net):
+        def __init__(self, width, depth=1, name="none", act=None):
+            super().__init__(width, depth)
+            self.save_hyperparameters()
+
+    path, file = write(Named(3, act=nn.GELU)), tmp_path / "hparams.json"
+    file.write_text('{"width": 3, "name": "of the file"}')
+    loaded = Named.load_from_checkpoint(path, None, file)
+    assert loaded.hparams == {"width": 3, "depth": 1, "name": "of the file", "act": None}
+    assert Named.load_from_checkpoint(path, hparams_file=file, name="mine").hparams.name == "mine"
+    file.write_text("width: 3")
+    with pytest.raises(RequestError, match=r"hparams\.json' has no JSON object, .*: pass the hyperparameters by name"):
+        Named.load_from_checkpoint(path, hparams_file=file)
+
+
+def test_no_checkpoint_may_run_code(write):
+    class Open(Net):
+        def __init__(self, width, **kwargs):
+            super().__init__(width)
+
+    path = write(Open(3))
+    assert Open.load_from_checkpoint(path, None, None, True, True).hparams == {"width": 3, "depth": 1}
+    with pytest.raises(RequestError, match=r"weights_only=False\) would let a checkpoint run code"):
+        Open.load_from_checkpoint(path, weights_only=False)
 
 
 def test_overrides_come_before_the_checkpoint(write):
@@ -370,7 +397,7 @@ def test_a_data_module_is_made_again_with_its_settings_and_state(quiet_trainer, 
             return loader(count=self.hparams.count)
 
         def state_dict(self):
-            return {"seen": self.seen}
+            return {"seen": torch.tensor(self.seen)}
 
         def load_state_dict(self, state_dict):
             self.seen = state_dict["seen"]
@@ -379,6 +406,7 @@ def test_a_data_module_is_made_again_with_its_settings_and_state(quiet_trainer, 
     quiet_trainer(max_steps=1).fit(line, datamodule=Numbers(16))
     loaded = Numbers.load_from_checkpoint(tmp_path / "it.ckpt", scale=2.0)
     assert (loaded.hparams, loaded.seen) == ({"count": 16, "scale": 2.0}, 1)
+    assert Numbers.load_from_checkpoint(tmp_path / "it.ckpt", "meta").seen.device.type == "meta"
 
 
 def test_a_module_that_configure_model_only_shards_is_loaded_without_a_mesh(write):

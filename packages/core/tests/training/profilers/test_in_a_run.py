@@ -60,7 +60,7 @@ def test_every_rank_writes_into_the_runs_folder_and_rank_0_prints(
     quiet_trainer, line, loader, averaging, tmp_path, capfd
 ):
     for profiler, names in (
-        (SimpleProfiler("times"), ["fit-times-rank0.txt", "fit-times-rank1.txt"]),
+        (SimpleProfiler(filename="times"), ["fit-times-rank0.txt", "fit-times-rank1.txt"]),
         (TorchProfiler(wait=0, active=2, row_limit=5), [f"fit-rank{rank}-batch3.pt.trace.json" for rank in (0, 1)]),
     ):
         logger = CSVLogger(tmp_path, name="", version=type(profiler).__name__)

@@ -62,6 +62,16 @@ def test_actions_are_listed_with_calls_and_time_and_what_they_took_without_those
     assert captured.out == ""
 
 
+def test_a_table_that_is_not_extended_has_the_times_alone(tmp_path, capsys, clock):
+    profiler = SimpleProfiler(extended=False)
+    profiler.start("fit", tmp_path, 0)
+    profiler.timed("step", clock.pass_)(1.0)
+    profiler.finish()
+    _, header, _, *lines = capsys.readouterr().err.splitlines()
+    assert header.split() == ["action", "mean", "ms", "total", "s"]
+    assert [cells(line) for line in lines] == [["step", "1000.000", "1.000"], ["(else)", "0.000"]]
+
+
 def test_an_action_that_fails_counts_too(tmp_path, capsys, clock):
     def fail():
         clock.pass_(1.0)
@@ -97,14 +107,14 @@ def test_each_stage_starts_from_nothing_and_ends_once(tmp_path, capsys, clock):
 
 def test_every_rank_writes_its_file_and_rank_0_alone_prints(tmp_path, capsys, clock):
     for rank in range(2):
-        profiler = SimpleProfiler("profile")
+        profiler = SimpleProfiler(filename="profile")
         profiler.start("validate", tmp_path / "logs", rank)
         clock.pass_(2.0)
         profiler.finish()
         written = (tmp_path / "logs" / f"validate-profile-rank{rank}.txt").read_text()
         assert written.startswith(f"Profile of validate on rank {rank}: 2.000 s\n")
         assert (capsys.readouterr().err == written) == (rank == 0)
-    quiet = SimpleProfiler("mine", dirpath=tmp_path, prints=False)
+    quiet = SimpleProfiler(tmp_path, "mine", prints=False)
     quiet.start("fit", tmp_path / "elsewhere", 0)
     clock.pass_(1.0)
     quiet.finish()

@@ -68,3 +68,41 @@ def test_a_run_that_was_too_short_to_record_is_told_of(tmp_path, caplog, capsys)
 def test_numbers_of_batches_that_make_no_sense_are_an_error(wrong):
     with pytest.raises(RequestError, match="active must be 1 or more, the others 0 or more"):
         TorchProfiler(**wrong)
+
+
+def test_tables_go_to_a_file_sorted_and_grouped_as_asked(tmp_path, capsys):
+    profiler = TorchProfiler(
+        tmp_path, "times", True, wait=0, active=2, export_to_chrome=False, sort_by_key="count",
+        table_kwargs={"header": "the operators"},
+    )  # fmt: skip
+    run(profiler, tmp_path / "unused", rank=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["fit-times-rank0.txt"]
+    text = (tmp_path / "fit-times-rank0.txt").read_text()
+    assert "the operators" in text
+    header = next(line for line in text.splitlines() if "# of Calls" in line)
+    assert "Input Shapes" in header
+    at = header.index("# of Calls")
+    counts = [int(line[at:].split()[0]) for line in text.splitlines() if line.lstrip().startswith("aten::")]
+    assert counts == sorted(counts, reverse=True)
+    assert capsys.readouterr().err == f"profile: {tmp_path / 'fit-times-rank0.txt'}\n"
+
+
+def test_a_function_of_the_user_takes_what_was_recorded(tmp_path, capsys):
+    taken = []
+    run(TorchProfiler(wait=0, active=2, row_limit=0, on_trace_ready=taken.append), tmp_path)
+    assert [type(profile).__name__ for profile in taken] == ["profile"]
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"emit_nvtx": True}, "no option 'emit_nvtx', only activities, "),
+        ({"schedule": None}, "no option 'schedule': wait, warmup, active and repeat are its schedule"),
+        ({"sort_by_key": "time"}, r"\(sort_by_key='time'\) is no column of torch's table: choose one such as"),
+    ],
+)
+def test_what_torch_does_not_have_is_an_error_at_once(wrong, said):
+    with pytest.raises(RequestError, match=said):
+        TorchProfiler(**wrong)

@@ -39,11 +39,15 @@ class AsyncCheckpointIO(CheckpointIO):
     one is never lost.  The process waits for the write before it ends.
 
     Args:
-        checkpoint_io: What writes.  One that is a :class:`StagesCheckpoints` takes its own copy; for others all
-            tensors are copied to the CPU.
+        checkpoint_io: What writes; None takes portable folders.  One that is a :class:`StagesCheckpoints` takes its own
+            copy; for others all tensors are copied to the CPU.
     """
 
-    def __init__(self, checkpoint_io: CheckpointIO) -> None:
+    def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
+        if checkpoint_io is None:
+            from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+
+            checkpoint_io = PortableCheckpointIO()
         self.checkpoint_io = checkpoint_io
         self._write: _Write | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -46,7 +47,7 @@ class ExternalEnvironment(ClusterEnvironment):
     names: RankNames
     cure: ClassVar[str]
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         super().__init__(environ)
         self.variables = Variables(environ=environ, cure=self.cure)
 

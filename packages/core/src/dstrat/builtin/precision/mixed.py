@@ -32,19 +32,19 @@ class MixedPrecision(Precision):
     are not finite is skipped and logged, and the scale becomes smaller.
 
     Args:
-        flag: ``"bf16-mixed"`` or ``"16-mixed"``.
+        precision: ``"bf16-mixed"`` or ``"16-mixed"``.
         device: Type of the device for autocast, such as ``"cuda"``; None takes that of the module.
         scaler: How the loss scale adapts, for ``"16-mixed"`` only; None takes torch's defaults.
     """
 
     def __init__(
-        self, flag: str = "bf16-mixed", device: str | None = None, scaler: torch.amp.GradScaler | None = None
+        self, precision: str = "bf16-mixed", device: str | None = None, scaler: torch.amp.GradScaler | None = None
     ) -> None:
-        if flag not in _COMPUTE_DTYPES:
-            raise RequestError(f"MixedPrecision({flag!r}) is not possible: choose {' or '.join(_COMPUTE_DTYPES)}")
-        if scaler is not None and flag != "16-mixed":
-            raise ConflictError(f"precision {flag!r} scales no loss, and a scaler was given: leave it out")
-        self.flag = flag
+        if precision not in _COMPUTE_DTYPES:
+            raise RequestError(f"MixedPrecision({precision!r}) is not possible: choose {' or '.join(_COMPUTE_DTYPES)}")
+        if scaler is not None and precision != "16-mixed":
+            raise ConflictError(f"precision {precision!r} scales no loss, and a scaler was given: leave it out")
+        self.flag = precision
         self.device = device
         self._scaler = scaler
         self._loss_scale = self._new_loss_scale()

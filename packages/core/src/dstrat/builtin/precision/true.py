@@ -33,14 +33,14 @@ class TruePrecision(Precision):
     gradients become zero, and ``"16-mixed"`` or ``"bf16-true"`` is what most trainings want.
 
     Args:
-        flag: ``"64-true"``, ``"32-true"``, ``"bf16-true"`` or ``"16-true"``.
+        precision: ``"64-true"``, ``"32-true"``, ``"bf16-true"`` or ``"16-true"``.
     """
 
-    def __init__(self, flag: str = "32-true") -> None:
-        if flag not in _DTYPES:
-            raise RequestError(f"TruePrecision({flag!r}) is not possible: choose one of {', '.join(_DTYPES)}")
-        self.flag = flag
-        self._converts = flag != "32-true"
+    def __init__(self, precision: str = "32-true") -> None:
+        if precision not in _DTYPES:
+            raise RequestError(f"TruePrecision({precision!r}) is not possible: choose one of {', '.join(_DTYPES)}")
+        self.flag = precision
+        self._converts = precision != "32-true"
 
     @property
     def param_dtype(self) -> torch.dtype:

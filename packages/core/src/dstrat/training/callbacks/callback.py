@@ -38,10 +38,10 @@ class Callback:
         if self._logging_module is not None:
             self._logging_module.log(name, value, *args, **options)
 
-    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
         """Log several values in a hook, as :meth:`TrainModule.log_dict` does."""
         if self._logging_module is not None:
-            self._logging_module.log_dict(dictionary, **options)
+            self._logging_module.log_dict(dictionary, *args, **options)
 
     @property
     def state_key(self) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from dstrat.builtin.checkpoint.formats import io_for
+from dstrat.builtin.checkpoint.place import home_path
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
-from dstrat.errors import CheckpointError, MisuseError
+from dstrat.errors import CheckpointError, MisuseError, RequestError
+from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.fitting import check_names, load_by_names
 from dstrat.training.module.constructor import Constructor
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS
@@ -49,7 +52,9 @@ class ModuleLoading:
         cls,
         checkpoint_path: str | Path,
         map_location: MapLocation = None,
+        hparams_file: str | Path | None = None,
         strict: bool | None = None,
+        weights_only: bool | None = None,
         **overrides: Any,
     ) -> Self:
         """Make the module with the hyperparameters of a checkpoint, and load its weights.
@@ -61,15 +66,18 @@ class ModuleLoading:
             map_location: The device of the module; by default the CPU.  Also as ``torch.load`` takes it, for a
                 checkpoint whose tensors are on the CPU: a function of a storage and ``"cpu"`` that returns a storage,
                 or a dict that says where what is on ``"cpu"`` goes.
+            hparams_file: A JSON file of hyperparameters, as loggers write it, in place of those of the checkpoint.
             strict: Whether it is an error that weights are missing or left over; otherwise that is logged.  None takes
                 the module's ``strict_loading``.
+            weights_only: Not False: no checkpoint may run code.
             **overrides: Arguments for ``__init__``, which come before the checkpoint's.
 
         Raises:
             CheckpointError: The checkpoint cannot be read, or its weights do not fit the module.
             MisuseError: An argument of ``__init__`` is in neither.
+            RequestError: The file of hyperparameters is no JSON, or ``weights_only`` is False.
         """
-        checkpoint = read_checkpoint(checkpoint_path)
+        checkpoint = _read(checkpoint_path, hparams_file, MODULE_KEYS, weights_only)
         module: Any = construct(cls, checkpoint, MODULE_KEYS, overrides, checkpoint_path)
         configure_for(module, checkpoint["state_dict"])
         if module.on_load_checkpoint is not None:  # as every hook may be
@@ -84,22 +92,62 @@ class DataModuleLoading:
     """``load_from_checkpoint`` of a data module."""
 
     @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: str | Path, **overrides: Any) -> Self:
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: MapLocation = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **overrides: Any,
+    ) -> Self:
         """Make the data module with the hyperparameters of a checkpoint, and load its state.
 
         Args:
             checkpoint_path: A checkpoint of a Trainer.
+            map_location: The device of tensors in its state, as for a module.
+            hparams_file: A JSON file of hyperparameters, as loggers write it, in place of those of the checkpoint.
+            weights_only: Not False: no checkpoint may run code.
             **overrides: Arguments for ``__init__``, which come before the checkpoint's.
 
         Raises:
             CheckpointError: The checkpoint cannot be read.
             MisuseError: An argument of ``__init__`` is in neither.
+            RequestError: The file of hyperparameters is no JSON, or ``weights_only`` is False.
         """
-        checkpoint = read_checkpoint(checkpoint_path)
+        checkpoint = _read(checkpoint_path, hparams_file, DATAMODULE_KEYS, weights_only)
         datamodule: Any = construct(cls, checkpoint, DATAMODULE_KEYS, overrides, checkpoint_path)
-        datamodule.load_state_dict(checkpoint.get("datamodule", {}))
+        state = checkpoint.get("datamodule", {})
+        if map_location is not None:
+            device = _device_of(map_location)
+            state = apply_to_tensors(state, lambda tensor: tensor.to(device))
+        datamodule.load_state_dict(state)
         loaded: Self = datamodule
         return loaded
+
+
+def _read(path: str | Path, hparams_file: str | Path | None, keys: Keys, weights_only: bool | None) -> dict[str, Any]:
+    """Return a checkpoint, with other hyperparameters where a file has them."""
+    if weights_only is False:
+        raise RequestError(
+            "load_from_checkpoint(weights_only=False) would let a checkpoint run code, which none may: leave it out"
+        )
+    checkpoint = read_checkpoint(path)
+    if hparams_file is not None:
+        checkpoint = {**checkpoint, keys.values: _read_json(home_path(hparams_file)), keys.left_out: {}}
+    return checkpoint
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise RequestError(
+            f"hparams_file={str(path)!r} has no JSON object, which is what loggers write as hparams.json: pass the "
+            "hyperparameters by name instead, load_from_checkpoint(..., name=value)"
+        )
+    return values
 
 
 def _device_of(map_location: MapLocation) -> Any:

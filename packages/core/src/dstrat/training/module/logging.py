@@ -98,13 +98,35 @@ class LoggingMethods:
             trainer.module,  # type: ignore[arg-type]  # there is one in every run, which this one may be a part of
         )
 
-    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log several values with the same options as in :meth:`log`.
-
-        Args:
-            dictionary: Values by name, or a ``torchmetrics.MetricCollection``.
-            **options: As in :meth:`log`.
-        """
+    def log_dict(
+        self,
+        dictionary: Mapping[str, Any],
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool | None = None,
+        sync_dist_group: Any | None = None,
+        add_dataloader_idx: bool = True,
+        batch_size: float | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log the values of a dict or a ``torchmetrics.MetricCollection``, with options as in :meth:`log`."""
+        options: dict[str, Any] = {
+            "prog_bar": prog_bar,
+            "logger": logger,
+            "on_step": on_step,
+            "on_epoch": on_epoch,
+            "reduce_fx": reduce_fx,
+            "enable_graph": enable_graph,
+            "sync_dist": sync_dist,
+            "sync_dist_group": sync_dist_group,
+            "add_dataloader_idx": add_dataloader_idx,
+            "batch_size": batch_size,
+            "rank_zero_only": rank_zero_only,
+        }
         for name, value in _items(dictionary):
             self.log(name, value, **options)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from dstrat.builtin.checkpoint.place import home_path
 from dstrat.errors import RequestError
 from dstrat.training.profilers.profiler import Profiler
 
@@ -87,7 +88,7 @@ class AdvancedProfiler(Profiler):
             return
         tables = [f"{name}\n{self._table(profile)}" for name, profile in profiles.items()]
         text = "\n".join([f"Profile of {self._stage} on rank {self._rank}", *tables])
-        folder = Path(self._dirpath or self._log_dir)
+        folder = home_path(self._dirpath or self._log_dir)
         if self._filename is not None or self._dumps:
             folder.mkdir(parents=True, exist_ok=True)
         if self._filename is not None:

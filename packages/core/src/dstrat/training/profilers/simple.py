@@ -27,13 +27,21 @@ class SimpleProfiler(Profiler):
     :class:`~dstrat.training.profilers.torch_profiler.TorchProfiler`.
 
     Args:
-        filename: Each rank writes its table to ``<dirpath>/<stage>-<filename>-rank<rank>.txt``; None writes no files.
         dirpath: Folder of the files; the log folder of the run by default.
+        filename: Each rank writes its table to ``<dirpath>/<stage>-<filename>-rank<rank>.txt``; None writes no files.
+        extended: Whether the table has the numbers of calls and the shares too, not the times alone.
         prints: Whether rank 0 prints its table to stderr.
     """
 
-    def __init__(self, filename: str | None = None, *, dirpath: str | Path | None = None, prints: bool = True) -> None:
-        self._filename, self._dirpath, self._prints = filename, dirpath, prints
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        extended: bool = True,
+        *,
+        prints: bool = True,
+    ) -> None:
+        self._dirpath, self._filename, self._extended, self._prints = dirpath, filename, extended, prints
         self._stage = ""
         self._log_dir = Path()
         self._rank = 0
@@ -83,14 +91,14 @@ class SimpleProfiler(Profiler):
     def table(self, seconds: float) -> str:
         """Return a line for each action, the longest first.
 
-        The last column is the share of the whole that the action took itself, without the actions inside it, so that
-        the column adds up to 100 %.
+        The last column, where it is shown, is the share of the whole that the action took itself, without the actions
+        inside it, so that the column adds up to 100 %.
 
         Args:
             seconds: Duration of the whole.
         """
         called = {name: record for name, record in self._records.items() if record.calls}
-        rows = [("action", "calls", "mean ms", "total s", "own %")]
+        rows: list[tuple[str, ...]] = [("action", "calls", "mean ms", "total s", "own %")]
         rows += [
             (
                 name,
@@ -103,6 +111,8 @@ class SimpleProfiler(Profiler):
         ]
         rest = max(0.0, seconds - sum(record.own_seconds for record in called.values()))
         rows.append(("(everything else)", "", "", f"{rest:.3f}", f"{100 * rest / seconds:.1f}"))
+        if not self._extended:
+            rows = [(row[0], row[2], row[3]) for row in rows]
         return _aligned(f"Profile of {self._stage} on rank {self._rank}: {seconds:.3f} s", rows)
 
     def _record(self, name: str) -> _Record:
