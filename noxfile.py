@@ -33,6 +33,7 @@ def environment(
     pip: Path | None = None,
     inputs: tuple[Path, ...] = (),
     first_import: str = "",
+    after_first: Path | None = None,
 ) -> Path:
     """Make a private environment, unless it is there, complete, and made from the same things.
 
@@ -42,6 +43,7 @@ def environment(
         pip: The program that fills it; None gives the environment one of its own.
         inputs: Files that the steps refer to; a change of their text makes the environment anew.
         first_import: Modules to import once, which compiles what they import; pip would compile everything.
+        after_first: A program that its Python runs between the first step and the others.
 
     Returns:
         The folder of its programs.
@@ -49,17 +51,19 @@ def environment(
     folder = ROOT / ".nox" / name
     programs = folder / "bin"
     stamp = folder / "made-from"
-    texts = (path.read_text(encoding="utf-8") for path in inputs)
+    texts = (path.read_text(encoding="utf-8") for path in (*inputs, *([after_first] if after_first else [])))
     wanted = "\n".join([sys.version, str(ROOT), *(argument for step in steps for argument in step), *texts])
     if not ((programs / "python").exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted):
-        make_environment(folder, *steps, pip=pip)
+        make_environment(folder, *steps, pip=pip, after_first=after_first)
         if first_import:
             subprocess.run([programs / "python", "-c", f"import {first_import}"], cwd=folder, check=True)
         stamp.write_text(wanted, encoding="utf-8")  # last, so that an interrupted environment is made again
     return programs
 
 
-def make_environment(folder: Path, *steps: tuple[str, ...], pip: Path | None = None) -> None:
+def make_environment(
+    folder: Path, *steps: tuple[str, ...], pip: Path | None = None, after_first: Path | None = None
+) -> None:
     """Make an environment in place of what is in the folder, or end with a message that says what is missing."""
     print("making the environment", folder.relative_to(ROOT), flush=True)
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
@@ -74,7 +78,9 @@ def make_environment(folder: Path, *steps: tuple[str, ...], pip: Path | None = N
     filled_by = [pip, "--python", folder] if pip else [folder / "bin" / "python", "-m", "pip"]
     install = [*filled_by, "install", "--disable-pip-version-check", "--no-compile", *quiet]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip would take it for there
-    for step in steps:
+    for number, step in enumerate(steps):
+        if number == 1 and after_first is not None:
+            subprocess.run([folder / "bin" / "python", after_first], check=True)
         if subprocess.run([*install, *step], cwd=ROOT, env=environ, check=False).returncode != 0:
             sys.exit(
                 f"pip could not fill the environment {folder}: see the lines above. It needs a package index: check "
@@ -89,14 +95,24 @@ if __name__ == "__main__":
 import nox  # noqa: E402 - not there before the lines above
 
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "types", "layers", "wheels", "tests"]
+nox.options.sessions = ["lint", "types", "layers", "wheels", "tests", "xla"]
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
 DEFAULT = "not variant and not neighbours and not (builds and slow)"
 WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
+NEWER_TORCH = "DSTRAT_TEST_NEWER_TORCH"  # a Python with all families and the torch of the other sessions
 BUILD_TOOLS = (PIP, "editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or each build has its own environment
 FAIRSCALE = "fairscale==0.4.13"  # after torch, which its build imports
+XLA = ROOT / "packages" / "xla"
+TORCH_XLA = (  # the torch that it needs, and what of CUDA that loads even on the CPU
+    "torch==2.9.0",
+    "torch_xla==2.9.0",
+    "nvidia-cuda-cupti-cu12==12.8.90",
+    "nvidia-cuda-runtime-cu12==12.8.90",
+    "nvidia-cufile-cu12==1.13.1.3",
+)
+CORE_ON_OLDER_TORCH = ("data", "interfaces", "parallel")  # of the core's tests, those that use most of torch
 
 
 def workspace(name: str = "shared", *more: str, constraints: Path | None = CONSTRAINTS) -> Path:
@@ -160,6 +176,36 @@ def newest(session: nox.Session) -> None:
     run(session, programs, "python", "-c", "import torch; print('torch', torch.__version__)")
     marked = f"{DEFAULT} and not wheels"
     run(session, programs, "pytest", "-m", marked, *(session.posargs or workers()), OMP_NUM_THREADS="1")
+
+
+@nox.session
+def xla(session: nox.Session) -> None:
+    """Tests of dstrat-xla on XLA's CPU backend, and some of the core's, with the older torch that torch_xla needs.
+
+    ``-- all`` runs the tests of core, ddp and fsdp as well (half an hour); other arguments go to pytest.
+    """
+    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
+    inputs = tuple(package / "pyproject.toml" for package in PACKAGES)
+    editable = [f"--editable={package.relative_to(ROOT)}" for package in PACKAGES]
+    programs = environment(
+        "xla",
+        ("--no-deps", *TORCH_XLA),
+        BUILD_TOOLS,
+        ("--no-build-isolation", *editable, *tools, *TORCH_XLA[:2]),
+        pip=bootstrap() / "pip",
+        inputs=inputs,
+        first_import="torch_xla, torch._dynamo, pytest",
+        after_first=XLA / "tests" / "torch_without_cuda.py",
+    )
+    folders = [XLA / "tests"]
+    if session.posargs == ["all"]:
+        folders += [ROOT / "packages" / name / "tests" for name in ("core", "ddp", "fsdp")]
+    else:
+        folders += [ROOT / "packages" / "core" / "tests" / name for name in CORE_ON_OLDER_TORCH]
+    selected = session.posargs if session.posargs != ["all"] else []
+    environ = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU", NEWER_TORCH: str(workspace() / "python")}
+    marked = ("-m", f"{DEFAULT} and not wheels")
+    run(session, programs, "pytest", *marked, *(selected or [*workers(), *map(str, folders)]), **environ)
 
 
 @nox.session

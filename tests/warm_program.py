@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.printed import without_gloo
+
 WITHOUT_DSTRAT = """
 import sys
 for name in [name for name in sys.modules if name.startswith("dstrat")]:
@@ -63,7 +65,14 @@ class WarmProgram:
             os.killpg(self._process.pid, signal.SIGKILL)
             raise TimeoutError(f"the program has not ended in {timeout:.0f} s: {self.stdout.read()}")
         with self.stdout, self._stderr:
-            return self.stdout.read(), self._stderr.read()
+            return without_gloo(self.stdout.read()), self._stderr.read()
+
+    def next_lines(self, count: int) -> list[str]:
+        """Return the next lines that it prints."""
+        lines: list[str] = []
+        while len(lines) < count and (line := self.stdout.readline()):
+            lines += without_gloo(line).splitlines(keepends=True)
+        return lines
 
 
 def _reader(connection: Any) -> Any:

@@ -111,9 +111,7 @@ def training(tmp_path):
 
 
 def wait_until_running(process, ranks):
-    for _ in range(ranks):
-        line = process.stdout.readline()
-        assert line == "running\n", line
+    assert process.next_lines(ranks) == ["running\n"] * ranks
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,21 @@ _DEBUG = dataclasses.replace(
     synonyms=("tpu_spawn_debug",),
 )
 
+_SPMD = Component(
+    kind="strategy",
+    alias="xla_spmd",
+    target="dstrat_xla.spmd:XLASPMDStrategy",
+    summary="one process for all XLA devices, as a mesh over which the compiler divides the work",
+    requires=_REQUIRES,
+    accelerators=_ACCELERATORS,
+    precisions=_PRECISIONS,
+    uses_torch_distributed=False,
+    drives_several_devices=True,
+    starts_processes=False,
+    notebook_safe=True,
+    multi_node=False,
+)
+
 _FILES = Component(
     kind="checkpoint_io",
     alias="xla",
@@ -89,4 +104,4 @@ _POD = Component(
 @hookimpl
 def dstrat_components() -> list[Component]:
     """Return the components of the family."""
-    return [_XLA, _TPU, _SINGLE, _PARALLEL, _DEBUG, _FILES, _POD]
+    return [_XLA, _TPU, _SINGLE, _PARALLEL, _DEBUG, _SPMD, _FILES, _POD]

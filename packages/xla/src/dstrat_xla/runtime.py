@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
 PJRT_DEVICE = "PJRT_DEVICE"
 _GOOGLE = "0x1ae0"  # as the PCI vendor of TPUs, and of Google's network cards
@@ -125,3 +128,62 @@ def check_autograd() -> None:
 def cut() -> None:
     """Let the device run what was recorded, without waiting for it."""
     torch_xla().sync()
+
+
+# One process with a virtual device that stands for all devices
+
+
+def check_spmd(count: int) -> None:
+    """Check that a mesh of so many devices is possible, without starting the runtime.
+
+    Raises:
+        DeviceError: The runtime has another number of devices.
+    """
+    is_cpu = pjrt_device() == "CPU"
+    if is_cpu and "CPU_NUM_DEVICES" not in os.environ and not is_started():
+        return  # start_spmd makes as many
+    present = len(torch_xla().real_devices()) if is_started() else num_devices()
+    if present != count:
+        cure = "set CPU_NUM_DEVICES before the program starts" if is_cpu else "hide devices with TPU_VISIBLE_CHIPS"
+        raise DeviceError(
+            f"strategy 'xla_spmd' drives all {present} devices of XLA's runtime, and devices={count} was asked "
+            f"for: choose devices={present}, or {cure}"
+        )
+
+
+def start_spmd(count: int) -> None:
+    """Start the runtime in SPMD mode, with so many devices where they are virtual ones of the processor."""
+    module = torch_xla()
+    xla_runtime = importlib.import_module("torch_xla.runtime")
+    if pjrt_device() == "CPU" and not is_started():
+        os.environ["CPU_NUM_DEVICES"] = str(count)  # read when the runtime starts
+    if not xla_runtime.is_spmd():
+        with warnings.catch_warnings():  # of tensors that exist already, which are replicated
+            warnings.simplefilter("ignore")
+            xla_runtime.use_spmd()
+    xla_runtime.global_runtime_device_count()  # starts the runtime, which must be before the first backward pass
+    module.device()
+    check_spmd(count)
+
+
+def is_started() -> bool:
+    """Return whether the runtime drives devices already, so that their number is settled."""
+    return bool(torch_xla()._XLAC._xla_runtime_is_initialized())  # noqa: SLF001 - it has no other name
+
+
+def sharding_of(tensor: Tensor) -> str:
+    """Return how a tensor is divided over the mesh, as XLA writes it; empty where nothing was said of it."""
+    return str(torch_xla()._XLAC._get_xla_sharding_spec(tensor))  # noqa: SLF001 - likewise
+
+
+def shard_like(tensor: Tensor, model: Tensor) -> None:
+    """Divide a tensor over the mesh as another one of the same shape is."""
+    library = torch_xla()._XLAC  # noqa: SLF001 - likewise
+    if sharding_of(tensor) != sharding_of(model):
+        library._xla_clear_sharding(tensor)  # noqa: SLF001 - likewise
+        library._xla_mark_sharding(tensor, library._get_xla_op_sharding(model))  # noqa: SLF001 - likewise
+
+
+def keep_together(tensors: list[Tensor]) -> None:
+    """Keep the compiler from moving operations across a point where all tensors must be there."""
+    xla_model().optimization_barrier_(tensors)

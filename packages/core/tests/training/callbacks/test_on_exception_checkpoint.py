@@ -165,7 +165,7 @@ def test_after_a_signal_all_save_together(tmp_path, devices, number):
     script.write_text(SCRIPT.format(folder=str(Path(__file__).parent.parent), target=str(target)))
     process = WarmProgram(script, str(devices))
     try:
-        assert [process.stdout.readline() for _ in range(devices)] == ["running\n"] * devices
+        assert process.next_lines(devices) == ["running\n"] * devices
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     finally:

@@ -1,0 +1,27 @@
+"""Skipping tests where there is no torch_xla, or no TPU."""
+
+import importlib.metadata
+
+import pytest
+
+
+def _why_torch_xla_is_not_there() -> str:
+    try:
+        importlib.metadata.version("torch_xla")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch_xla is not installed here: python3 noxfile.py -s xla"
+    return ""
+
+
+@pytest.fixture(autouse=True)
+def xla_hardware(request):
+    """Skip what cannot run here, and say why."""
+    if request.node.get_closest_marker("without_torch_xla"):
+        return
+    if reason := _why_torch_xla_is_not_there():
+        pytest.skip(reason)
+    if request.node.get_closest_marker("tpu"):
+        from dstrat_xla.runtime import num_tpus
+
+        if not num_tpus():
+            pytest.skip("this machine has no TPU")
