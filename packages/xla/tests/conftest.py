@@ -1,8 +1,21 @@
 """Skipping tests where there is no torch_xla, or no TPU."""
 
 import importlib.metadata
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds nothing
+
+
+@pytest.fixture(scope="session", autouse=True)
+def started_runtime():
+    """Start XLA's runtime before the first backward pass on the CPU, after which gradients of XLA devices fail."""
+    if not _why_torch_xla_is_not_there():
+        from dstrat_xla import runtime
+
+        runtime.torch_xla().device()
 
 
 def _why_torch_xla_is_not_there() -> str:

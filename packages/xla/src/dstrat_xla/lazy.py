@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader
 
+from dstrat.interfaces.batch import apply_to_tensors, move_to_device
 from dstrat.interfaces.strategy import Strategy
 from dstrat_xla import runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    import torch
+    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -68,7 +71,30 @@ class LazySteps(Strategy):
         self.mark_step()
         return output
 
+    def read_values(self, tensors: Sequence[Tensor]) -> list[float]:
+        return [float(value) for value in runtime.fetch(tensors)]
+
     # Batches
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
+        """Return the batch on the device: its tensors are converted on the host, and sent together."""
+        device = device or self.root_device
+        batch = self.precision_plugin.convert_input(batch)
+        on_host: dict[int, Tensor] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.device.type == "cpu":
+                on_host[id(tensor)] = tensor
+            return tensor
+
+        apply_to_tensors(batch, note)
+        sent = dict(zip(on_host, runtime.send(list(on_host.values()), device), strict=True))
+        return move_to_device(apply_to_tensors(batch, lambda tensor: sent.get(id(tensor), tensor)), device)
+
+    def prefetch(self, items: Iterable[T], move: Callable[[T], T]) -> Iterator[T]:
+        from dstrat_xla.loader import Prefetcher  # a class of torch_xla's
+
+        return iter(Prefetcher(items, move, self.root_device))
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if (size := _size_of_last_batch(dataloader)) is not None and self.is_global_zero:

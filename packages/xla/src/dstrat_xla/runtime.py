@@ -8,12 +8,15 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dstrat.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
+
 
 PJRT_DEVICE = "PJRT_DEVICE"
 _GOOGLE = "0x1ae0"  # as the PCI vendor of TPUs, and of Google's network cards
@@ -32,8 +35,6 @@ def torch_xla() -> Any:
         module = importlib.import_module("torch_xla")
         importlib.import_module("torch_xla.runtime")
     except Exception as error:  # what a library of another version raises is of many kinds
-        import torch
-
         raise DeviceError(
             f"torch_xla cannot be loaded with torch {torch.__version__} ({type(error).__name__}: {error}): install "
             "versions that fit each other, such as: pip install 'torch==2.9.*' 'torch_xla==2.9.*'"
@@ -114,15 +115,28 @@ def check_autograd() -> None:
     Raises:
         DeviceError: A backward pass came before the runtime started.
     """
-    import torch
-
     try:
         torch.ones((), device="xla", requires_grad=True).backward()  # recorded, and dropped
     except RuntimeError as error:
         raise DeviceError(
             "torch cannot compute gradients on XLA devices in this process, as a backward pass ran before XLA's "
-            "runtime started: import torch_xla and call torch_xla.device() at the top of the script"
+            "runtime started: call torch_xla.device() before the first backward pass, or train on XLA first"
         ) from error
+
+
+def send(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return copies of tensors of the host on a device, begun now rather than when a graph needs them."""
+    return list(xla_model().send_cpu_data_to_device(tensors, device)) if tensors else []
+
+
+def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors on the host, those of XLA devices by one transfer."""
+    on_device, native = [tensor for tensor in tensors if tensor.device.type == "xla"], torch_xla()._XLAC  # noqa: SLF001
+    if on_device:
+        # What is only recorded yet is computed now and kept, or it would be computed again in the next graph.
+        native._xla_sync_multi(on_device, devices=[], wait=False, sync_xla_data=True)  # noqa: SLF001 - as xm.save does
+    copies = iter(native._xla_get_cpu_tensors(on_device) if on_device else ())  # noqa: SLF001 - likewise
+    return [next(copies) if tensor.device.type == "xla" else tensor.cpu() for tensor in tensors]
 
 
 def cut() -> None:

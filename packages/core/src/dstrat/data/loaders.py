@@ -173,6 +173,14 @@ def length_is_certain(loader: Any) -> bool:
     return length_of(loader) is not None
 
 
+def is_loaded_elsewhere(loader: Any) -> bool:
+    """Return whether other processes load the batches, so that random numbers of this one do not depend on when."""
+    if isinstance(loader, ContinuedLoader):
+        return is_loaded_elsewhere(loader.loader)
+    parts = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+    return all(isinstance(part, DataLoader) and part.num_workers > 0 for part in parts)
+
+
 def length_of(loader: Any) -> int | None:
     """Return the number of batches of a loader, None where it does not know."""
     try:

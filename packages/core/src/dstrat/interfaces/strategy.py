@@ -15,7 +15,7 @@ from dstrat.interfaces.named_state import load_named_state, named_state
 from dstrat.interfaces.parts import Parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -292,6 +292,19 @@ class Strategy(ABC):
         """Return the loader that feeds this process, for backends that bring one of their own."""
         return dataloader
 
+    def prefetch(self, items: Iterable[T], move: Callable[[T], T]) -> Iterator[T]:
+        """Return the items after ``move``, having read and moved some of those that follow, in threads.
+
+        A backend that brings its own loader overrides it; by default an item is read and moved when it is due.  It is
+        called only where other processes load the batches (``num_workers``), and no hook takes part in the transfer:
+        what else is read draws random numbers in this process, whose order must not depend on a thread.
+
+        Args:
+            items: Batches on the host, with what the caller wants back of each.
+            move: Returns an item with its batch on the device, as :meth:`batch_to_device` does.
+        """
+        return map(move, items)
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
         """Return the batch on a device, :attr:`root_device` where it is None, in the precision's dtype."""
         return self.precision_plugin.convert_input(move_to_device(batch, device or self.root_device))
@@ -382,6 +395,15 @@ class Strategy(ABC):
             group: The processes to gather from; None is all of them.
             sync_grads: Whether gradients flow back through the gathering.
         """
+
+    def read_values(self, tensors: Sequence[Tensor]) -> list[float]:
+        """Return the values of tensors with one element each, on any device, by one copy from the device.
+
+        A backend overrides it where computing on the values before the copy costs more, as a graph to compile does.
+        """
+        import torch
+
+        return torch.stack([tensor.reshape(()).to(torch.float64) for tensor in tensors]).tolist() if tensors else []
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name
         """Return whether all processes (or any of them) decided for it."""

@@ -16,7 +16,13 @@ from dstrat.data.continued import (
     shared_seeds,
 )
 from dstrat.data.epochs import set_epoch
-from dstrat.data.loaders import length_is_certain, length_of, prepare_evaluation_loader, prepare_training_loader
+from dstrat.data.loaders import (
+    is_loaded_elsewhere,
+    length_is_certain,
+    length_of,
+    prepare_evaluation_loader,
+    prepare_training_loader,
+)
 from dstrat.data.placed import PlacedLoader, knows_its_place, rest_at
 from dstrat.interfaces.strategy import Strategy
 
@@ -60,7 +66,7 @@ class TrainingLoader:
         loader = self._read_from()
         left = itertools.count() if self._limit is None else range(self._limit - self.batches_done)
         batches = (batch for batch, _ in zip(loader, left, strict=False))  # the loader first, which may end by itself
-        for batch in _on_device(batches, self._strategy):
+        for batch in _on_device(batches, self._strategy, loader):
             self.batches_done += 1
             yield batch
         self.epoch, self.batches_done = self.epoch + 1, 0
@@ -159,7 +165,7 @@ class EvaluationLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return _on_device(self._loader, self._strategy)
+        return _on_device(self._loader, self._strategy, self._loader)
 
     @property
     def seeds(self) -> list[int | None]:
@@ -171,9 +177,11 @@ class EvaluationLoader:
         share_seeds(self._loader, seeds)
 
 
-def _on_device(batches: Iterable[Any], strategy: Strategy) -> Iterator[Any]:
-    """Return the batches on the strategy's device; to CUDA each is copied during the step of the one before."""
+def _on_device(batches: Iterable[Any], strategy: Strategy, loader: Any) -> Iterator[Any]:
+    """Return a loader's batches on the strategy's device; to CUDA each is copied during the step of the one before."""
     move, device = strategy.batch_to_device, strategy.root_device
+    if type(strategy).prefetch is not Strategy.prefetch and is_loaded_elsewhere(loader):
+        return strategy.prefetch(batches, move)
     if not _copies_ahead(strategy):
         return map(move, batches)
     return (batch for batch, _ in copied_ahead(((batch, False) for batch in batches), move, device))

@@ -231,7 +231,7 @@ class Trainer(RunState):
         self.should_stop = self.sanity_checking = self.interrupted = False
         self.interruption = Interruption()
         self.evaluation_loop: EvaluationLoop | None = None
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.strategy)
         self.publisher = Publisher(self)
         self.sources: Sources | None = None
         self.module: TrainModule | None = None

@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from dstrat.data.ahead import copied_ahead
-from dstrat.data.loaders import length_is_certain
+from dstrat.data.loaders import is_loaded_elsewhere, length_is_certain
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import mover_to
 from dstrat.interfaces.strategy import Strategy
@@ -77,6 +77,7 @@ def device_batches(
     *,
     dataloader_idx: int = 0,
     copies_ahead_to: torch.device | None = None,
+    prefetching: Strategy | None = None,
 ) -> Iterator[tuple[Any, bool]]:
     """Yield batches on the device, each with whether it is the last.
 
@@ -86,7 +87,11 @@ def device_batches(
         dataloader_idx: Index of the loader among those that are read one after the other.
         copies_ahead_to: The CUDA device to which the next batch is copied during a step; None copies when a batch is
             due.  :func:`device_to_copy_ahead_to` says which.
+        prefetching: The strategy that reads and copies batches in threads, as :func:`prefetching_strategy` returns it.
     """
+    if prefetching is not None:
+        yield from prefetching.prefetch(batches, lambda pair: (move(pair[0], dataloader_idx), pair[1]))
+        return
     if copies_ahead_to is not None:
         yield from copied_ahead(batches, lambda batch: move(batch, dataloader_idx), copies_ahead_to)
         return
@@ -102,6 +107,16 @@ def device_to_copy_ahead_to(trainer: Trainer, module: TrainModule) -> torch.devi
     strategy = trainer.strategy
     is_ours = not any(_hook_owners(trainer, module)) and not overrides(strategy, "batch_to_device", Strategy)
     return strategy.root_device if is_ours and strategy.root_device.type == "cuda" else None
+
+
+def prefetching_strategy(trainer: Trainer, module: TrainModule, loader: Any) -> Strategy | None:
+    """Return the strategy where it reads and copies a loader's batches in threads; None where it must not, or does not.
+
+    A hook of the user's that takes part in the transfer is not called in a thread, and a profiler measures in one only.
+    """
+    strategy = trainer.strategy
+    does = overrides(strategy, "prefetch", Strategy) and is_loaded_elsewhere(loader)
+    return strategy if does and trainer.profiler is None and not any(_hook_owners(trainer, module)) else None
 
 
 def batch_mover(trainer: Trainer, module: TrainModule) -> Callable[[Any, int], Any]:

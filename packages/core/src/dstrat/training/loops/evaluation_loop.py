@@ -14,7 +14,12 @@ from dstrat.data.limits import limit_of
 from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader
 from dstrat.data.recorded_batches import take_indices
 from dstrat.errors import MisuseError
-from dstrat.training.data.batches import batch_mover, device_batches, device_to_copy_ahead_to
+from dstrat.training.data.batches import (
+    batch_mover,
+    device_batches,
+    device_to_copy_ahead_to,
+    prefetching_strategy,
+)
 from dstrat.training.dispatch import hook_of
 from dstrat.training.loops.evaluation_votes import EvaluationVotes
 from dstrat.training.loops.interruption import stop_by
@@ -231,18 +236,21 @@ class EvaluationLoop:
         """Return the batches of a loader, on the device; several processes vote between them."""
         host_batches = self._trainer.profiled_batches(itertools.islice(loader, count))
         if self._votes is None:
-            return self._own_batches(dataloader_idx, host_batches)
+            return self._own_batches(dataloader_idx, host_batches, loader)
         if self._trainer.strategy.evaluates_together:
             return self._batches_together(dataloader_idx, host_batches, self._votes)
-        return self._votes.between(self._own_batches(dataloader_idx, host_batches))
+        return self._votes.between(self._own_batches(dataloader_idx, host_batches, loader))
 
-    def _own_batches(self, dataloader_idx: int, host_batches: Iterable[Any]) -> Iterable[Any]:
+    def _own_batches(self, dataloader_idx: int, host_batches: Iterable[Any], loader: Any) -> Iterable[Any]:
         """Return the batches on the device; on the CPU nothing of ours runs between them."""
         ahead = device_to_copy_ahead_to(self._trainer, self._module)
-        if ahead is None:
+        prefetching = prefetching_strategy(self._trainer, self._module, loader)
+        if ahead is None and prefetching is None:
             return map(self._mover, host_batches, itertools.repeat(dataloader_idx))
         pairs = ((batch, False) for batch in host_batches)
-        copied = device_batches(pairs, self._mover, dataloader_idx=dataloader_idx, copies_ahead_to=ahead)
+        copied = device_batches(
+            pairs, self._mover, dataloader_idx=dataloader_idx, copies_ahead_to=ahead, prefetching=prefetching
+        )
         return (batch for batch, _ in copied)
 
     def _batches_together(

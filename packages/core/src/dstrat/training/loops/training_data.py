@@ -10,7 +10,13 @@ from dstrat.data.limits import limit_of
 from dstrat.data.loaders import length_is_certain, length_of, prepare_training_loader
 from dstrat.data.placed import PlacedLoader, knows_its_place
 from dstrat.data.unshuffled import unshuffled
-from dstrat.training.data.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
+from dstrat.training.data.batches import (
+    Batches,
+    batch_mover,
+    device_batches,
+    device_to_copy_ahead_to,
+    prefetching_strategy,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -111,7 +117,8 @@ class TrainingData:
         loader = self._read_from(self.beginning, done, place, is_over=is_over, is_read_ahead=is_read_ahead)
         move = trainer.profiled("transfer_batch", batch_mover(trainer, module))
         batches = trainer.profiled_batches(Batches(loader, left, None if done else "training"))
-        return device_batches(batches, move, copies_ahead_to=copies_ahead_to)
+        prefetching = prefetching_strategy(trainer, module, loader)
+        return device_batches(batches, move, copies_ahead_to=copies_ahead_to, prefetching=prefetching)
 
     def keep_place(self) -> None:
         """Keep the place of the loader before something else may read it, such as a validation."""

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 class Metrics:
     """The latest value of each name; what is on a device stays there until it is read.
 
+    Args:
+        strategy: Reads values from the device.
+
     Attributes:
         latest_epoch: The values over the last epoch of training or evaluation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
         self._values: dict[str, Tensor | float] = {}
         self._shown: set[str] = set()
         self._written: set[str] = set()
@@ -54,7 +58,15 @@ class Metrics:
         values = {name: value for name, value in self._values.items() if name in self._shown}
         for stage in self._stages:
             values |= {e.name: e.shown_value for e in stage.entries if e.on_step and e.options.prog_bar}
-        return as_numbers(values)
+        return self.as_numbers(values)
+
+    def as_numbers(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Return the values as plain numbers; those on a device are read in one copy."""
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        numbers = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
+        if tensors:
+            numbers |= zip(tensors, self._strategy.read_values([*tensors.values()]), strict=True)
+        return {name: numbers[name] for name in values}
 
     # Taking what was logged
 
@@ -62,48 +74,38 @@ class Metrics:
         """Let callbacks know values that loggers get in another way."""
         self._values |= values
 
-    def of_step(self, logged: LoggedValues, strategy: Strategy) -> dict[str, float]:
+    def of_step(self, logged: LoggedValues) -> dict[str, float]:
         """Return the values of steps that loggers write; collective."""
-        return as_numbers(take_step(logged, strategy))
+        return self.as_numbers(take_step(logged, self._strategy))
 
     def of_own_step(self, logged: LoggedValues) -> dict[str, float]:
         """Return the same of this process alone, as in evaluation, where processes differ in their steps."""
-        return as_numbers(take_own_step(logged))
+        return self.as_numbers(take_own_step(logged))
 
     def start_epoch(self) -> None:
         """Begin to collect the values over another epoch."""
         self.latest_epoch = {}
 
-    def of_epoch(self, logged: LoggedValues, strategy: Strategy) -> dict[str, float]:
+    def of_epoch(self, logged: LoggedValues) -> dict[str, float]:
         """Reduce what was logged over an epoch, keep it, and return what loggers write of it; collective."""
-        taken = take_epoch(logged, strategy, strategy.module)
+        taken = take_epoch(logged, self._strategy, self._strategy.module)
         self.latest_epoch |= {entry.epoch_name: value for entry, value in taken}
         self._values |= {name: value for entry, value in taken for name in (entry.epoch_name, entry.name)}
         self._shown |= {entry.epoch_name for entry, _ in taken if entry.options.prog_bar}
         written = {entry.epoch_name: value for entry, value in taken if entry.is_written}
         self._written |= written.keys()
-        return as_numbers(written)
+        return self.as_numbers(written)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values as numbers, and who reads which of them; for another process or a checkpoint."""
         names = {"shown": sorted(self._shown), "written": sorted(self.written_values)}
-        return {"values": as_numbers(self.callback_values), **names}
+        return {"values": self.as_numbers(self.callback_values), **names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`state_dict` returned."""
         self._values |= state["values"]
         self._shown |= set(state["shown"])
         self._written |= set(state["written"])
-
-
-def as_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Return the values as plain numbers; those on a device are read in one copy."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    numbers = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
-    if tensors:
-        stacked = torch.stack([value.reshape(()).to(torch.float64) for value in tensors.values()])
-        numbers |= dict(zip(tensors, stacked.tolist(), strict=True))
-    return {name: numbers[name] for name in values}
 
 
 def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:

@@ -139,7 +139,9 @@ class NumberEntry(Entry):
             # Later values may come outside of inference mode, where a tensor made in it cannot be changed.
             with torch.inference_mode(mode=False), torch.no_grad():
                 dtype = torch.float32 if value.device.type == "mps" else torch.float64
-                total = torch.zeros((), dtype=dtype, device=value.device)
+                # Copied, and with a dimension: a lazy device would make zeros, and any single zero, a constant of the
+                # graph, and compile the first step of an epoch again.
+                total = torch.zeros(1, dtype=dtype).to(value.device)
                 if not self.adds:
                     return total.copy_(value)
         elif total.device != value.device:
@@ -199,10 +201,11 @@ class NumberEntry(Entry):
 
     @property
     def _whole_total(self) -> Tensor | float:
-        total, on_device = self._total, self._device_total
-        if on_device is None:
+        total = self._total
+        if self._device_total is None:
             assert total is not None  # noqa: S101 - asked only of what was logged
             return total
+        on_device = self._device_total.reshape(())
         if total is None:
             return on_device
         if self.adds:

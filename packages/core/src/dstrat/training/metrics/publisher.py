@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.training.loggers.several import agree_on_folders, call_loggers
 from dstrat.training.metrics.entry import DATALOADER_SUFFIX
-from dstrat.training.metrics.latest import Metrics, as_numbers
+from dstrat.training.metrics.latest import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +32,7 @@ class Publisher:
 
     def start(self) -> None:
         """Forget what an earlier run or a sanity check has logged."""
-        self._trainer.metrics = Metrics()
+        self._trainer.metrics = Metrics(self._trainer.strategy)
 
     def agree_on_folders(self) -> None:
         """Let rank 0 choose where the loggers write, and tell the others; collective."""
@@ -58,7 +58,7 @@ class Publisher:
 
     def publish_step(self, logged: LoggedValues) -> None:
         """Write the values of steps to the loggers; collective."""
-        self._write(self._trainer.metrics.of_step(logged, self._trainer.strategy))
+        self._write(self._trainer.metrics.of_step(logged))
 
     def publish_evaluation_step(self, logged: LoggedValues, batches_seen: int) -> None:
         """Write the values of an evaluation step of this process; their axis is the number of batches evaluated."""
@@ -73,10 +73,10 @@ class Publisher:
         """
         trainer, metrics = self._trainer, self._trainer.metrics
         metrics.start_epoch()
-        values = metrics.of_epoch(logged, trainer.strategy)
+        values = metrics.of_epoch(logged)
         for hook in hooks:
             hook()
-        values |= metrics.of_epoch(logged, trainer.strategy)
+        values |= metrics.of_epoch(logged)
         logged.end_epoch()
         if not trainer.sanity_checking:
             self._write(values)
@@ -84,7 +84,7 @@ class Publisher:
 
     def results(self, logged: LoggedValues, num_loaders: int) -> list[dict[str, float]]:
         """Return the values that an evaluation logged, as numbers, a dict for each loader; collective."""
-        values = as_numbers(self._trainer.metrics.latest_epoch)
+        values = self._trainer.metrics.as_numbers(self._trainer.metrics.latest_epoch)
         if num_loaders == 1:
             return [values]
         suffixes = [f"{DATALOADER_SUFFIX}{index}" for index in range(num_loaders)]
