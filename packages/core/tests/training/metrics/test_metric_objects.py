@@ -131,6 +131,40 @@ def test_hooks_at_the_end_of_an_epoch_see_the_metric_of_the_epoch(
     trainer.fit(module, loader(), loader())
 
 
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_loader_with_fewer_batches_than_processes_counts_beside_another(
+    quiet_trainer, make_scored, loader, averaging, short
+):
+    def test_step(self, batch, batch_idx, dataloader_idx):
+        loss = self.loss(batch)
+        for index in range(40):  # more than one exchange has room for
+            self.log(f"mean_{index}", loss + index)
+        self.log("least", loss, reduce_fx="min")
+        self.log("all", loss, add_dataloader_idx=False)
+        if dataloader_idx == short:
+            self.mse.update(*self.error(batch))
+            self.log("mse", self.mse)
+
+    loaders = [loader(count=4 if index == short else 48) for index in range(2)]
+    alone, together = (
+        quiet_trainer(strategy=strategy, devices=devices).test(make_scored(test_step=test_step), loaders)
+        for strategy, devices in (("single_device", 1), (averaging(), 2))
+    )
+    assert len(alone[short]) == 43
+    assert [*map(pytest.approx, alone)] == together
+
+
+def test_a_process_that_lacks_a_loader_may_log_nothing_that_the_others_do_not(
+    quiet_trainer, make_scored, loader, averaging
+):
+    def test_step(self, batch, batch_idx, dataloader_idx):
+        self.log("loss" if dataloader_idx or self.global_rank == 0 else "error", self.loss(batch))
+
+    module = make_scored(test_step=test_step)
+    with pytest.raises(RankFailedError, match="rank 1 logged 'error/dataloader_idx_0' and rank 0 did not"):
+        quiet_trainer(strategy=averaging(), devices=2).test(module, [loader(), loader(count=4)])
+
+
 def test_a_checkpoint_at_the_end_of_an_epoch_has_metrics_that_begin_anew(quiet_trainer, make_scored, loader, tmp_path):
     def training_step(self, batch, batch_idx):
         self.mse.persistent(True)

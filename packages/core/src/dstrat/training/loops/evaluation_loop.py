@@ -196,6 +196,7 @@ class EvaluationLoop:
         batch_end = self._with_index(f"on_{self._purpose}_batch_end", 3, dataloader_idx)
         profiler = None if self._trainer.is_fitting else self._trainer.profiler  # a fit counts batches of training
         logged.in_step, logged.dataloader_idx = True, dataloader_idx if index_of_loader else None
+        batch_idx = -1
         for batch_idx, batch in enumerate(self._batches(dataloader_idx, loader, count)):
             logged.batch = batch
             if self._records_indices:
@@ -213,6 +214,7 @@ class EvaluationLoop:
                 profiler.step()
             if is_alone and interruption.requested:
                 stop_by(interruption.requested)
+        logged.lacks_a_loader = logged.lacks_a_loader or batch_idx < 0
         logged.in_step, logged.dataloader_idx, logged.batch = False, None, None
 
     def _with_index(

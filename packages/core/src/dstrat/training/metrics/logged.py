@@ -36,6 +36,7 @@ class LoggedValues:
     Attributes:
         in_step: Whether a step of the module runs, which decides the defaults of ``on_step`` and ``on_epoch``.
         has_batches: Whether this process had a batch in this epoch.
+        lacks_a_loader: Whether it had none of one of several loaders.
         writes_steps: Whether loggers write the value of a step of any name.
         computed_metrics: Metric objects whose value over the epoch is known, and which still hold the epoch.
     """
@@ -50,7 +51,7 @@ class LoggedValues:
         self._batch: Any = None
         self._batch_size: int | None = None
         self.in_step = False
-        self.has_batches = self.writes_steps = False
+        self.has_batches = self.lacks_a_loader = self.writes_steps = False
         self.computed_metrics: list[MetricEntry] = []
         self._loaders_of: dict[str, set[str]] = {}  # of names that are logged without the index of a loader
 
@@ -59,7 +60,7 @@ class LoggedValues:
     def start_epoch(self) -> None:
         """Let the module log, until the end of the epoch; nothing where it may already."""
         if not self._is_open:
-            self._is_open, self.has_batches = True, False
+            self._is_open, self.has_batches, self.lacks_a_loader = True, False, False
             self._loaders_of = {}
             self.forget()
 

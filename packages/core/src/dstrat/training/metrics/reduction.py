@@ -47,7 +47,7 @@ class Statement(NamedTuple):
     Attributes:
         names: The options of each name that was logged.
         shares: What it adds, in the same order in every process.
-        had_data: Whether it could have logged; one that could not takes part with nothing.
+        had_data: Whether it had a batch of every loader; one that had not may lack names, and adds nothing to them.
     """
 
     names: Mapping[str, Options]
@@ -72,7 +72,7 @@ class Agreement(NamedTuple):
     """What all processes have in common.
 
     Attributes:
-        names: The options of each name; of its peers where a process had no data.
+        names: The options of each name; those of its peers where a process lacks some.
         values: The reduced values by name.
     """
 
@@ -109,18 +109,36 @@ def exchange_epoch(statement: Statement, strategy: Strategy) -> Agreement:
     """
     table = _gather_first(statement, strategy).cpu()
     digests, counts, had_data = (table[:, column].tolist() for column in range(_HEADER))
-    speakers = [rank for rank, digest in enumerate(digests) if digest or had_data[rank]]
-    if len({digests[rank] for rank in speakers}) > 1:
-        _raise_different(statement, speakers, strategy)
-    names, shares = statement.names, statement.shares
-    if any(digests) and len(speakers) < strategy.world_size:
-        names, outline = strategy.broadcast((names, [share[:2] for share in shares]), src=speakers[0])
-        if any(options.sync_dist_group for options in names.values()):
-            raise MisuseError(
-                "sync_dist_group cannot be used where a process has no data: leave it out, or use fewer processes"
-            )
-        shares = shares or [Share(name, reduction, 0.0, 0.0) for name, reduction in outline]
-    return Agreement(names, _reduce_all(table, shares, int(max(counts)), strategy))
+    complete = [rank for rank in range(strategy.world_size) if had_data[rank]]
+    if len({digests[rank] for rank in complete}) > 1:
+        _raise_different(statement, complete, strategy)
+    source = max(complete or range(strategy.world_size), key=lambda rank: (digests[rank] > 0, counts[rank]))
+    if len(set(digests)) > 1:
+        statement = _completed(statement, source, strategy)
+        if set(digests) - {0, digests[source]}:  # some processes have sent fewer values, in other columns
+            table = _gather_first(statement, strategy).cpu()
+    return Agreement(statement.names, _reduce_all(table, statement.shares, int(max(counts)), strategy))
+
+
+def _completed(statement: Statement, source: int, strategy: Strategy) -> Statement:
+    """Return what a process says with nothing added to the names that it lacks; collective.
+
+    Args:
+        statement: What this process says.
+        source: The process that has all names.
+        strategy: Whose processes take part.
+    """
+    names, outline = strategy.broadcast((statement.names, [share[:2] for share in statement.shares]), src=source)
+    if any(options.sync_dist_group for options in names.values()):
+        raise MisuseError(
+            "sync_dist_group cannot be used where a process has no data: leave it out, or use fewer processes"
+        )
+    for name, options in statement.names.items():
+        if name not in names or _common(options) != _common(names[name]):
+            raise _different(strategy.global_rank, [name], f"{source} did not")
+    known = {share.name: share for share in statement.shares}
+    shares = [known.get(name, Share(name, reduction, 0.0, 0.0)) for name, reduction in outline]
+    return statement._replace(names=names, shares=shares)
 
 
 # Gathering

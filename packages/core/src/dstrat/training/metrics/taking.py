@@ -82,8 +82,9 @@ def _reduced_values(
     metrics = [entry for entry in entries if isinstance(entry, MetricEntry)]
     names = {entry.name: entry.resolved for entry in (*numbers, *metrics)}
     shares = [e.epoch_share for e in numbers if e.sync_epoch] + [e.step_share for e in numbers if e.sync_step]
-    agreement = exchange_epoch(Statement(names, shares, logged.has_batches), strategy)
-    if agreement.names is not names:  # this process had no data, and takes its peers' names
+    had_data = logged.has_batches and not logged.lacks_a_loader
+    agreement = exchange_epoch(Statement(names, shares, had_data), strategy)
+    if agreement.names is not names:  # this process lacks some, and takes its peers' names
         peers = [entry_of(name, options, module) for name, options in agreement.names.items()]
         numbers = [entry for entry in peers if isinstance(entry, NumberEntry)]
         metrics = [entry for entry in peers if isinstance(entry, MetricEntry)]
