@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import entry_points
 
 import pytest
 
+from dstrat import Trainer
+from dstrat.errors import ConflictError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.plugins.component import Component
 from dstrat.plugins.known import known_requirement
@@ -42,6 +45,17 @@ def test_an_alias_constructs_its_strategy(alias):
     assert isinstance(strategy, Strategy)
     assert strategy.start_method == "popen"
     assert {key: value for key, value in record.options.items() if key != "start_method"} == NATIVE[alias]
+
+
+@pytest.mark.parametrize("alias", RECORDS)
+def test_ddp_fully_sharded_alone_is_for_cuda_only_as_the_plan_says(alias):
+    trainer = partial(Trainer, strategy=alias, accelerator="cpu", devices=2, logger=False)
+    if alias == "ddp_fully_sharded":
+        assert RECORDS[alias].device_types == ("cuda",)
+        with pytest.raises(ConflictError, match="uses devices of the type 'cuda', and those of accelerator 'cpu' are"):
+            trainer()
+    else:
+        assert trainer().plan.accelerator == "cpu"
 
 
 def test_none_of_them_is_chosen_automatically():
