@@ -38,12 +38,14 @@ PRELOADED = [
 
 
 def pytest_sessionstart():
-    """Let SIGINT interrupt the tests and the programs that they start, also in a run in the background.
+    """Let SIGINT and SIGHUP end the tests and the programs that they start, also in a run in the background.
 
-    A shell without job control starts such a run with SIGINT ignored, and whatever it starts inherits that.
+    A shell without job control starts such a run with SIGINT ignored, and ``nohup`` any run with SIGHUP ignored.
+    Whatever it starts inherits that.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
