@@ -150,6 +150,53 @@ def test_a_policy_casts_what_layers_outside_of_the_blocks_get_without_a_precisio
             assert kept == {"torch.float32"}
 
 
+class Normalized(BlockNet):
+    """With a layer that keeps running statistics, in a block and outside of them."""
+
+    def make_layers(self):
+        super().make_layers()
+        self.norm = torch.nn.BatchNorm1d(10)
+        self.blocks[0].norm = torch.nn.BatchNorm1d(10)
+        self.dtypes = set()
+
+    def layers(self, x):
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        self.dtypes |= {self.norm.weight.dtype, self.norm.running_mean.dtype, self.last.weight.dtype}
+        return self.last(x)
+
+
+LOW = torch.bfloat16
+WITH_STATISTICS = {
+    "precision": {"flag": "bf16-mixed"},
+    "earlier": {"policy": EarlierPolicy(LOW)},
+    "earlier with buffers": {"policy": EarlierPolicy(LOW, buffer_dtype=LOW)},
+    "policy": {"policy": MixedPrecisionPolicy(LOW)},
+}
+
+
+def trained_with_statistics(cluster, flag="32-true", policy=None):
+    strategy, module = FSDPStrategy(mixed_precision=policy), Normalized()
+    start(strategy, module, given(cluster, flag))
+    losses = train(strategy, steps=STEPS)
+    strategy.teardown()
+    return losses, sorted(map(str, module.dtypes)), str(module.norm.running_mean.dtype)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_layers_with_running_statistics_stay_in_float32(world_size):
+    alone = SingleDeviceStrategy()
+    start(alone, Normalized(), given(None, "bf16-mixed"))
+    expected = train(alone, steps=STEPS)
+    for found in in_ranks(each, world_size, function=trained_with_statistics, cases=WITH_STATISTICS):
+        for losses, dtypes, after in found.values():
+            assert dtypes == ["torch.bfloat16", "torch.float32"]
+            assert after == "torch.float32"
+            # Each of two ranks normalizes by its half of a batch.
+            assert losses == pytest.approx(expected, rel=0.05 if world_size == 1 else 0.5)
+
+
 def test_only_a_policy_that_computes_without_autocast_casts_batches():
     assert input_dtype(None, TruePrecision("bf16-true")) is None
     assert input_dtype(EARLIER, TruePrecision()) is torch.bfloat16

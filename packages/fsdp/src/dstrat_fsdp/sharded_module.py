@@ -14,6 +14,7 @@ from dstrat_fsdp.guards import ChangesInForward, OwnOutputs, ParameterGuard
 from dstrat_fsdp.shardable import check_dtypes, check_shapes, shards_explained
 from dstrat_fsdp.step_module import StepModule
 from dstrat_fsdp.unwrapping import unwrap
+from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,7 @@ class Sharding:
             part,
             mesh=self.mesh,
             reshard_after_forward=self.reshard_after_forward,
-            mp_policy=self._policy(cast_forward_inputs=self.precision_policy.cast_forward_inputs),
+            mp_policy=self._policy_of(part),
             offload_policy=self.offload_policy,
         )
         if not self.gathers_early:
@@ -66,6 +67,11 @@ class Sharding:
         """Shard what is in no block; it is needed from the first layer to the last, and is freed after the last."""
         policy = self._policy(cast_forward_inputs=False)
         return fully_shard(root, mesh=self.mesh, mp_policy=policy, offload_policy=self.offload_policy)
+
+    def _policy_of(self, part: Module) -> MixedPrecisionPolicy:
+        if keeps_statistics(part):  # torch computes them in the dtype of their buffers, and takes inputs of any other
+            return dataclasses.replace(self.precision_policy, param_dtype=None, output_dtype=None)
+        return self._policy(cast_forward_inputs=self.precision_policy.cast_forward_inputs)
 
     def _policy(self, *, cast_forward_inputs: bool) -> MixedPrecisionPolicy:
         # ShardedModule casts what a step gets and returns: in any kind of batch, and also where there is no root.
@@ -79,7 +85,8 @@ class ShardedModule:
     Args:
         module: The user's module; parts of it may be sharded already.
         sharding: How the rest is sharded.
-        blocks: The parts that become units, inner ones first.
+        blocks: The parts that become units, inner ones first.  Layers that keep statistics, such as batch norm, do so
+            too where the policy computes in another dtype: they stay in that of the parameters.
         around_steps: Whether what is in no block is gathered for a whole step; False where steps run backward passes
             themselves, and the blocks contain everything.
 
@@ -90,6 +97,8 @@ class ShardedModule:
     def __init__(self, module: Module, sharding: Sharding, blocks: Sequence[Module], *, around_steps: bool) -> None:
         check_shapes(module)
         names = {id(part): name for name, part in module.named_modules()}
+        if sharding.precision_policy.param_dtype is not None:
+            blocks = [*(layer for layer in layers_with_statistics(module) if layer not in blocks), *blocks]
         self._copied = [OwnOutputs(block, names[id(block)]) for block in blocks]
         own = [sharding.apply_to(block) for block in blocks]
         self._module = module
@@ -205,10 +214,13 @@ class _BuffersInSteps:
     def cast(self) -> None:
         if self._dtype is None or self._cast:
             return
-        for buffer in self._module.buffers():
-            if buffer.is_floating_point() and buffer.dtype is not self._dtype:
-                self._cast.append((buffer, buffer.dtype))
-                buffer.data = buffer.data.to(self._dtype)
+        for layer in self._module.modules():
+            if keeps_statistics(layer):
+                continue
+            for buffer in layer.buffers(recurse=False):
+                if buffer.is_floating_point() and buffer.dtype is not self._dtype:
+                    self._cast.append((buffer, buffer.dtype))
+                    buffer.data = buffer.data.to(self._dtype)
 
     def restore(self) -> None:
         for buffer, dtype in self._cast:

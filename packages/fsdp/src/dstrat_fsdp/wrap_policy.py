@@ -186,3 +186,14 @@ def _shared_parameters(block: Module, module: Module) -> list[str]:
 
 def _numel(module: Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def layers_with_statistics(module: Module) -> list[Module]:
+    """Return the layers of a module, not sharded yet, that :func:`keeps_statistics` is true of."""
+    layers = [layer for layer in module.modules() if layer is not module and keeps_statistics(layer)]
+    return [layer for layer in layers if not isinstance(layer, FSDPModule) and not _shared_parameters(layer, module)]
+
+
+def keeps_statistics(layer: Module) -> bool:
+    """Return whether a layer has parameters beside running statistics, as batch norm has."""
+    return getattr(layer, "running_mean", None) is not None and any(True for _ in layer.parameters(recurse=False))
