@@ -1,10 +1,22 @@
-"""Things that go wrong in a rank in the middle of a training."""
+"""Things that go wrong in a rank in the middle of a training, and what becomes of the job.
+
+As a program it lets each fault happen in each launch mode and family, and prints how the jobs ended::
+
+    python benchmarks/faults.py
+    python benchmarks/faults.py --mode popen --family ddp --fault hangs
+
+A job survives its fault when it ends by itself, and not as if nothing had happened.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
+import statistics
+import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,3 +65,94 @@ def _work(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         time.sleep(0.01)
+
+
+MODES = ("popen", "spawn", "fork", "forkserver", "torchrun")
+FAMILIES = ("ddp", "fsdp", "deepspeed_stage_2")
+TIMEOUT = 6.0
+"""Seconds, the strategy's ``timeout``; it ends the jobs of a rank that hangs."""
+GOALS = "goals: all named, nothing left, median below 1 s, worst below 10 s, and below 11 s where a rank hangs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """How a job with a fault ended.
+
+    Attributes:
+        fault: What went wrong.
+        seconds: From the fault to the end of the job.
+        survived: Whether it ended by itself, and not well.
+        named: Whether its output names the rank.
+        leftovers: Whether processes had to be killed.
+    """
+
+    fault: str
+    seconds: float
+    survived: bool
+    named: bool
+    leftovers: bool
+
+    @property
+    def hangs(self) -> bool:
+        """Whether others can notice the fault only by the time that they wait."""
+        return "hangs" in self.fault or "stopped" in self.fault
+
+
+def main() -> None:
+    """Let the faults happen that were asked for, and print the table."""
+    from fault_job import DEEDS
+    from rich.console import Console
+    from rich.table import Table
+
+    parser = argparse.ArgumentParser(description="Let ranks fail in many ways, and see how the jobs end.")
+    parser.add_argument("--mode", action="append", choices=MODES)
+    parser.add_argument("--family", action="append", choices=FAMILIES)
+    parser.add_argument("--fault", action="append", choices=list(DEEDS))
+    options = parser.parse_args()
+    console = Console()
+    heads = ("mode", "family", "tried", "survived", "median", "worst", "worst hang", "named", "left behind")
+    table = Table(*heads, caption=GOALS)
+    for mode in options.mode or MODES:
+        for family in options.family or FAMILIES:
+            ends = [run_fault(mode, family, fault, rank) for fault in options.fault or DEEDS for rank in (0, 1)]
+            for end in ends:
+                if not (end.survived and end.named) or end.leftovers:
+                    console.print(f"{mode} {family}: {end}", highlight=False)
+            table.add_row(*_row(mode, family, ends))
+    console.print(table)
+
+
+def _row(mode: str, family: str, ends: list[End]) -> tuple[str, ...]:
+    prompt, hanging = ([end.seconds for end in ends if end.hangs is hangs] for hangs in (False, True))
+    return (
+        mode, family, str(len(ends)), str(sum(end.survived for end in ends)),
+        f"{statistics.median(prompt):.2f} s" if prompt else "", f"{max(prompt):.2f} s" if prompt else "",
+        f"{max(hanging):.2f} s" if hanging else "", str(sum(end.named for end in ends)),
+        str(sum(end.leftovers for end in ends)),
+    )  # fmt: skip
+
+
+def run_fault(mode: str, family: str, fault: str, rank: int) -> End:
+    """Run a job in which a rank fails."""
+    from job import run_job, script, torchrun
+
+    with tempfile.TemporaryDirectory() as folder:
+        moment = Path(folder, "moment")
+        arguments = [f"--mode={mode}", f"--family={family}", f"--fault={fault}", f"--rank={rank}"]
+        arguments += [f"--moment={moment}", f"--timeout={TIMEOUT}"]
+        command = torchrun(2, "fault_job.py", *arguments) if mode == "torchrun" else script("fault_job.py", *arguments)
+        job = run_job(command, patience=120.0, must_work=False)
+        if not moment.exists():
+            raise RuntimeError(f"the job ended before its fault:\n{job.output[-4000:]}")
+        words = f"rank      : {rank} " if mode == "torchrun" else f"rank {rank} of 2 "
+        return End(
+            fault=f"{fault} on rank {rank}",
+            seconds=job.ended_at - float(moment.read_text()),
+            survived=job.returncode != 0 and not job.leftovers,
+            named=words in job.output,
+            leftovers=job.leftovers,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,7 +117,12 @@ def wait_until_running(process, ranks):
 
 @pytest.mark.parametrize(
     ("devices", "start_method", "number", "code"),
-    [(1, "-", signal.SIGTERM, 143), (2, "fork", signal.SIGTERM, 143), (2, "forkserver", signal.SIGINT, 130)],
+    [
+        (1, "-", signal.SIGTERM, 143),
+        (2, "fork", signal.SIGTERM, 143),
+        (2, "forkserver", signal.SIGINT, 130),
+        (2, "fork", signal.SIGHUP, 129),
+    ],
 )
 def test_a_signal_stops_all_ranks_at_the_same_step(training, devices, start_method, number, code):
     process = training(devices, start_method)
@@ -128,6 +134,34 @@ def test_a_signal_stops_all_ranks_at_the_same_step(training, devices, start_meth
     assert len({step for _, step, _ in stopped}) == 1, stopped
     assert {name for _, _, name in stopped} == {"Interrupted" if number == signal.SIGINT else "Terminated"}
     assert process.returncode in (code, -number)
+
+
+def ranks_of(process):
+    """Return the process ids of forked ranks; the watchdog is a shell."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return sorted(int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text() != "sh\n")
+
+
+def test_a_rank_that_is_killed_from_outside_is_named_and_all_stop_at_the_same_step(training):
+    process = training(2)
+    wait_until_running(process, 2)
+    os.kill(ranks_of(process)[1], signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    stopped = re.findall(r"rank (\d) stopped after (\d+) by Terminated", out)
+    assert len(stopped) == 2
+    assert len({step for _, step in stopped}) == 1, stopped
+    assert process.returncode == 143
+    assert "SIGTERM: rank 1 of 2 received it from outside of this job" in err
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            signal.raise_signal(signal.SIGHUP)
+        assert interruption.requested == 0
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
-from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
+from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_ddp.comm_hooks import comm_hook
 from dstrat_ddp.ddp_keywords import check_ddp_keywords
 from dstrat_ddp.ending import release_reducer

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.parallel.collectives import take_from_first_rank
-from dstrat.parallel.strategy import DEFAULT_TIMEOUT
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_deepspeed.activations import activation_checkpointing
 from dstrat_deepspeed.changes import FixedFlags, OutsideChanges
 from dstrat_deepspeed.checkpointed import CheckpointedStrategy

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
 from dstrat.parallel.collectives import name_of_operation
-from dstrat.parallel.strategy import DEFAULT_TIMEOUT
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
 from dstrat_fsdp.first_values import take_from_first_rank
 from dstrat_fsdp.meshes import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from dstrat.errors import ConflictError, RequestError
-from dstrat.parallel.strategy import DEFAULT_TIMEOUT
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
 from dstrat_fsdp.meshes import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (

@@ -88,6 +88,23 @@ class ClusterEnvironment(ABC):
         return None
 
     @property
+    def store_file(self) -> str | None:
+        """Path of a file through which the ranks meet, all on this machine; None where they meet at the address.
+
+        It is in a folder that nobody but the job's user can open.  A store that listens on a port can be read and
+        written by every user of the machine.
+        """
+        return None
+
+    @property
+    def stop_signal(self) -> int | None:
+        """Number of the signal by which the job was asked to stop; None before.
+
+        Ranks that wait for others to come stop then, as some may have obeyed already.
+        """
+        return None
+
+    @property
     def store_is_served(self) -> bool:
         """Whether something else listens on ``main_address:main_port`` for the ranks already, as torchrun does."""
         return False

@@ -16,6 +16,7 @@ from dstrat.interfaces.parts import Parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from datetime import timedelta
     from pathlib import Path
 
     import torch
@@ -80,6 +81,8 @@ class Strategy(ABC):
             ``"gradients"``, which is empty where none wait.
         evaluates_together: Whether evaluation steps communicate, so that every process must run as many.
         allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
+        timeout: How long a process waits for the others; None where there are none.
+        hang_timeout: How long a process may do nothing at all in a run before the job ends; None is for ever.
         optimizers: The optimizers, after :meth:`setup` of a training.
         lr_schedulers: Their schedulers.
         module_backward: The module's own way to compute gradients of a (scaled) loss; None where it has none.
@@ -93,6 +96,8 @@ class Strategy(ABC):
     saves_gradients: bool = False
     evaluates_together: bool = False
     allows_inference_mode: bool = True
+    timeout: timedelta | None = None
+    hang_timeout: timedelta | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

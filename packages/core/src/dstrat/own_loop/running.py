@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from dstrat.builtin.launchers.progress import watched_for_hangs
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -24,10 +26,13 @@ def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]
         end: Tears it down.
     """
     try:
-        strategy.setup_environment()
-        yield
-        strategy.finish_training()
-        strategy.barrier("end")  # rank 0, which others may still need, is not to end before them
+        with watched_for_hangs(
+            strategy.hang_timeout, longest=strategy.timeout, rank=strategy.global_rank, size=strategy.world_size
+        ):
+            strategy.setup_environment()
+            yield
+            strategy.finish_training()
+            strategy.barrier("end")  # rank 0, which others may still need, is not to end before them
     except BaseException as error:
         _end_after(error, partial(strategy.on_exception, error), end)
         raise

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
+import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from dstrat.errors import ClusterError
+from dstrat.errors import ClusterError, LaunchError
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     from dstrat.interfaces.cluster import ClusterEnvironment
 
-_stores: dict[tuple[str, int], dist.Store] = {}
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""How long a collective waits for other ranks, which may be at work, as rank 0 is that prepares data."""
+DEFAULT_HANG_TIMEOUT = timedelta(minutes=10)
+"""How long a rank may do nothing at all, where no other timeout is given."""
+
+_SHORTEST_PAUSE = 0.001  # seconds between two looks into the store, at first
+
+_stores: dict[object, dist.Store] = {}
 _openings = itertools.count()
+_timeouts: list[timedelta] = []  # the last one is that of the group which is open
 
 
 def open_process_group(
@@ -29,7 +38,7 @@ def open_process_group(
     Args:
         cluster: Says where rank 0 listens, and which rank this is.
         backend: Name of the ``torch.distributed`` backend.
-        timeout: How long a collective waits for the other ranks before it fails.
+        timeout: How long a rank waits for the others: here, and in each collective.
         pg_options: The backend's own options.
 
     Returns:
@@ -37,14 +46,17 @@ def open_process_group(
 
     Raises:
         ClusterError: The process group that exists already is of another size or rank.
+        LaunchError: Ranks did not come in time; the message names them.
     """
     import torch.distributed.nn  # noqa: F401 - its functions keep the group that is open when it is first imported
 
+    _timeouts[:] = [timeout]
     prefix = f"dstrat/{cluster.attempt}/{next(_openings)}"
     store = dist.PrefixStore(prefix, _rendezvous(cluster, timeout))
     if dist.is_initialized():
         _check_existing(cluster)
     else:
+        _meet(store, cluster, timeout, "come to open the process group")
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -53,8 +65,14 @@ def open_process_group(
             timeout=timeout,
             pg_options=pg_options,
         )
-        _wait_for_all(store, cluster.world_size)
+        # Gloo fails in a rank that still connects when another one closes.
+        _meet(store, cluster, timeout, "open the process group")
     return store
+
+
+def group_timeout() -> timedelta:
+    """Return how long collectives of the job's process group wait, for groups beside it."""
+    return _timeouts[-1] if _timeouts else DEFAULT_TIMEOUT
 
 
 def close_process_group() -> None:
@@ -75,24 +93,73 @@ def abort_process_group() -> None:
 
 def _rendezvous(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
     """Return the store of the job; it is opened once in a process, and every process group uses a prefix of it."""
-    address = (cluster.main_address, cluster.main_port)
-    if address not in _stores:
-        _stores[address] = dist.TCPStore(
-            *address,
+    key = cluster.store_file or (cluster.main_address, cluster.main_port)
+    if key not in _stores:
+        _stores[key] = _open_store(cluster, timeout)
+    _stores[key].set_timeout(timeout)
+    return _stores[key]
+
+
+def _open_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
+    if cluster.store_file is not None:
+        return dist.FileStore(cluster.store_file)
+    serves = cluster.global_rank == 0 and not cluster.store_is_served
+    try:
+        return dist.TCPStore(
+            cluster.main_address,
+            cluster.main_port,
             cluster.world_size,
-            is_master=cluster.global_rank == 0 and not cluster.store_is_served,
+            is_master=serves,
             timeout=timeout,
+            wait_for_workers=False,  # _meet does, and names those that do not come
             multi_tenant=True,
             master_listen_fd=cluster.listening_socket,
         )
-    return _stores[address]
+    except dist.DistNetworkError as error:
+        if serves:
+            raise
+        raise LaunchError(
+            f"timed out waiting for rank 0 of {cluster.world_size}, which did not listen on "
+            f"{cluster.main_address}:{cluster.main_port} within {timeout.total_seconds():g} s: {_CURE}"
+        ) from error
 
 
-def _wait_for_all(store: dist.Store, world_size: int) -> None:
-    """Wait until the group is open in all ranks: Gloo fails in a rank that still connects when another one closes."""
-    if store.add("opened", 1) == world_size:
-        store.set("opened by all", "")
-    store.wait(["opened by all"])
+_CURE = "see what it does, or give the strategy a longer timeout=timedelta(...)"
+
+
+def _meet(store: dist.Store, cluster: ClusterEnvironment, timeout: timedelta, deed: str) -> None:
+    """Wait until all ranks have come here.
+
+    Torch's own waiting neither names the ranks that are missing nor returns when a signal arrives.
+
+    Args:
+        store: What the ranks share.
+        cluster: Says which rank this is.
+        timeout: How long the others may take.
+        deed: What those that are missing did not do.
+
+    Raises:
+        LaunchError: Some did not come in time.
+    """
+    rank, size = cluster.global_rank, cluster.world_size
+    all_came = f"all {deed}"
+    store.set(f"{rank} {deed}", "")
+    if store.add(f"number {deed}", 1) == size:
+        store.set(all_came, "")
+    deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE
+    longest = 0.01 + 1e-4 * size  # so that the store is not asked more than 10,000 times in a second
+    while not store.check([all_came]):
+        if (number := cluster.stop_signal) is not None:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        if time.monotonic() > deadline:
+            missing = [str(other) for other in range(size) if not store.check([f"{other} {deed}"])]
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+            raise LaunchError(
+                f"timed out waiting for {ranks} of {size}, which did not {deed} within "
+                f"{timeout.total_seconds():g} s: {_CURE}"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
 
 
 def _check_existing(cluster: ClusterEnvironment) -> None:

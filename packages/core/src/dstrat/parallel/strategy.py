@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -15,12 +14,19 @@ from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.agreement import check_same_catalog
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor, take_from_first_rank
-from dstrat.parallel.process_group import abort_process_group, close_process_group, open_process_group
+from dstrat.parallel.process_group import (
+    DEFAULT_HANG_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    abort_process_group,
+    close_process_group,
+    open_process_group,
+)
 from dstrat.parallel.synchronized_norm import SynchronizedNorm
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from datetime import timedelta
 
     import torch
     from torch.nn import Module
@@ -33,8 +39,6 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import Precision
 
 T = TypeVar("T")
-
-DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
 
 class ParallelStrategy(Strategy):
@@ -51,12 +55,14 @@ class ParallelStrategy(Strategy):
         checkpoint_io: How checkpoints reach storage.
         precision_plugin: The dtypes and what follows from them.
         process_group_backend: Backend of torch.distributed; None takes the accelerator's.
-        timeout: How long a collective waits for the other ranks before the job fails.
+        timeout: How long a rank waits for the others, and how long it may do nothing at all, before the job fails.  By
+            default others are waited for 30 minutes, and a rank may do nothing for 10.
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
     """
 
     start_method: str | None = "popen"
     uses_torch_distributed = True
+    timeout: timedelta = DEFAULT_TIMEOUT
 
     def __init__(
         self,
@@ -80,6 +86,7 @@ class ParallelStrategy(Strategy):
         self._synchronized_norm: SynchronizedNorm | None = None
         self.process_group_backend = process_group_backend
         self.timeout = timeout or DEFAULT_TIMEOUT
+        self.hang_timeout = DEFAULT_HANG_TIMEOUT if timeout in (None, DEFAULT_TIMEOUT) else timeout
         if start_method is not None:
             self.start_method = start_method
 

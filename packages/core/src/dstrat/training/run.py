@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from dstrat.builtin.launchers.progress import watched_for_hangs
 from dstrat.data.random_state import RandomState
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.optimization import Optimization
@@ -51,7 +52,15 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
     """
     _begin(trainer, module, sources)
     try:
-        with numerics(deterministic=trainer.deterministic, benchmark=trainer.benchmark):
+        with (
+            numerics(deterministic=trainer.deterministic, benchmark=trainer.benchmark),
+            watched_for_hangs(
+                trainer.strategy.hang_timeout,
+                longest=trainer.strategy.timeout,
+                rank=trainer.global_rank,
+                size=trainer.world_size,
+            ),
+        ):
             return _work(trainer, module, sources, ckpt_path)
     finally:  # also after an interrupt while the run is cleaned up
         _end(trainer)

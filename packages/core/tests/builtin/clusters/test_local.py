@@ -11,7 +11,6 @@ from dstrat.errors import ClusterError
 RANK = {
     "DSTRAT_JOB": "/tmp/dstrat-job-x",
     "DSTRAT_RANK_PID": str(os.getpid()),
-    "DSTRAT_LISTENER": "7",
     "RANK": "3",
     "WORLD_SIZE": "4",
     "LOCAL_RANK": "1",
@@ -28,7 +27,7 @@ def test_rank_that_dstrat_has_started_is_recognised():
     cluster = LocalEnvironment(RANK)
     assert cluster.creates_processes_externally
     assert (cluster.global_rank, cluster.local_rank, cluster.node_rank, cluster.world_size) == (3, 1, 1, 4)
-    assert (cluster.main_address, cluster.main_port, cluster.listening_socket) == ("127.0.0.1", 12345, 7)
+    assert (cluster.main_address, cluster.main_port, cluster.store_file) == ("127.0.0.1", 12345, None)
     cluster.validate(num_devices=2, num_nodes=2)
 
 
@@ -37,7 +36,7 @@ def test_process_that_is_no_rank_is_alone_and_may_start_some():
     cluster = LocalEnvironment({})
     assert not cluster.creates_processes_externally
     assert (cluster.global_rank, cluster.local_rank, cluster.node_rank, cluster.world_size) == (0, 0, 0, 1)
-    assert (cluster.main_address, cluster.main_port, cluster.listening_socket) == ("127.0.0.1", 0, None)
+    assert (cluster.main_address, cluster.main_port, cluster.store_file) == ("127.0.0.1", 0, None)
     cluster.validate(num_devices=2, num_nodes=1)
 
 
@@ -46,12 +45,19 @@ def test_process_that_a_rank_has_started_is_no_rank():
     assert LocalEnvironment.evidence(child)  # so that nobody else takes RANK and WORLD_SIZE for its own
     cluster = LocalEnvironment(child)
     assert not cluster.creates_processes_externally
-    assert (cluster.world_size, cluster.main_port, cluster.listening_socket) == (1, 0, None)
+    assert (cluster.world_size, cluster.main_port, cluster.store_file) == (1, 0, None)
 
 
-def test_ranks_other_than_zero_have_no_listening_socket():
-    environ = {name: value for name, value in RANK.items() if name != "DSTRAT_LISTENER"}
-    assert LocalEnvironment(environ).listening_socket is None
+def test_ranks_of_one_machine_meet_through_a_file_of_the_job():
+    assert LocalEnvironment({**RANK, "LOCAL_WORLD_SIZE": "4"}).store_file == "/tmp/dstrat-job-x/store"
+
+
+def test_ranks_learn_that_the_job_was_asked_to_stop(tmp_path):
+    cluster = LocalEnvironment({**RANK, "DSTRAT_JOB": str(tmp_path)})
+    assert cluster.stop_signal is None
+    (tmp_path / "stop").write_text("15")
+    assert cluster.stop_signal == 15
+    assert LocalEnvironment({}).stop_signal is None
 
 
 def test_job_of_another_size_than_asked_for_is_refused():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import subprocess
 import sys
+import termios
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -37,8 +40,6 @@ class Program:
     process: subprocess.Popen[str] | None = None
 
     def start(self, *words: str, text: str | None = None, **environ: str) -> None:
-        temporary = self.folder / "tmp"
-        temporary.mkdir(exist_ok=True)
         self.process = subprocess.Popen(
             [sys.executable, *words],
             stdin=subprocess.PIPE if text is not None else subprocess.DEVNULL,
@@ -46,13 +47,35 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
             cwd=self.folder,
-            env={**os.environ, "MARK": self.mark, "TMPDIR": str(temporary), **environ},
+            env=self._environ(environ),
             start_new_session=True,
         )
         if text is not None:
             self.process.stdin.write(text)
             self.process.stdin.close()
             self.process.stdin = None
+
+    def start_in_terminal(self, *words: str) -> int:
+        """Start any program in a terminal of its own; return the terminal's other end."""
+        terminal, inside = pty.openpty()
+        self.process = subprocess.Popen(
+            [*words],
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            cwd=self.folder,
+            env=self._environ({}),
+            start_new_session=True,
+            # So that the terminal belongs to its session, and sends it signals.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - only a system call
+        )
+        os.close(inside)
+        return terminal
+
+    def _environ(self, more: dict[str, str]) -> dict[str, str]:
+        temporary = self.folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        return {**os.environ, "MARK": self.mark, "TMPDIR": str(temporary), **more}
 
     def finish(self, timeout: float = 60.0) -> Outcome:
         output, errors = self.process.communicate(timeout=timeout)

@@ -1,6 +1,8 @@
 """What ranks run in tests that need torch and a process group."""
 
 import os
+import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -9,25 +11,12 @@ import torch
 import torch.distributed as dist
 
 from dstrat.builtin.clusters.local import LocalEnvironment
+from dstrat.parallel.process_group import open_process_group
 
 
 def open_group(seconds):
     cluster = LocalEnvironment()
-    store = dist.TCPStore(
-        cluster.main_address,
-        cluster.main_port,
-        cluster.world_size,
-        is_master=cluster.global_rank == 0,
-        timeout=timedelta(seconds=seconds),
-        master_listen_fd=cluster.listening_socket,
-    )
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=cluster.global_rank,
-        world_size=cluster.world_size,
-        timeout=timedelta(seconds=seconds),
-    )
+    open_process_group(cluster, backend="gloo", timeout=timedelta(seconds=seconds))
     return cluster.global_rank
 
 
@@ -50,11 +39,24 @@ def fall_asleep():
     time.sleep(600)
 
 
-def never_arrive():
-    """Rank 1 does not even open the process group."""
-    if os.environ["RANK"] == "1":
+def never_arrive(rank):
+    """One rank does not even open the process group."""
+    asleep = Path(os.environ["DSTRAT_JOB"], "asleep")
+    if os.environ["RANK"] == str(rank):
+        asleep.touch()
         fall_asleep()
+    while not asleep.exists():
+        time.sleep(0.01)
     open_group(1.0)
+
+
+def stop_before_all_have_come(supervisor):
+    """Rank 0 has the job stopped and obeys; the other one misses the signal, and waits for it."""
+    if os.environ["RANK"] == "0":
+        os.kill(supervisor, signal.SIGINT)
+        fall_asleep()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    open_group(600)
 
 
 def raise_while_others_wait():
@@ -85,11 +87,52 @@ def die_while_others_wait():
     dist.all_reduce(torch.ones(1))
 
 
-def leave_early():
+def leave_early(way):
     """Rank 1 has enough before the others have."""
     rank = open_group(30)
+    dist.all_reduce(torch.ones(1))
     if rank == 1:
+        WAYS_TO_LEAVE[way]()
         return
+    dist.all_reduce(torch.ones(1))
+
+
+WAYS_TO_LEAVE = {
+    "return": int,
+    "sys.exit()": sys.exit,
+    "sys.exit(0)": lambda: sys.exit(0),
+    "os._exit": lambda: os._exit(0),
+}
+
+
+def raise_what_sounds_like_a_lost_peer():
+    """Rank 1 fails for a reason of its own, and the other one loses it before."""
+    rank = open_group(30)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        dist.destroy_process_group()
+        time.sleep(0.3)
+        raise RuntimeError("cannot read the shard: Connection reset by peer")
+    dist.all_reduce(torch.ones(1))
+
+
+class Slow(torch.utils.data.Dataset):
+    """Data that do not come."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        fall_asleep()
+
+
+def wait_for_data_too_long():
+    """Rank 1 gives up waiting for its loader's worker, and the other one loses it before."""
+    rank = open_group(30)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        dist.destroy_process_group()
+        list(torch.utils.data.DataLoader(Slow(), num_workers=1, timeout=1))
     dist.all_reduce(torch.ones(1))
 
 

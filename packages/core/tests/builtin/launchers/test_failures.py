@@ -10,6 +10,23 @@ from dstrat.builtin.launchers.failures import Failure, kind_of, read_failure, wr
 from dstrat.errors import LaunchError, RankFailedError
 
 
+def raised_here(error):
+    try:
+        raise error
+    except RuntimeError as caught:
+        return caught
+
+
+def raised_by_native_code(error):
+    """Return the error as torch's own code leaves it: no Python frame has a `raise` where it came from."""
+    generator = (None for _ in range(1))
+    next(generator)
+    try:
+        generator.throw(error)
+    except RuntimeError as caught:
+        return caught
+
+
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
@@ -21,13 +38,15 @@ from dstrat.errors import LaunchError, RankFailedError
         ("Application timeout caused pair closure", "timeout"),
         ("[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1000 ms", "timeout"),
         ("wait timeout after 3000ms, keys: /x", "timeout"),
+        ("Wait timeout", "timeout"),
         ("Timed out after 2 seconds waiting for clients. 1/2 clients joined.", "timeout"),
         ("The size of tensor a (3) must match the size of tensor b (4)", "own"),
         ("ncclInvalidUsage: Duplicate GPU detected: rank 1 and rank 0 both on CUDA device", "own"),
     ],
 )
 def test_message_of_torch_tells_who_was_the_reason(message, kind):
-    assert kind_of(RuntimeError(message)) == kind
+    assert kind_of(raised_by_native_code(RuntimeError(message))) == kind
+    assert kind_of(raised_here(RuntimeError(message))) == "own"
 
 
 def test_broken_download_is_the_ranks_own_failure():
@@ -36,8 +55,21 @@ def test_broken_download_is_the_ranks_own_failure():
 
 def test_error_that_follows_from_a_lost_peer_is_no_cause():
     error = KeyError("loss")
-    error.__context__ = RuntimeError("Connection closed by peer")
+    error.__context__ = raised_by_native_code(RuntimeError("Connection closed by peer"))
     assert kind_of(error) == "lost"
+
+
+class MuteError(Exception):
+    """Cannot be shown."""
+
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def test_exception_that_cannot_be_shown_is_written_all_the_same(tmp_path):
+    write_failure(tmp_path, MuteError())
+    failure = read_failure(tmp_path, os.getpid())
+    assert failure.headline.endswith("MuteError: (its __str__ raised ValueError)")
 
 
 def test_failure_is_read_back_as_it_was_written(tmp_path):
@@ -66,11 +98,24 @@ def end(rank, kind=None, *, code=1, time_ns=0, error="RuntimeError", message="x"
         ([end(0, "timeout", time_ns=1), end(1, code=-9, time_ns=2)], 1),
         ([end(0, code=-signal.SIGABRT, time_ns=1), end(1, code=-signal.SIGSEGV, time_ns=2)], 1),
         ([end(0, "lost", time_ns=2), end(1, code=-signal.SIGABRT, time_ns=3)], 1),
-        ([end(0, code=0), end(1, "lost", time_ns=2), end(2, "lost", time_ns=1)], 2),
+        ([end(0, "lost", time_ns=2), end(1, "lost", time_ns=1)], 1),
     ],
 )
 def test_cause_is_the_first_failure_that_follows_from_no_other(ends, rank):
     assert first_failure(ends).rank == rank
+
+
+def test_rank_that_left_is_the_cause_only_where_nobody_failed_alone():
+    error = failure_error([end(0, code=0, time_ns=3), end(1, "lost"), end(2, "lost")], {}, 3)
+    assert (error.rank, error.exit_code) == (0, 0)
+    assert str(error).startswith(
+        "rank 0 of 3 exited with code 0 before the others had ended: rank 1 waited for it in vain (RuntimeError: x)"
+        "\n\nWhat rank 1 raised:\n\nTraceback ..."
+    )
+    assert failure_error([end(0, code=0), end(1, "lost"), end(2, code=-11)], {}, 3).rank == 2
+    waiting = 'File ".../torch/distributed/distributed_c10d.py", line 2834 in all_reduce'
+    assert failure_error([end(0, code=0), end(1, "timeout")], {2: waiting}, 3).rank == 0
+    assert failure_error([end(0, code=0), end(1, "timeout")], {2: "in sleep"}, 3).rank == 2
 
 
 def test_rank_that_waits_for_others_is_not_the_one_that_hangs():
@@ -102,7 +147,9 @@ def test_message_names_the_rank_and_what_happened_to_it(ends, message):
 
 
 def test_rank_that_gave_no_stack_is_still_named():
-    assert "rank 1 of 2 hung" in str(failure_error([end(0, "timeout")], {1: ""}, 2))
+    message = str(failure_error([end(0, "timeout")], {1: ""}, 2))
+    assert message.startswith("rank 1 of 2 hung: rank 0 waited for it in vain (RuntimeError: x). Its stack")
+    assert message.endswith("(it gave none)\n\nWhat rank 0 raised:\n\nTraceback ...")
 
 
 def test_ranks_that_were_still_running_are_mentioned_where_no_cause_is_known():

@@ -1,5 +1,6 @@
 """What a job sets up, and the environment of its ranks."""
 
+import fcntl
 import os
 import socket
 import stat
@@ -67,13 +68,37 @@ def test_job_inside_a_rank_does_not_take_the_port_of_the_outer_one():
 
 
 def test_nothing_of_the_rank_that_has_started_a_job_reaches_its_ranks():
-    found = variables(1, DSTRAT_JOB="/outer", DSTRAT_RANK_PID="1", DSTRAT_LISTENER="7", RANK="5", WORLD_SIZE="9")
-    assert not {"DSTRAT_RANK_PID", "DSTRAT_LISTENER"} & found.keys()
+    found = variables(1, DSTRAT_JOB="/outer", DSTRAT_RANK_PID="1", RANK="5", WORLD_SIZE="9")
+    assert "DSTRAT_RANK_PID" not in found
     assert (found["RANK"], found["WORLD_SIZE"]) == ("1", "2")
     assert found["DSTRAT_JOB"] != "/outer"
+
+
+@pytest.mark.parametrize("value", ["", "nine", "-1", "1e3", "65536", " 80", "٣"])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_value_that_is_no_port_is_refused(value, num_nodes):
+    with pytest.raises(LaunchError, match="and must be a port, from 1 to 65535: unset MASTER_PORT") as caught:
+        variables(num_nodes=num_nodes, MASTER_ADDR="head", NODE_RANK="0", MASTER_PORT=value)
+    assert f"MASTER_PORT is {value!r}" in str(caught.value)
+
+
+def test_nobody_can_connect_to_the_port_of_a_job_that_meets_through_a_file():
+    with open_job(num_processes=2, num_nodes=1, environ={}) as job:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((job.address, job.port))
+        with socket.create_server(("", job.port)):  # and a script's own process group can
+            pass
 
 
 def test_folder_is_private_and_goes_with_the_job():
     with open_job(num_processes=1, num_nodes=1, environ={}) as job:
         assert stat.S_IMODE(job.folder.stat().st_mode) == 0o700
     assert not job.folder.exists()
+
+
+def test_folder_is_locked_as_cleaners_of_temporary_files_respect():
+    with open_job(num_processes=1, num_nodes=1, environ={}) as job:
+        other = os.open(job.folder, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)

@@ -1,13 +1,17 @@
 """Ranks with a process group: who is to blame, and where they listen."""
 
+import os
 import socket
+from datetime import timedelta
 
 import pytest
 import torch
 from tests.warm_program import WarmProgram
 
+from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.builtin.launchers.local import LocalLauncher
-from dstrat.errors import RankFailedError
+from dstrat.errors import LaunchError, RankFailedError
+from dstrat.parallel.process_group import open_process_group
 
 
 @pytest.fixture
@@ -19,6 +23,13 @@ def launch(rank_functions, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     yield launch
     assert list(tmp_path.glob("dstrat-job-*")) == []
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and listens to nobody
+        yield held.getsockname()[1]
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
@@ -68,7 +79,7 @@ def test_workers_of_a_rank_know_it(launch):
 
 def test_ranks_listen_on_the_loopback_only(launch):
     addresses = launch("listeners")
-    assert len(addresses) >= 2
+    assert len(addresses) >= 2  # Gloo's own
     assert set(addresses) == {"0100007F"}
 
 
@@ -87,10 +98,22 @@ def test_rank_that_hangs_is_named_with_its_stack(launch):
     assert caught.value.exit_code is None
 
 
-def test_rank_that_never_arrives_is_named_with_its_stack(launch):
-    with pytest.raises(RankFailedError, match="rank 1 of 2 hung") as caught:
-        launch("never_arrive")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_never_arrives_is_named_with_its_stack(launch, rank):
+    with pytest.raises(RankFailedError, match=f"rank {rank} of 2 hung: rank {1 - rank} waited") as caught:
+        launch("never_arrive", rank)
     assert "in fall_asleep" in caught.value.rank_traceback
+    assert f"timed out waiting for rank {rank} of 2, which did not come to open the process" in str(caught.value)
+
+
+def test_rank_zero_that_does_not_listen_is_named_on_another_machine(unused_port):
+    environ = {
+        "DSTRAT_JOB": "/nowhere", "DSTRAT_RANK_PID": str(os.getpid()), "RANK": "1", "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(unused_port),
+    }  # fmt: skip
+    with pytest.raises(LaunchError, match=rf"rank 0 of 2, which did not listen on 127.0.0.1:{unused_port} within 1 s"):
+        open_process_group(LocalEnvironment(environ), backend="gloo", timeout=timedelta(seconds=1))
 
 
 def test_rank_that_raises_is_named_and_not_those_that_lose_it(launch):
@@ -111,9 +134,30 @@ def test_rank_that_is_killed_is_named_and_not_the_one_that_loses_it(launch):
             launch("die_while_others_wait")
 
 
-def test_rank_that_left_early_is_mentioned(launch):
-    with pytest.raises(RankFailedError, match=r"rank 0 of 2 failed: RuntimeError.*\n\(rank 1 had ended before"):
-        launch("leave_early")
+@pytest.mark.parametrize("way", ["return", "sys.exit()", "sys.exit(0)", "os._exit"])
+def test_rank_that_left_early_is_named_and_not_the_one_that_loses_it(launch, way):
+    with pytest.raises(RankFailedError, match="rank 1 of 2 exited with code 0 before the others had ended") as caught:
+        launch("leave_early", way)
+    assert "What rank 0 raised:\n\nTraceback (most recent call last)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("raise_what_sounds_like_a_lost_peer", "cannot read the shard: Connection reset by peer"),
+        ("wait_for_data_too_long", "DataLoader timed out after 1"),
+    ],
+)
+def test_error_that_only_sounds_like_a_lost_peer_is_the_rank_s_own(launch, function, message):
+    with pytest.raises(RankFailedError, match=f"rank 1 of 2 failed: RuntimeError: {message}") as caught:
+        launch(function)
+    assert f"in {function}" in caught.value.rank_traceback
+
+
+def test_rank_that_waits_for_others_to_start_stops_with_the_job(rank_functions):
+    launcher = LocalLauncher(num_processes=2, start_method="forkserver", stop_grace=600)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(rank_functions.stop_before_all_have_come, os.getpid())
 
 
 def test_next_launch_works_after_a_failed_one(launch):

@@ -1,8 +1,11 @@
 """Stopping a job in unusual ways."""
 
 import os
+import shutil
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +37,57 @@ def test_ranks_that_agree_to_stop_by_a_signal_to_one_of_them_have_not_failed(pro
     assert outcome.code == 128 + signal.SIGTERM
     assert outcome.errors == ""
     assert (program.folder / "stopped-1").exists()
+
+
+def test_rank_that_was_asked_to_stop_from_outside_is_named(program, waiting):
+    pids = waiting("stop_together_and_note")
+    os.kill(pids[1], signal.SIGTERM)
+    outcome = program.finish()
+    assert outcome.code == 128 + signal.SIGTERM
+    assert outcome.errors == (
+        "SIGTERM: rank 1 of 2 received it from outside of this job, and all ranks have stopped after the same step\n"
+    )
+
+
+def states(program):
+    """Return the kernel's letters for what the processes of a program do; T is stopped."""
+    return {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in program.processes()}
+
+
+def wait_until(is_true):
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", ["popen", "spawn", "fork", "forkserver"])
+def test_ctrl_z_stops_all_ranks_and_fg_continues_them(program, method):
+    terminal = program.start_in_terminal("bash", "--norc", "--noprofile", "-i")
+    os.write(terminal, f"{sys.executable} train.py {method} count\n".encode())
+    pids = [int(program.wait_for(f"waits-{rank}")) for rank in range(2)]
+    os.write(terminal, b"\x1a")  # Ctrl-Z
+    wait_until(lambda: all(states(program).get(pid) == "T" for pid in pids))
+    os.write(terminal, b"jobs -s > stopped; echo > asked\n")  # the shell has its prompt back
+    program.wait_for("asked")
+    assert "train.py" in (program.folder / "stopped").read_text()
+    numbers = [program.wait_for(f"counted-{rank}") for rank in range(2)]
+    os.write(terminal, b"fg\n")
+    wait_until(lambda: all(program.wait_for(f"counted-{rank}") != numbers[rank] for rank in range(2)))
+    (program.folder / "enough").touch()
+    os.write(terminal, b"exit $?\n")
+    assert program.process.wait(60) == 0
+    os.close(terminal)
+
+
+def test_terminal_that_closes_stops_the_ranks_in_order(program):
+    terminal = program.start_in_terminal(sys.executable, "train.py", "fork", "hang_up")
+    for rank in range(2):
+        program.wait_for(f"waits-{rank}")
+    os.close(terminal)
+    assert program.process.wait(60) == 128 + signal.SIGHUP
+    for rank in range(2):
+        assert program.wait_for(f"stopped-{rank}") == "printed"
 
 
 def test_script_that_ends_well_after_ctrl_c_has_ended_well(program):
@@ -124,3 +178,54 @@ def test_rank_that_leaves_before_the_function_returns_is_named(program, case):
     outcome = program.run("train.py", "spawn", case)
     assert outcome.code == 1
     assert "rank 0 of 2 exited with code 0 before the function had returned" in outcome.errors
+
+
+def test_what_left_the_session_of_a_killed_rank_goes_with_the_job(program):
+    outcome = program.run("train.py", "spawn", "die_with_sessions")
+    assert "rank 1 of 2 was killed by SIGKILL" in outcome.errors
+    assert program.wait_until_gone() == []
+
+
+def test_what_left_the_session_of_a_rank_does_not_outlive_a_killed_supervisor(program, waiting):
+    waiting("wait_with_sessions", "spawn")
+    program.process.kill()
+    program.finish()
+    assert program.wait_until_gone() == []
+
+
+def test_folder_of_sockets_does_not_stay_where_a_rank_is_killed(program):
+    assert "rank 1 of 2 was killed by SIGKILL" in program.run("train.py", "spawn", "die_with_sockets").errors
+    assert list((program.folder / "tmp").iterdir()) == []
+
+
+def test_folder_that_was_removed_is_named_beside_the_error(program):
+    outcome = program.run("train.py", "spawn", "fail_without_folder")
+    assert outcome.code == 1
+    assert "ValueError: boom" in outcome.errors
+    assert "LaunchError" not in outcome.errors
+    assert "rank 1 of 2 exited with code 1\n(the job's folder '" in outcome.errors
+    assert "was removed while the job ran" in outcome.errors
+
+
+def test_ranks_of_a_fork_server_that_lives_on_die_with_their_supervisor(program):
+    """A copy of the supervisor keeps the server's pipe open."""
+    (program.folder / "script.py").write_text(
+        "import os, time\nfrom train import launcher, wait, work, write\n"
+        "if __name__ == '__main__':\n"
+        "    launcher('forkserver').launch(work, 'succeed')\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        time.sleep(600)\n"
+        "    write('copy', pid)\n"
+        "    launcher('forkserver').launch(work, 'wait')\n"
+    )
+    program.start("script.py")
+    copy, *ranks = [int(program.wait_for(name)) for name in ("copy", "waits-0", "waits-1")]
+    (watchdog,) = (pid for pid, command in program.processes().items() if "dstrat-watchdog" in command)
+    os.kill(watchdog, signal.SIGKILL)
+    program.process.kill()
+    wait_until(lambda: not set(ranks) & set(program.processes()))
+    os.kill(copy, signal.SIGKILL)
+    program.finish()
+    for folder in (program.folder / "tmp").glob("dstrat-job-*"):  # that was the watchdog's
+        shutil.rmtree(folder)

@@ -1,6 +1,8 @@
 """The program that the tests of the launchers run: ``train.py METHOD CASE``; rank 1 is the one with a difference."""
 
+import multiprocessing.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +11,9 @@ from pathlib import Path
 
 from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.builtin.launchers.external import ExternalLauncher
+from dstrat.builtin.launchers.interrupts import leave_lost_terminal
 from dstrat.builtin.launchers.local import LocalLauncher
+from dstrat.builtin.launchers.rank import note_signal
 
 
 def launcher(method):
@@ -89,6 +93,39 @@ def die_with_workers(rank):
     die(rank)
 
 
+def start_session():
+    """Start what leaves the rank's session, and survives polite signals."""
+    subprocess.Popen(["/bin/sh", "-c", "trap '' TERM INT HUP; while :; do sleep 1; done"], start_new_session=True)
+
+
+def wait_with_sessions(rank):
+    start_session()
+    wait(rank)
+
+
+def die_with_sessions(rank):
+    start_session()
+    write(f"waits-{rank}", os.getpid())
+    while not Path(f"waits-{1 - rank}").exists():
+        time.sleep(0.01)
+    die(rank)
+
+
+def die_with_sockets(rank):
+    """Rank 1 has made a folder for sockets, as DataLoaders with workers do."""
+    if rank == 1:
+        multiprocessing.util.get_temp_dir()
+    die(rank)
+
+
+def fail_without_folder(rank):
+    """A cleaner of temporary files removes what the ranks leave their errors in."""
+    if rank == 1:
+        shutil.rmtree(os.environ["DSTRAT_JOB"])
+        raise ValueError("boom")
+    time.sleep(600)
+
+
 def stop_gently(rank):
     """Stop at the signal, a little later, as a loop that finishes its step."""
     write(f"waits-{rank}", os.getpid())
@@ -122,6 +159,39 @@ def stop_together(rank):
     sys.exit(128 + signal.SIGTERM)
 
 
+def stop_together_and_note(rank):
+    """The same, and the rank that is told leaves a note of it, as the Trainer does."""
+    signal.signal(signal.SIGTERM, lambda *_: (note_signal(signal.SIGTERM), write("told")))
+    write(f"waits-{rank}", os.getpid())
+    while not Path("told").exists():
+        time.sleep(0.01)
+    sys.exit(128 + signal.SIGTERM)
+
+
+def count(rank):
+    """Count as long as nobody says that it is enough."""
+    write(f"waits-{rank}", os.getpid())
+    number = 0
+    while not Path("enough").exists():
+        number += 1
+        write(f"counted-{rank}", number)
+        time.sleep(0.01)
+
+
+def hang_up(rank):
+    """Print something after the terminal has gone, as a progress bar does in the last step."""
+
+    def stop(number, frame):
+        leave_lost_terminal()
+        print("the last step", flush=True)
+        write(f"stopped-{rank}", "printed")
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGHUP, stop)
+    write(f"waits-{rank}", os.getpid())
+    time.sleep(600)
+
+
 def leave_well(rank):
     sys.exit(0)
 
@@ -133,8 +203,9 @@ def leave_without_a_word(rank):
 ACTIONS = {
     action.__name__: action
     for action in (
-        succeed, fail, die, leave, fail_stubbornly, wait, wait_deaf, wait_with_workers, die_with_workers, stop_gently,
-        stop_badly, stop_together, leave_well, leave_without_a_word,
+        succeed, fail, die, leave, fail_stubbornly, wait, wait_deaf, wait_with_workers, die_with_workers,
+        wait_with_sessions, die_with_sessions, die_with_sockets, fail_without_folder, stop_gently,
+        stop_badly, stop_together, stop_together_and_note, count, hang_up, leave_well, leave_without_a_word,
     )
 }  # fmt: skip
 

@@ -12,7 +12,8 @@ import torch
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
 from dstrat.interfaces.fitting import check_names, load_by_names
-from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp.optimizer_check import check_optimizers
 from dstrat_fsdp.step_module import StepModule
 

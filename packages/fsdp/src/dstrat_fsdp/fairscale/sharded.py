@@ -12,7 +12,8 @@ import torch
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.named_state import load_named_state, named_state
-from dstrat.parallel.strategy import DEFAULT_TIMEOUT, ParallelStrategy
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp.fairscale.optimizers import clip, gather_everywhere, load_whole_state, sharded_optimizers, whole_state
 from dstrat_fsdp.optimizer_check import check_optimizers
 from dstrat_fsdp.step_module import StepModule

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrat.builtin.clusters.variables import Variables
-from dstrat.builtin.launchers.job import JOB_VARIABLE, LISTENER_VARIABLE, LOOPBACK, PID_VARIABLE
+from dstrat.builtin.launchers.job import JOB_VARIABLE, LOOPBACK, PID_VARIABLE, STOP_FILE, STORE_FILE
 from dstrat.errors import ClusterError
 from dstrat.interfaces.cluster import ClusterEnvironment
 
@@ -55,7 +56,7 @@ class LocalEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """Port on which global rank 0 listens for the others; before the launch 0, as any free one will be taken."""
+        """Port on which global rank 0 may listen for the others; before the launch 0, as any free one will be taken."""
         return int(self.environ["MASTER_PORT"]) if self.is_rank else 0
 
     @property
@@ -75,8 +76,19 @@ class LocalEnvironment(ClusterEnvironment):
         return self._in_rank("NODE_RANK", 0)
 
     @property
-    def listening_socket(self) -> int | None:
-        return self._in_rank(LISTENER_VARIABLE, -1) if self.is_rank and LISTENER_VARIABLE in self.environ else None
+    def store_file(self) -> str | None:
+        is_one_machine = self.is_rank and self.environ["LOCAL_WORLD_SIZE"] == self.environ["WORLD_SIZE"]
+        return os.path.join(self.environ[JOB_VARIABLE], STORE_FILE) if is_one_machine else None  # noqa: PTH118 - a text
+
+    @property
+    def stop_signal(self) -> int | None:
+        if not self.is_rank:
+            return None
+        try:
+            number = Path(self.environ[JOB_VARIABLE], STOP_FILE).read_text()
+        except FileNotFoundError:
+            return None
+        return int(number) if number else None  # it is being written
 
     def validate(self, *, num_devices: int, num_nodes: int) -> None:
         if self.is_rank:

@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dstrat.builtin.launchers.progress import waits_for_others
 from dstrat.errors import LaunchError, RankFailedError
 
 if TYPE_CHECKING:
@@ -71,7 +72,14 @@ def hung_rank(ends: Sequence[RankEnd], running: Mapping[int, str]) -> int | None
     if not any(end.failure and end.failure.kind == "timeout" for end in failures):
         return None
     # A rank that waits for others is not the one that they wait for.
-    return min(running, key=lambda rank: (_waits(running[rank]), rank), default=None)
+    return min(running, key=lambda rank: (waits(running[rank]), rank), default=None)
+
+
+def rank_that_left(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """Return the rank that ended well while others still needed it, if that was why they failed."""
+    if any(end.is_failure and end.remoteness < 2 for end in ends):
+        return None
+    return min((end for end in ends if not end.is_failure), key=lambda end: end.time_ns, default=None)
 
 
 def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_size: int) -> LaunchError:
@@ -84,18 +92,26 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
     """
     first = first_failure(ends)
     hung = hung_rank(ends, running)
-    if hung is not None and first.failure is not None:
+    left = rank_that_left(ends)
+    if hung is not None and (left is None or not waits(running[hung])):
         stack = running[hung] or "(it gave none)"
         return RankFailedError(
-            f"rank {hung} of {world_size} hung: rank {first.rank} waited for it in vain "
-            f"({first.failure.headline}). Its stack when it was ended:\n\n{stack}",
+            f"rank {hung} of {world_size} hung: {_waited(first)}. Its stack when it was ended:\n\n{stack}"
+            f"\n\n{_raised(first)}{_other_stacks(hung, running)}",
             rank=hung,
             rank_traceback=stack,
+        )
+    if left is not None:
+        return RankFailedError(
+            f"rank {left.rank} of {world_size} exited with code 0 before the others had ended: {_waited(first)}"
+            f"\n\n{_raised(first)}",
+            rank=left.rank,
+            exit_code=0,
         )
     if first.failure is not None and first.failure.error == _LAUNCH_ERROR:
         return LaunchError(first.failure.message)  # raised by the launcher itself, in the rank
     text = first.failure.traceback if first.failure is not None else first.stack
-    message = f"rank {first.rank} of {world_size} {_what_happened(first)}{_circumstances(first, ends, running)}"
+    message = f"rank {first.rank} of {world_size} {_what_happened(first)}{_circumstances(first, running)}"
     return RankFailedError(
         f"{message}\n\n{text}" if text else message,
         rank=first.rank,
@@ -104,8 +120,47 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
     )
 
 
-def _waits(stack: str) -> bool:
-    return any(folder in stack for folder in ("torch/distributed/", "dstrat/parallel/"))
+def hang_error(limit: float, running: Mapping[int, str], world_size: int) -> RankFailedError:
+    """Return the error for ranks of which some have done nothing for too long.
+
+    Args:
+        limit: For how many seconds.
+        running: The stacks of all ranks that run, by rank.
+        world_size: Ranks of the whole job.
+    """
+    elsewhere = [rank for rank in running if not waits(running[rank])] or list(running)
+    waiting = [rank for rank in running if rank not in elsewhere]
+    ranks = f"rank{'s' if len(elsewhere) > 1 else ''} {', '.join(map(str, elsewhere))} of {world_size}"
+    others = f", and rank{'s' if len(waiting) > 1 else ''} {', '.join(map(str, waiting))} waited" if waiting else ""
+    stacks = [f"Stack of rank {rank}:\n\n{running[rank] or '(it gave none)'}" for rank in (*elsewhere, *waiting)]
+    return RankFailedError(
+        f"{ranks} hung: nothing was done for {limit:g} s{others}. Give the strategy a longer "
+        "timeout=timedelta(...) if that can be right.\n\n" + "\n\n".join(stacks),
+        rank=elsewhere[0],
+        rank_traceback=running[elsewhere[0]],
+    )
+
+
+def _waited(end: RankEnd) -> str:
+    """Return that a rank waited in vain for the one that the sentence is about."""
+    assert end.failure is not None  # noqa: S101 - only a failure tells that a rank has waited
+    return f"rank {end.rank} waited for it in vain ({end.failure.headline})"
+
+
+def _other_stacks(hung: int, running: Mapping[int, str]) -> str:
+    return "".join(f"\n\nStack of rank {rank}:\n\n{stack}" for rank, stack in running.items() if rank != hung)
+
+
+def _raised(end: RankEnd) -> str:
+    assert end.failure is not None  # noqa: S101 - as above
+    return f"What rank {end.rank} raised:\n\n{end.failure.traceback}"
+
+
+def waits(stack: str) -> bool:
+    """Return whether a rank whose stacks these are waits for others; faulthandler writes the innermost frame first."""
+    main = stack.rpartition("Current thread")[2]
+    innermost = next((line for line in main.splitlines() if "File " in line), "")
+    return waits_for_others(innermost)
 
 
 def _what_happened(end: RankEnd) -> str:
@@ -119,16 +174,11 @@ def _what_happened(end: RankEnd) -> str:
     return f"exited with code {code}"
 
 
-def _circumstances(first: RankEnd, ends: Sequence[RankEnd], running: Mapping[int, str]) -> str:
-    """Say what may have broken the connection, where no rank has failed by itself."""
-    if first.remoteness < 2:
+def _circumstances(first: RankEnd, running: Mapping[int, str]) -> str:
+    """Return what may have broken the connection, where no rank has failed by itself."""
+    if first.remoteness < 2 or not running:
         return ""
-    left = [str(end.rank) for end in ends if not end.is_failure]
-    if left:
-        return f"\n(rank {', '.join(left)} had ended before, with exit code 0)"
-    if running:
-        return f"\n(rank {', '.join(map(str, running))} was still running)"
-    return ""
+    return f"\n(rank {', '.join(map(str, running))} was still running)"
 
 
 def _signal_name(number: int) -> str:

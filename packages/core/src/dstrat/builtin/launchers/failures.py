@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import json
 import os
 import re
+import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -23,10 +25,12 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _TIMEOUT = re.compile(
-    r"timed out waiting|wait timeout after|socket timeout|timed out after|failed to pass monitoredBarrier|"
-    r"collective operation timeout|application timeout caused pair closure|watchdog (got stuck|caught collective)",
+    r"timed out waiting|timeout waiting for key|wait timeout|socket timeout|timed out after|"
+    r"failed to pass monitoredBarrier|collective operation timeout|application timeout caused pair closure|"
+    r"watchdog (got stuck|caught collective)",
     re.IGNORECASE,
 )
+_COMMUNICATION = (os.path.join("torch", "distributed", ""), os.path.join("dstrat", "parallel", ""))  # noqa: PTH118
 _OUR_FOLDER = str(Path(__file__).parent)
 _STARTERS = ("runpy", "multiprocessing.spawn")
 
@@ -57,20 +61,44 @@ class Failure:
 
 
 def kind_of(error: BaseException) -> FailureKind:
-    """Tell whether a rank failed by itself, or because a peer was gone or late.
+    """Return whether a rank failed by itself, or because a peer was gone or late.
 
-    torch raises RuntimeError or a subclass of it (torch.distributed.DistError) for both, so that only the text tells
-    them apart.  Whatever was raised while such an error was handled follows from it.
+    torch raises RuntimeError or a subclass of it (torch.distributed.DistError) for both, so that the text tells them
+    apart, where communication raised it.  Whatever was raised while such an error was handled follows from it.
     """
     link: BaseException | None = error
     while link is not None:
-        if isinstance(link, RuntimeError):
-            if _TIMEOUT.search(str(link)):
+        if isinstance(link, RuntimeError) and _is_raised_by_communication(link):
+            if _TIMEOUT.search(text_of(link)):
                 return "timeout"
-            if _LOST.search(str(link)):
+            if _LOST.search(text_of(link)):
                 return "lost"
         link = link.__cause__ or link.__context__
     return "own"
+
+
+def _is_raised_by_communication(error: BaseException) -> bool:
+    """Return whether native code raised an error, such as Gloo or NCCL, or Python code that communicates.
+
+    A ``raise`` of the user's or of a DataLoader may have the same text.
+    """
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    if dis.opname[code.co_code[trace.tb_lasti]] not in ("RAISE_VARARGS", "RERAISE"):
+        return True  # the innermost Python frame called what raised it
+    return any(folder in code.co_filename for folder in _COMMUNICATION)
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an exception says, also where saying it raises."""
+    try:
+        return str(error)
+    except Exception as other:  # noqa: BLE001 - __str__ of any class may raise anything
+        return f"(its __str__ raised {type(other).__name__})"
 
 
 def write_failure(folder: Path, error: BaseException) -> None:
@@ -78,14 +106,17 @@ def write_failure(folder: Path, error: BaseException) -> None:
     failure = Failure(
         kind=kind_of(error),
         error=_class_name(type(error)),
-        message=str(error),
+        message=text_of(error),
         traceback="".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__))).rstrip(),
         time_ns=time.time_ns(),
     )
     path = _path(folder, os.getpid())
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8", errors="backslashreplace")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8", errors="backslashreplace")
+        unfinished.replace(path)
+    except FileNotFoundError:  # somebody has removed the folder, as the supervisor is going to say
+        sys.stderr.write(f"{failure.traceback}\n")
 
 
 def read_failure(folder: Path, pid: int) -> Failure | None:

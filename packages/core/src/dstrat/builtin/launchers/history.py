@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING
 
+from dstrat.builtin.launchers.failures import text_of
 from dstrat.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def record_failure(launch: int, error: BaseException) -> None:
     try:
         _failed[launch] = pickle.dumps(error)
     except Exception:  # noqa: BLE001 - an exception of the user's, of which the text has to do
-        _failed[launch] = pickle.dumps(LaunchError(f"{type(error).__name__}: {error}"))
+        _failed[launch] = pickle.dumps(LaunchError(f"{type(error).__name__}: {text_of(error)}"))
 
 
 def past_failure(launch: int) -> BaseException | None:

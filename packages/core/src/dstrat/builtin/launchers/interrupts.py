@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +24,17 @@ class Interrupts:
 
     Attributes:
         received: The signals, in the order in which they came.
+        pauses: Whether Ctrl-Z asks to stop the processes of the job until they are continued.
     """
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
+        self.pauses = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
+            for number in (*STOP_SIGNALS, signal.SIGTSTP):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not installed from Python
                     self._previous[number] = signal.signal(number, self._note)
         return self
@@ -46,4 +50,21 @@ class Interrupts:
             signal.signal(*self._previous.popitem())
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of handlers
+        if number == signal.SIGTSTP:
+            self.pauses = True
+            return
         self.received.append(signal.Signals(number))
+        leave_lost_terminal()
+
+
+def leave_lost_terminal() -> None:
+    """Send what this process prints nowhere, where its terminal is gone: writing to it would raise OSError."""
+    for descriptor in (1, 2):
+        try:
+            is_lost = stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor)
+        except OSError:  # it is closed
+            continue
+        if is_lost:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -20,10 +22,15 @@ JOB_VARIABLE = "DSTRAT_JOB"
 """Names the job's folder; every process of a job has it, also those that a rank has started."""
 PID_VARIABLE = "DSTRAT_RANK_PID"
 """The process id of the rank itself, set by it; its own children are not ranks."""
-LISTENER_VARIABLE = "DSTRAT_LISTENER"
-"""File descriptor of the listening socket, in global rank 0 only."""
+STORE_FILE = "store"
+"""Name of the file in the job's folder through which its ranks meet, where all are on this machine."""
+STOP_FILE = "stop"
+"""Name of the file in the job's folder that holds the number of the signal by which it was asked to stop."""
 
 LOOPBACK = "127.0.0.1"
+
+_LAST_PORT = 65535
+_PORT_CURE = "unset MASTER_PORT, and a free port is found, or choose another"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +43,7 @@ class Job:
         num_nodes: Machines.
         node_rank: This machine.
         address: Host name or address of the machine with rank 0.
-        port: Where rank 0 listens.
-        listener: The socket that it listens on; None where rank 0 opens its own.
+        port: Where rank 0 listens, or may listen, where the ranks meet through a file.
         environ: What the user has set in the environment.
     """
 
@@ -47,7 +53,6 @@ class Job:
     node_rank: int
     address: str
     port: int
-    listener: socket.socket | None
     environ: Mapping[str, str]
 
     @property
@@ -62,16 +67,11 @@ class Job:
     def rank_environment(self, local_rank: int) -> dict[str, str]:
         """Return a rank's whole environment: what the user has set, and what the job sets."""
         environ = {**os.environ, **self.environ}
-        for name in (PID_VARIABLE, LISTENER_VARIABLE):  # of the rank that this job may have been started by
-            environ.pop(name, None)
+        environ.pop(PID_VARIABLE, None)  # of the rank that this job may have been started by
         defaults = {"OMP_NUM_THREADS": str(threads_per_rank(self.num_processes))}
         if self.num_nodes == 1:
             defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback_interface())
         return {**defaults, **environ, **self._rank_variables(local_rank)}
-
-    def listener_of(self, local_rank: int) -> socket.socket | None:
-        """Return the socket that a rank takes over: rank 0 does, where there is one."""
-        return self.listener if self.global_rank(local_rank) == 0 else None
 
     def _rank_variables(self, local_rank: int) -> dict[str, str]:
         return {
@@ -91,20 +91,21 @@ def open_job(*, num_processes: int, num_nodes: int, environ: Mapping[str, str]) 
     """Make the folder and find the meeting point of a job; both are gone when the block ends.
 
     Raises:
-        LaunchError: The port that ``MASTER_PORT`` asks for is taken.
+        LaunchError: The port that ``MASTER_PORT`` asks for is none, or is taken.
     """
     nested = JOB_VARIABLE in environ  # then MASTER_PORT and the others are those of the rank that started us
-    listener = None
-    if num_nodes == 1:
-        port = 0 if nested else int(environ.get("MASTER_PORT", 0))
-        listener = _listen(port)
-        address, port = listener.getsockname()
-        node_rank = 0
-    else:
-        address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        node_rank = int(environ["NODE_RANK"])
-    folder = Path(tempfile.mkdtemp(prefix="dstrat-job-"))
-    try:
+    with contextlib.ExitStack() as stack:
+        if num_nodes == 1:
+            reserved = stack.enter_context(_reserve(0 if nested else _port(environ)))
+            (address, port), node_rank = reserved.getsockname(), 0
+        else:
+            address, port, node_rank = environ["MASTER_ADDR"], _port(environ), int(environ["NODE_RANK"])
+        folder = Path(tempfile.mkdtemp(prefix="dstrat-job-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        # A cleaner of temporary files leaves locked folders alone, see tmpfiles.d(5).
+        locked = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, locked)
+        fcntl.flock(locked, fcntl.LOCK_SH)
         yield Job(
             folder=folder,
             num_processes=num_processes,
@@ -112,13 +113,8 @@ def open_job(*, num_processes: int, num_nodes: int, environ: Mapping[str, str]) 
             node_rank=node_rank,
             address=address,
             port=port,
-            listener=listener,
             environ=environ,
         )
-    finally:
-        if listener is not None:
-            listener.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def threads_per_rank(num_processes: int) -> int:
@@ -130,16 +126,29 @@ def threads_per_rank(num_processes: int) -> int:
     return max(1, usable // num_processes)
 
 
-def _listen(port: int) -> socket.socket:
-    """Listen on the loopback only; port 0 takes any free one, and holding it excludes a collision."""
+def _port(environ: Mapping[str, str]) -> int:
+    """Return the port that the user has set, 0 where there is none."""
+    value = environ.get("MASTER_PORT", "0")
+    if not re.fullmatch("[0-9]{1,5}", value) or int(value) > _LAST_PORT:
+        raise LaunchError(f"MASTER_PORT is {value!r}, and must be a port, from 1 to {_LAST_PORT}: {_PORT_CURE}")
+    return int(value)
+
+
+def _reserve(port: int) -> socket.socket:
+    """Hold a port of the loopback, without listening, so that no other program is given it; 0 takes any free one.
+
+    The ranks meet through a file, and a script may still open a process group of its own by ``MASTER_PORT``, which
+    torch and this socket can share (SO_REUSEADDR).
+    """
+    reserved = socket.socket()
     try:
-        return socket.create_server((LOOPBACK, port), backlog=1024)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((LOOPBACK, port))
     except OSError as error:
+        reserved.close()
         reason = os.strerror(error.errno or 0)
-        raise LaunchError(
-            f"MASTER_PORT is {port}, and that port cannot be used ({reason}): unset MASTER_PORT, and a free port is "
-            "found, or choose another"
-        ) from None
+        raise LaunchError(f"MASTER_PORT is {port}, and that port cannot be used ({reason}): {_PORT_CURE}") from None
+    return reserved
 
 
 def _loopback_interface() -> str:

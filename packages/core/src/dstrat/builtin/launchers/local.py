@@ -134,8 +134,6 @@ class LocalLauncher(Launcher):
             supervisor.end_all()
             rank = f"local rank {len(ranks)} of {self.num_processes}"
             raise LaunchError(f"{rank} cannot be started: {error}{_cure(error)}") from None
-        if job.listener is not None:
-            job.listener.close()  # rank 0 has it now; were it open here too, connecting to a dead rank 0 would succeed
         supervisor.run()
 
     def _write_function(self, job: Job, call: partial[T]) -> None:

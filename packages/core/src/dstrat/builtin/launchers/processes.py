@@ -15,13 +15,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.builtin.launchers import command, rank
-from dstrat.builtin.launchers.job import LISTENER_VARIABLE, Job
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Iterator
 
     from dstrat.builtin.launchers.interrupts import Interrupts
+    from dstrat.builtin.launchers.job import Job
     from dstrat.builtin.launchers.watchdog import Watchdog
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -61,7 +60,7 @@ def start_served(job: Job, local_rank: int) -> RankProcess:
     # Once the server runs this has no effect; torch._dynamo is what the first optimizer loads.
     context.set_forkserver_preload([name for name in ("torch", "torch._dynamo", __name__) if name in sys.modules])
     # The environment is passed as the server may have been started with another one.
-    arguments = (job.folder, job.rank_environment(local_rank), job.listener_of(local_rank))
+    arguments = (job.folder, job.rank_environment(local_rank), os.getpid())
     process = context.Process(target=_run_served, args=arguments)
     with hidden_main():
         process.start()
@@ -100,17 +99,11 @@ def _no_garbage_collection() -> Iterator[None]:
 def _start_interpreter(
     job: Job, local_rank: int, flags: tuple[str, ...], words: list[str], directory: str | None
 ) -> RankProcess:
-    environ = job.rank_environment(local_rank)
-    passed: tuple[int, ...] = ()
-    if (listener := job.listener_of(local_rank)) is not None:
-        passed = (listener.fileno(),)
-        environ[LISTENER_VARIABLE] = str(listener.fileno())
     process = subprocess.Popen(  # noqa: S603 - it is the command that the user has started
         [sys.executable, *flags, str(_BOOTSTRAP), str(job.folder), str(os.getpid()), *words],
-        env=environ,
+        env=job.rank_environment(local_rank),
         cwd=directory,
         stdin=subprocess.DEVNULL,
-        pass_fds=passed,
         start_new_session=True,  # a session: a background group that writes to the terminal can be stopped by it
     )
     return RankProcess(rank=job.global_rank(local_rank), pid=process.pid, poll=process.poll)
@@ -134,21 +127,17 @@ def _run_forked(
     interrupts.restore()
     watchdog.let_go()
     _replace_environment(job.rank_environment(local_rank))
-    if (listener := job.listener_of(local_rank)) is not None:
-        os.environ[LISTENER_VARIABLE] = str(listener.fileno())
-    elif job.listener is not None:
-        job.listener.close()
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)  # the parent's thread pool is not there any more, and using it would hang
     rank.enter_rank(job.folder, runs_script=False, parent=parent)
     sys.exit(rank.exit_code_of(job.folder, lambda: rank.return_result(job.folder, call())))
 
 
-def _run_served(folder: Path, environ: dict[str, str], listener: socket.socket | None) -> None:
+def _run_served(folder: Path, environ: dict[str, str], supervisor: int) -> None:
     os.setsid()
+    # The fork server lives on where another copy of the supervisor keeps its pipe open.
+    rank.die_with_supervisor(supervisor)
     _replace_environment(environ)
-    if listener is not None:
-        os.environ[LISTENER_VARIABLE] = str(listener.detach())
     if torch := sys.modules.get("torch"):
         # It was read when torch was loaded, by the server; "4,2" is for nested parallel regions.
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"].partition(",")[0]))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import json
 import os
+import select
 import signal
 import sys
+import threading
 from dataclasses import dataclass
-from multiprocessing import spawn
+from multiprocessing import process, spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +69,9 @@ def enter_rank(folder: Path, *, runs_script: bool, parent: int | None) -> None:
     _this_rank = ThisRank(folder=folder, runs_script=runs_script)
     os.environ[JOB_VARIABLE] = str(folder)
     os.environ[PID_VARIABLE] = str(os.getpid())
-    stacks = stack_file(folder, os.getpid()).open("wb", buffering=0)
+    # Sockets of multiprocessing, as of a DataLoader's workers: their folder would stay where a process is killed.
+    process.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]  # noqa: SLF001 - no other way
+    stacks = stack_file(folder, os.getpid()).open("ab", buffering=0)  # to append, as the supervisor empties it
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
 
@@ -74,6 +79,18 @@ def enter_rank(folder: Path, *, runs_script: bool, parent: int | None) -> None:
 def stack_file(folder: Path, pid: int) -> Path:
     """Return where a rank writes its stacks; the file is there as soon as the rank is set up."""
     return folder / f"stack-{pid}.txt"
+
+
+def signal_file(folder: Path, pid: int) -> Path:
+    """Return where a rank notes a signal by which it was asked to stop."""
+    return folder / f"signal-{pid}"
+
+
+def note_signal(number: int) -> None:
+    """Leave the supervisor a note that this rank was asked to stop, as whoever asked may not have asked all ranks."""
+    if _this_rank is not None:
+        with contextlib.suppress(OSError):
+            signal_file(_this_rank.folder, os.getpid()).write_text(str(number))
 
 
 def result_file(folder: Path) -> Path:
@@ -145,6 +162,24 @@ def main_guard_error() -> LaunchError:
         f"each rank imports {script} to find the function that it runs, and on import {script} launches again: put "
         "the part that trains under `if __name__ == \"__main__\":`, or choose start_method='popen'"
     )
+
+
+def die_with_supervisor(pid: int) -> None:
+    """Kill this process and its group when another process ends, of which it is no child."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    try:
+        supervisor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # an old kernel
+        return
+
+    def wait() -> None:
+        select.select([supervisor], [], [])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="dstrat-supervisor-watch", daemon=True).start()
 
 
 def _die_with(parent: int | None) -> None:

@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrat.builtin.launchers.culprit import RankEnd, failure_error
+from dstrat.builtin.launchers.culprit import RankEnd, failure_error, hang_error, waits
 from dstrat.builtin.launchers.failures import read_failure
 from dstrat.builtin.launchers.interrupts import STOP_SIGNALS
-from dstrat.builtin.launchers.rank import STACK_SIGNAL, stack_file
+from dstrat.builtin.launchers.job import JOB_VARIABLE, STOP_FILE
+from dstrat.builtin.launchers.progress import RankWatch, descendants_of
+from dstrat.builtin.launchers.rank import STACK_SIGNAL, signal_file, stack_file
+from dstrat.errors import LaunchError, RankFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -62,6 +65,8 @@ class Supervisor:
         self.stop_signal: signal.Signals | None = None
         self._enough = 1  # signals received here after which the ranks are ended at once
         self._deadline = float("inf")
+        self._watch = RankWatch(folder)
+        self._hung_for: float | None = None  # seconds
 
     def run(self) -> None:
         """Wait until all ranks have ended well.
@@ -75,8 +80,12 @@ class Supervisor:
         try:
             while not self._is_over():
                 time.sleep(_POLL)
-            if self._failures():
-                stacks = self._stacks_of_running()
+                if self.interrupts.pauses:
+                    self._pause()
+            if self._failures() or self._hung_for is not None:
+                stacks = self._stacks_of(self._running())
+            elif not self.interrupts.received:
+                self._name_those_asked()
         finally:
             self.end_all()
         self._report(stacks)
@@ -92,7 +101,7 @@ class Supervisor:
                 len(self.interrupts.received) >= self._enough or time.monotonic() > self._deadline or self._has_cause()
             )
         if not self._failures():
-            return False
+            return self._has_hung()
         late = any(end.failure is not None and end.failure.kind == "timeout" for end in self._failures())
         self._wait_until(lambda: self._has_cause() or self._all_exited(), _SETTLE_LATE if late else _SETTLE_LOST)
         self._look()
@@ -120,7 +129,7 @@ class Supervisor:
             exit_code=exit_code,
             failure=failure,
             time_ns=failure.time_ns if failure is not None else time.time_ns(),
-            was_set_up=stacks.exists(),
+            was_set_up=stacks.exists() or not self.folder.exists(),
             stack=_read_stack(stacks) if crashed else "",
         )
 
@@ -142,6 +151,18 @@ class Supervisor:
         while not is_true() and time.monotonic() < deadline:
             time.sleep(_POLL)
 
+    def _has_hung(self) -> bool:
+        """Note whether a rank does nothing any more, and does not wait for another one that works."""
+        running = self._running()
+        limits = self._watch.idle_ranks([process.pid for process in running])
+        idle = [process for process in running if process.pid in limits]
+        if not idle:
+            return False
+        stacks = self._stacks_of(idle).values()  # empty where a rank has not come to write it
+        if len(idle) == len(running) or any(stack and not waits(stack) for stack in stacks):
+            self._hung_for = max(limits.values())
+        return self._hung_for is not None
+
     # Stopping in order
 
     def _note_stop(self) -> None:
@@ -152,15 +173,33 @@ class Supervisor:
             self.stop_signal = self.interrupts.received[0]
             self._enough = 2
             self._send(self.stop_signal, self._running())
-            print(
-                f"{self.stop_signal.name}: all ranks stop at the next step; a second one ends them at once",
-                file=sys.stderr,
-                flush=True,
-            )
+            _show(f"{self.stop_signal.name}: all ranks stop at the next step; a second one ends them at once")
         else:
             self.stop_signal = next(filter(None, map(_stopped_by, self.ends.values())), None)
         if self.stop_signal is not None:
             self._deadline = time.monotonic() + self.stop_grace
+            # For ranks that wait for others to start, which may have obeyed already.
+            with contextlib.suppress(OSError):
+                (self.folder / STOP_FILE).write_text(str(int(self.stop_signal)))
+
+    def _name_those_asked(self) -> None:
+        """Print which ranks somebody else asked to stop, upon which all ranks have done so."""
+        files = {process.rank: signal_file(self.folder, process.pid) for process in self.processes}
+        asked = {rank: signal.Signals(int(file.read_text())) for rank, file in files.items() if file.exists()}
+        if asked:
+            ranks = f"rank{'s' if len(asked) > 1 else ''} {', '.join(map(str, asked))} of {self.world_size}"
+            _show(
+                f"{next(iter(asked.values())).name}: {ranks} received it from outside of this job, and all ranks have "
+                "stopped after the same step"
+            )
+
+    def _pause(self) -> None:
+        """Stop all ranks and this process, as Ctrl-Z asks, until the shell continues this process."""
+        self._send_to_groups(signal.SIGSTOP)
+        self.interrupts.pauses = False
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._send_to_groups(signal.SIGCONT)
+        self._watch.restart()
 
     def _obeyed(self, end: RankEnd) -> bool:
         """Whether a rank's end is what was asked for."""
@@ -169,46 +208,98 @@ class Supervisor:
 
     # Ending
 
-    def _stacks_of_running(self) -> dict[int, str]:
-        """Let the ranks that have neither ended nor failed show where they are."""
-        running = [process for process in self._running() if process.rank not in self.ends]
-        files = {process.rank: stack_file(self.folder, process.pid) for process in running}
-        self._send(STACK_SIGNAL, [process for process in running if files[process.rank].exists()])
+    def _stacks_of(self, processes: Iterable[RankProcess]) -> dict[int, str]:
+        """Let ranks that have neither ended nor failed show where they are."""
+        silent = [process for process in processes if process.rank not in self.ends]
+        files = {process.rank: stack_file(self.folder, process.pid) for process in silent}
+        ready = [process for process in silent if files[process.rank].exists()]
+        for process in ready:
+            os.truncate(files[process.rank], 0)
+        self._send(STACK_SIGNAL, ready)
         self._wait_until(lambda: all(map(_read_stack, files.values())), _DUMP)
         time.sleep(_POLL)  # the last one may still be writing
         return {rank: _read_stack(file) for rank, file in files.items()}
 
     def end_all(self) -> None:
         """End every rank, and whatever it has started: ask, wait a little, kill."""
+        failed = bool(self._running()) or any(end.is_failure for end in self.ends.values())
+        strays = self._strays() if failed else set()
         self._send(signal.SIGTERM, [process for process in self._running() if process.rank not in self.ends])
+        self._signal_all(strays, signal.SIGTERM)
         self._wait_until(self._all_exited, self.grace)
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+        self._send_to_groups(signal.SIGKILL)
+        if failed:
+            self._signal_all(strays | self._strays(), signal.SIGKILL)
         self._send(signal.SIGKILL, self._running())  # a rank that had not yet made its group
         self._wait_until(self._all_exited, _REAP)
+
+    def _strays(self) -> set[int]:
+        """Return what the ranks have started in sessions of their own, by descent or by the environment."""
+        mark = f"{JOB_VARIABLE}={self.folder}".encode()
+        groups = {process.pid for process in self.processes}
+        strays = set(descendants_of(groups))
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+                if mark in entry.read_bytes().split(b"\0"):
+                    strays.add(int(entry.parent.name))
+        return {pid for pid in strays - groups if _group_of(pid) not in groups}
+
+    def _signal_all(self, pids: Iterable[int], number: signal.Signals) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
 
     def _send(self, number: signal.Signals, processes: Iterable[RankProcess]) -> None:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
+    def _send_to_groups(self, number: signal.Signals) -> None:
+        """Send a signal to the ranks and what they have started."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+
     # Telling
+
+    def _folder_error(self, error: LaunchError) -> LaunchError:
+        message = (
+            f"{error}\n(the job's folder {str(self.folder)!r} was removed while the job ran, so that ranks could not "
+            "leave their errors, which stand above: keep cleaners of temporary files away from dstrat-job-*)"
+        )
+        if isinstance(error, RankFailedError):
+            return RankFailedError(message, rank=error.rank, exit_code=error.exit_code)
+        return type(error)(message)
 
     def _report(self, stacks: dict[int, str]) -> None:
         """Raise what the end of the job means; nothing when all ranks have ended well, even if they were asked to."""
         if len(self.ends) == len(self.processes) and not any(end.is_failure for end in self.ends.values()):
             return
-        error = None
-        if failures := self._failures():
+        error: LaunchError | None = None
+        failures = self._failures()
+        if self._hung_for is not None and not failures:
+            error = hang_error(self._hung_for, stacks, self.world_size)
+        if failures:
             well = [end for end in self.ends.values() if not end.is_failure]
             error = failure_error([*failures, *well], stacks, self.world_size)
         if self.stop_signal is None and error is not None:
-            raise error
+            raise error if self.folder.exists() else self._folder_error(error)
         cause = error if any(end.remoteness == 0 for end in failures) else None
         if self.stop_signal in (signal.SIGINT, None):
             raise KeyboardInterrupt from cause
         raise SystemExit(128 + self.stop_signal) from cause
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _show(line: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone, which is what SIGHUP says
+        print(line, file=sys.stderr, flush=True)
 
 
 def _stopped_by(end: RankEnd) -> signal.Signals | None:

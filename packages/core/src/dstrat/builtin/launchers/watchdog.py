@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from typing import TYPE_CHECKING
 
+from dstrat.builtin.launchers.job import JOB_VARIABLE
+
 if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
@@ -12,7 +14,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # Reads the process groups, one in a line, until the pipe from the supervisor breaks.
-_SCRIPT = 'while read -r group; do groups="$groups -$group"; done; kill -KILL $groups; rm -rf "$1"'
+# What has left its group is known by its environment, where the system shows that.
+_SCRIPT = """
+while read -r group; do groups="$groups -$group"; done
+kill -KILL $groups
+for file in $(grep -lszFx "$2=$1" /proc/[0-9]*/environ); do
+    pid="${file#/proc/}"; kill -KILL "${pid%/environ}"
+done
+rm -rf "$1"
+"""
 
 
 class Watchdog:
@@ -27,7 +37,7 @@ class Watchdog:
 
     def __init__(self, folder: Path) -> None:
         self._shell = subprocess.Popen(  # noqa: S603 - nothing of the user's is in it
-            ["/bin/sh", "-c", _SCRIPT, "dstrat-watchdog", str(folder)],
+            ["/bin/sh", "-c", _SCRIPT, "dstrat-watchdog", str(folder), JOB_VARIABLE],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Stopping on SIGINT and SIGTERM at the end of a step."""
+"""Stopping on SIGINT, SIGTERM and SIGHUP at the end of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import Self
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -21,13 +21,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Terminated(SystemExit):
-    """A SIGTERM on which all processes agreed."""
+    """A SIGTERM or SIGHUP on which all processes agreed; its code is the one that shells expect, such as 143."""
 
-    signal: int = signal.SIGTERM
+    @property
+    def signal(self) -> int:
+        return int(self.code) - 128 if self.code else signal.SIGTERM
 
 
 class Interruption:
-    """A context that keeps a first SIGINT or SIGTERM for the end of the step; a second one interrupts at once.
+    """A context that keeps a first SIGINT, SIGTERM or SIGHUP for the end of the step; a second one interrupts at once.
 
     What comes too late for the last step acts when the context ends.  Ignored signals stay ignored (a program in the
     background of a script, ``nohup``).
@@ -56,8 +58,13 @@ class Interruption:
             _act_on(self.requested)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signal module's signature
+        from dstrat.builtin.launchers.interrupts import leave_lost_terminal
+        from dstrat.builtin.launchers.rank import note_signal
+
         self.requested = number
         self._restore()
+        note_signal(number)
+        leave_lost_terminal()
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
@@ -85,7 +92,7 @@ def stop_by(number: int) -> None:
 
     Raises:
         Interrupted: For SIGINT.
-        Terminated: For SIGTERM, with code 143.
+        Terminated: For another one, with the code that shells expect, such as 143 for SIGTERM.
     """
     if number == signal.SIGINT:
         raise Interrupted

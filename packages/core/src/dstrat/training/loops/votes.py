@@ -30,6 +30,9 @@ class Votes:
 
     def __init__(self, strategy: Strategy, step: int = 0) -> None:
         self._strategy = strategy
+        from dstrat.builtin.launchers.progress import beat  # only runs need it
+
+        self._beat = beat
         self._alone = strategy.world_size == 1
         self.next_at = step + 1
         self._last_vote = (step, time.monotonic())
@@ -51,6 +54,7 @@ class Votes:
         wanted = min(MOST_STEPS_BETWEEN_VOTES, 1 + int(SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6)))
         ballot = torch.tensor([*wishes, -wanted], device=self._strategy.root_device)
         *agreed, steps = self._strategy.reduce(ballot, reduce_op="max").tolist()
+        self._beat()
         self.next_at = step - steps
         self._last_vote = (step, time.monotonic())
         return tuple(agreed)

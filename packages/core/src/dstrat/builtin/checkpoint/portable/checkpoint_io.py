@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -13,9 +12,11 @@ from dstrat.builtin.checkpoint.place import place
 from dstrat.builtin.checkpoint.portable.ranks import GroupRanks, Ranks
 from dstrat.builtin.checkpoint.portable.staging import StagingMemory
 from dstrat.interfaces.checkpoint_io import CheckpointIO
+from dstrat.parallel.process_group import group_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from datetime import timedelta
     from pathlib import Path
 
     from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
@@ -33,12 +34,12 @@ class PortableCheckpointIO(CheckpointIO):
 
     Args:
         verify: Whether checksums are compared while loading.
-        timeout: How long a rank waits for the others while they save.
+        timeout: How long a rank waits for the others while they save; None is as long as in the strategy's collectives.
     """
 
     is_collective = True
 
-    def __init__(self, verify: bool = True, timeout: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(self, verify: bool = True, timeout: timedelta | None = None) -> None:
         self.verify, self.timeout = verify, timeout
         self._ranks: Ranks | None = None
         self._memory = StagingMemory()
@@ -143,7 +144,7 @@ class PortableCheckpointIO(CheckpointIO):
         if isinstance(self._ranks, GroupRanks) and not self._ranks.is_current:
             self._ranks = None
         if self._ranks is None:
-            self._ranks = GroupRanks(self.timeout) if self._place()[1] > 1 else Ranks()
+            self._ranks = GroupRanks(self.timeout or group_timeout()) if self._place()[1] > 1 else Ranks()
         return self._ranks
 
     @staticmethod

@@ -1,0 +1,141 @@
+"""Ranks that hang, or leave without a word, in the middle of a run: the job ends, and names them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+from tests.warm_program import WarmProgram
+from torch.utils.data import DataLoader
+
+from dstrat import Callback, Trainer
+from dstrat.errors import RankFailedError
+
+from .conftest import Averaging, Line, numbers
+
+
+class Misbehaves(Callback):
+    """Does something in one hook of one rank.
+
+    Args:
+        hook: Its name.
+        rank: The rank; None is all of them.
+        deed: What it does.
+    """
+
+    def __init__(self, hook: str, rank: int, deed) -> None:
+        self.rank, self.deed = rank, deed
+        setattr(self, hook, self.act)
+
+    def act(self, trainer, *_):
+        if self.rank in (trainer.global_rank, None):
+            self.deed()
+
+
+def fall_asleep():
+    time.sleep(600)
+
+
+@pytest.fixture
+def fit(tmp_path):
+    def fit(callbacks, seconds=60.0, hang_seconds=None):
+        strategy = Averaging(timeout=timedelta(seconds=seconds))
+        if hang_seconds is not None:
+            strategy.hang_timeout = timedelta(seconds=hang_seconds)
+        trainer = Trainer(
+            accelerator="cpu", devices=2, max_epochs=2, strategy=strategy, default_root_dir=tmp_path, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+        )  # fmt: skip
+        trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
+
+    return fit
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("hook", ["on_save_checkpoint", "setup", "on_train_batch_start"])
+def test_rank_that_hangs_is_named_after_the_timeout(fit, hook, rank):
+    with pytest.raises(RankFailedError, match=f"rank {rank} of 2 hung: (rank {1 - rank} waited|nothing)") as caught:
+        fit(Misbehaves(hook, rank, fall_asleep), seconds=5.0)
+    assert "in fall_asleep" in caught.value.rank_traceback
+
+
+def test_ranks_that_all_hang_are_found(fit):
+    with pytest.raises(RankFailedError, match="ranks 0, 1 of 2 hung: nothing was done for 3 s") as caught:
+        fit(Misbehaves("on_train_batch_start", None, fall_asleep), seconds=2.0)
+    for rank in range(2):
+        assert f"Stack of rank {rank}:\n\nCurrent thread" in str(caught.value)
+
+
+def compute(seconds):
+    """Use a processor for so many seconds, as slow hooks do and ranks that wait for a GPU."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def test_rank_that_hangs_is_found_where_the_others_wait_busily(fit):
+    busy = Misbehaves("on_train_batch_start", 0, lambda: compute(600))
+    idle = Misbehaves("on_train_batch_start", 1, fall_asleep)
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 hung: nothing was done for 2 s|ranks 0, 1 of") as caught:
+        fit([busy, idle], seconds=600, hang_seconds=1.0)
+    assert "in fall_asleep" in str(caught.value)
+
+
+def test_rank_that_works_for_long_is_no_hang(fit):
+    fit(Misbehaves("on_train_epoch_end", 0, lambda: compute(4)), hang_seconds=1.0)
+
+
+def test_limits_follow_the_timeout_that_is_given():
+    assert Averaging().hang_timeout == timedelta(minutes=10)
+    assert Averaging().timeout == timedelta(minutes=30)
+    assert Averaging(timeout=timedelta(hours=2)).hang_timeout == timedelta(hours=2)
+
+
+SCRIPT = """
+import os, sys, time, torch
+sys.path.insert(0, {folder!r})
+from conftest import Averaging, Line, numbers
+from datetime import timedelta
+from torch.utils.data import DataLoader
+from dstrat import Callback, Trainer
+
+class Hangs(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_rank == 1:
+            time.sleep(600)
+
+trainer = Trainer(
+    accelerator="cpu", devices=2, strategy=Averaging(timeout=timedelta(seconds=3)), logger=False,
+    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, callbacks=Hangs(),
+)
+trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
+"""
+
+
+def test_rank_that_another_launcher_started_finds_its_own_hang(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    head = """
+import os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+os.environ |= zip(names, (sys.argv[1], sys.argv[1], "2", "2", "127.0.0.1", sys.argv[2], "lo"), strict=True)
+"""
+    script = tmp_path / "train.py"
+    script.write_text(head + SCRIPT.format(folder=os.path.dirname(__file__)))  # noqa: PTH120 - a string for a program
+    ranks = [WarmProgram(script, str(rank), str(port)) for rank in range(2)]
+    _, (_, errors) = [rank.communicate(timeout=170) for rank in ranks]
+    assert "rank 1 of 2 hung: it has done nothing for 3 s, and is not where the others wait for it" in errors
+    assert "time.sleep(600)" in errors
+    assert [rank.returncode for rank in ranks] == [1, 1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("leave", [sys.exit, lambda: sys.exit(0), lambda: os._exit(0)])
+def test_rank_that_leaves_without_an_error_is_named(fit, leave, rank):
+    with pytest.raises(RankFailedError, match=f"rank {rank} of 2 exited with code 0 before the others had ended"):
+        fit(Misbehaves("on_train_batch_end", rank, leave))
