@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dstrat.builtin.launchers.progress import watched_for_hangs
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -25,6 +23,8 @@ def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]
         strategy: Has not been set up.
         end: Tears it down.
     """
+    from dstrat.builtin.launchers.progress import watched_for_hangs  # only runs need it
+
     try:
         with watched_for_hangs(
             strategy.hang_timeout, longest=strategy.timeout, rank=strategy.global_rank, size=strategy.world_size

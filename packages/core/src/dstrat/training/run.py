@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from dstrat.builtin.launchers.progress import watched_for_hangs
 from dstrat.data.random_state import RandomState
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.optimization import Optimization
@@ -50,6 +49,8 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
     Returns:
         What the process that called the Trainer needs of this one.
     """
+    from dstrat.builtin.launchers.progress import watched_for_hangs  # only runs need it
+
     _begin(trainer, module, sources)
     try:
         with (

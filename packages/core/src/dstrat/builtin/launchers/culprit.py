@@ -157,10 +157,14 @@ def _raised(end: RankEnd) -> str:
 
 
 def waits(stack: str) -> bool:
-    """Return whether a rank whose stacks these are waits for others; faulthandler writes the innermost frame first."""
-    main = stack.rpartition("Current thread")[2]
-    innermost = next((line for line in main.splitlines() if "File " in line), "")
-    return waits_for_others(innermost)
+    """Return whether a rank whose stacks these are, as faulthandler writes them, waits for others."""
+    return waits_for_others(innermost_frame(stack))
+
+
+def innermost_frame(stack: str) -> str:
+    """Return the line of the main thread's innermost frame; empty where a rank has not written it yet."""
+    _, current, main = stack.rpartition("Current thread")
+    return next((line for line in main.splitlines() if current and "File " in line), "")
 
 
 def _what_happened(end: RankEnd) -> str:

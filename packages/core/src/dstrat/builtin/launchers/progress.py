@@ -34,7 +34,7 @@ class Activity:
 
     Attributes:
         time: When this was read, in seconds of the monotonic clock.
-        seconds: Of processors.
+        seconds: Of processors, used or waited for: on a machine that has too much to do, work is no idleness.
         num_bytes: Read and written.
     """
 
@@ -66,9 +66,10 @@ def read_own_activity() -> Activity | None:
         return None
     others = _sum(_descendants(os.getpid(), children), seconds)
     this_thread = f"{os.getpid()}/task/{threading.get_native_id()}"
+    delay = _seconds_waited_for_processors(os.getpid()) - _delay_of(Path(f"/proc/{this_thread}"))
     return Activity(
         time=others.time,
-        seconds=others.seconds + time.process_time() - time.thread_time(),
+        seconds=others.seconds + delay + time.process_time() - time.thread_time(),
         num_bytes=others.num_bytes + _bytes_of(os.getpid()) - _bytes_of(this_thread),
     )
 
@@ -100,8 +101,19 @@ def _descendants(pid: int, children: Mapping[int, list[int]]) -> list[int]:
 
 
 def _sum(family: list[int], seconds: Mapping[int, float]) -> Activity:
-    total = sum(seconds.get(pid, 0.0) for pid in family)
+    total = sum(seconds.get(pid, 0.0) + _seconds_waited_for_processors(pid) for pid in family)
     return Activity(time=time.monotonic(), seconds=total, num_bytes=sum(map(_bytes_of, family)))
+
+
+def _seconds_waited_for_processors(pid: int) -> float:
+    return sum(map(_delay_of, Path(f"/proc/{pid}/task").glob("*")))
+
+
+def _delay_of(thread: Path) -> float:
+    try:
+        return int((thread / "schedstat").read_text().split()[1]) / 1e9  # nanoseconds on a run queue
+    except (OSError, IndexError):  # it has ended, or the kernel does not count
+        return 0.0
 
 
 def _bytes_of(process: int | str) -> int:
@@ -109,7 +121,8 @@ def _bytes_of(process: int | str) -> int:
         lines = Path(f"/proc/{process}/io").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    counted = ("rchar", "wchar", "read_bytes")  # the last has what is read through mapped files
+    return sum(int(line.split()[1]) for line in lines if line.startswith(counted))
 
 
 class IdleTimer:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrat.builtin.launchers.culprit import RankEnd, failure_error, hang_error, waits
+from dstrat.builtin.launchers.culprit import RankEnd, failure_error, hang_error, innermost_frame, waits
 from dstrat.builtin.launchers.failures import read_failure
 from dstrat.builtin.launchers.interrupts import STOP_SIGNALS
 from dstrat.builtin.launchers.job import JOB_VARIABLE, STOP_FILE
@@ -158,8 +158,9 @@ class Supervisor:
         idle = [process for process in running if process.pid in limits]
         if not idle:
             return False
-        stacks = self._stacks_of(idle).values()  # empty where a rank has not come to write it
-        if len(idle) == len(running) or any(stack and not waits(stack) for stack in stacks):
+        stacks = self._stacks_of(idle).values()
+        is_elsewhere = any(innermost_frame(stack) and not waits(stack) for stack in stacks)  # known, and no wait
+        if is_elsewhere or len(idle) == len(running):
             self._hung_for = max(limits.values())
         return self._hung_for is not None
 
