@@ -105,6 +105,12 @@ def test_cause_is_the_first_failure_that_follows_from_no_other(ends, rank):
     assert first_failure(ends).rank == rank
 
 
+WAITING = """Current thread 0x1 (most recent call first):
+  File ".../torch/distributed/distributed_c10d.py", line 2834 in all_reduce"""
+SLEEPING = """Current thread 0x1 (most recent call first):
+  File "train.py", line 7 in fall_asleep"""
+
+
 def test_rank_that_left_is_the_cause_only_where_nobody_failed_alone():
     error = failure_error([end(0, code=0, time_ns=3), end(1, "lost"), end(2, "lost")], {}, 3)
     assert (error.rank, error.exit_code) == (0, 0)
@@ -113,18 +119,16 @@ def test_rank_that_left_is_the_cause_only_where_nobody_failed_alone():
         "\n\nWhat rank 1 raised:\n\nTraceback ..."
     )
     assert failure_error([end(0, code=0), end(1, "lost"), end(2, code=-11)], {}, 3).rank == 2
-    waiting = 'File ".../torch/distributed/distributed_c10d.py", line 2834 in all_reduce'
-    assert failure_error([end(0, code=0), end(1, "timeout")], {2: waiting}, 3).rank == 0
-    assert failure_error([end(0, code=0), end(1, "timeout")], {2: "in sleep"}, 3).rank == 2
+    assert failure_error([end(0, code=0), end(1, "timeout")], {2: WAITING}, 3).rank == 0
+    assert failure_error([end(0, code=0), end(1, "timeout")], {2: SLEEPING}, 3).rank == 2
 
 
 def test_rank_that_waits_for_others_is_not_the_one_that_hangs():
-    waiting = 'File ".../torch/distributed/distributed_c10d.py", line 2834 in all_reduce'
-    assert hung_rank([end(0, "timeout")], {1: waiting, 2: "in sleep", 3: waiting}) == 2
-    assert hung_rank([end(0, "timeout")], {1: waiting}) == 1
+    assert hung_rank([end(0, "timeout")], {1: WAITING, 2: SLEEPING, 3: WAITING}) == 2
+    assert hung_rank([end(0, "timeout")], {1: WAITING}) == 1
     assert hung_rank([end(0, "timeout")], {}) is None
     assert hung_rank([end(0, "lost")], {1: "in sleep"}) is None
-    assert hung_rank([end(0, "timeout"), end(1, "own")], {2: "in sleep"}) is None
+    assert hung_rank([end(0, "timeout"), end(1, "own")], {2: SLEEPING}) is None
 
 
 @pytest.mark.parametrize(
