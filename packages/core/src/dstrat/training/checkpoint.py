@@ -12,6 +12,9 @@ from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS,
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
+
+    from dstrat.interfaces.strategy import Strategy
     from dstrat.training.ended_fit import EndedFit
     from dstrat.training.trainer import Trainer
 
@@ -91,7 +94,25 @@ def own_state(trainer: Trainer) -> dict[str, Any]:
 
 def _of_each_rank(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
     """Return what belongs to single processes: only this one's where each saves its own part; collective."""
-    strategy = trainer.strategy
-    if strategy.checkpoint_io.is_collective:
+    if trainer.strategy.checkpoint_io.is_collective:
         return {"per_rank": own}
-    return {"ranks": [strategy.broadcast(own, src=rank) for rank in range(strategy.world_size)]}
+    return {"ranks": _gather(trainer.strategy, own)}
+
+
+def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, module: nn.Module) -> None:
+    """Let a checkpoint have each process's buffers of another module with the same names; collective.
+
+    Args:
+        checkpoint: Changed in place, if it has what belongs to single processes.
+        strategy: Of the processes.
+        module: What training goes on with, while the strategy's module has other values.
+    """
+    if "per_rank" in checkpoint:
+        checkpoint["per_rank"]["buffers"] = rank_buffers(strategy, module)
+    elif "ranks" in checkpoint:
+        for state, buffers in zip(checkpoint["ranks"], _gather(strategy, rank_buffers(strategy, module)), strict=True):
+            state["buffers"] = buffers
+
+
+def _gather(strategy: Strategy, value: Any) -> list[Any]:
+    return [strategy.broadcast(value, src=rank) for rank in range(strategy.world_size)]

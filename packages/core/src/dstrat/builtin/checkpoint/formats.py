@@ -9,6 +9,7 @@ from dstrat.builtin.checkpoint.place import place
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.portable.newest import is_portable
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.errors import CheckpointError, DstratError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,10 +18,20 @@ if TYPE_CHECKING:
 
 
 def io_for(path: str | Path, own: CheckpointIO) -> CheckpointIO:
-    """Return what handles a checkpoint: the run's own, unless that is one of ours and the checkpoint the other's."""
+    """Return what handles a checkpoint: the run's own, unless that is one of ours and the checkpoint the other's.
+
+    Raises:
+        CheckpointError: The system refuses to look for such a file.
+    """
     inner = own.checkpoint_io if isinstance(own, AsyncCheckpointIO) else own
-    if type(inner) is TorchCheckpointIO and is_portable(place(path)):
-        return PortableCheckpointIO()
-    if type(inner) is PortableCheckpointIO and place(path).is_file() and not is_portable(place(path)):
-        return TorchCheckpointIO()
+    try:
+        if type(inner) is TorchCheckpointIO and is_portable(place(path)):
+            return PortableCheckpointIO()
+        if type(inner) is PortableCheckpointIO and place(path).is_file() and not is_portable(place(path)):
+            return TorchCheckpointIO()
+    except OSError as error:
+        if isinstance(error, DstratError):
+            raise
+        # Python takes most of these for "not there", but neither a name that is too long nor a folder without access.
+        raise CheckpointError(f"cannot read checkpoint {str(path)!r}: {error.strerror}") from error
     return own

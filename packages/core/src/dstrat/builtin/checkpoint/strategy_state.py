@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from torch import nn
     from torch.optim import Optimizer
 
     from dstrat.interfaces.checkpoint_io import CheckpointIO
@@ -61,15 +62,19 @@ def optimization_entries(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def rank_buffers(strategy: Strategy) -> dict[str, Tensor]:
+def rank_buffers(strategy: Strategy, module: nn.Module | None = None) -> dict[str, Tensor]:
     """Return this process's buffers that differ from those of global rank 0, by name, on the CPU; collective.
 
     Such are the running statistics of batch-norm layers, where each process gathers those of its own data.  Only
     checksums are compared, so that buffers that are the same everywhere cost little.
+
+    Args:
+        strategy: Of the processes.
+        module: Has the buffers; by default the strategy's.
     """
     if strategy.world_size == 1:
         return {}
-    buffers = {name: buffer.detach().cpu() for name, buffer in _plain_buffers(strategy)}
+    buffers = {name: buffer.detach().cpu() for name, buffer in _plain_buffers(module or strategy.module)}
     checksums = {name: checksum(buffer.reshape(-1).view(torch.uint8).numpy().data) for name, buffer in buffers.items()}
     saved = strategy.broadcast(checksums)
     return {name: buffer.clone() for name, buffer in buffers.items() if checksums[name] != saved.get(name)}
@@ -78,14 +83,14 @@ def rank_buffers(strategy: Strategy) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_rank_buffers(strategy: Strategy, buffers: Mapping[str, Tensor]) -> None:
     """Take back what :func:`rank_buffers` returned in this process, when those of global rank 0 have been loaded."""
-    for name, buffer in _plain_buffers(strategy):
+    for name, buffer in _plain_buffers(strategy.module):
         if name in buffers:
             buffer.copy_(buffers[name])
 
 
-def _plain_buffers(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
+def _plain_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers that a checkpoint has, but those that are divided among the processes."""
-    for path, part in strategy.module.named_modules():
+    for path, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             is_saved = name not in part._non_persistent_buffers_set  # noqa: SLF001 - torch has no other name for it
             if is_saved and type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta:

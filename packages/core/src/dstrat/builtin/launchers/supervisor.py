@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -311,8 +312,15 @@ def _stopped_by(end: RankEnd) -> signal.Signals | None:
 
 
 def _read_stack(file: Path) -> str:
-    """Return the stacks in a file, without the launcher's outermost frames."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
-    while lines and (not lines[-1] or _OUR_FOLDER in lines[-1]):
-        lines.pop()
-    return "\n".join(lines)
+    """Return the stacks in a file, without the launcher's own threads and outermost frames."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    threads = [lines for thread in text.split("\n\n") if (lines := _users_frames(thread.strip("\n").splitlines()))]
+    return "\n\n".join("\n".join(lines) for lines in threads)
+
+
+def _users_frames(thread: list[str]) -> list[str]:
+    """Return the lines of a thread's stack but for the launcher's outermost frames; nothing where it has no others."""
+    frames = thread[1:]
+    while frames and (_OUR_FOLDER in frames[-1] or threading.__file__ in frames[-1]):
+        frames.pop()
+    return [*thread[:1], *frames] if frames or len(thread) == 1 else []

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.training.callbacks.callback import Callback
+from dstrat.training.checkpoint import replace_rank_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -149,6 +150,7 @@ class WeightAveraging(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._has_average:
+            self._share_buffers(trainer)
             self._swap(trainer)
 
     @override
@@ -164,6 +166,7 @@ class WeightAveraging(Callback):
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._has_average:
+            self._share_buffers(trainer)
             self._swap(trainer)
         elif trainer.is_global_zero:
             _log.warning("%s never took the weights into an average: they stay as trained", type(self).__name__)
@@ -172,6 +175,14 @@ class WeightAveraging(Callback):
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if self._average is not None:
             self._average.cpu()
+
+    @torch.no_grad()
+    def _share_buffers(self, trainer: Trainer) -> None:
+        """Give all ranks the averaged buffers of global rank 0, which are those that a checkpoint has; collective."""
+        assert self._average is not None  # noqa: S101 - callers have checked it
+        buffers = list(self._average.module.buffers())
+        if buffers and trainer.world_size > 1:
+            torch._foreach_copy_(buffers, trainer.strategy.broadcast(buffers))
 
     @torch.no_grad()
     def _swap(self, trainer: Trainer) -> None:
@@ -197,6 +208,8 @@ class WeightAveraging(Callback):
         if "loops" in checkpoint:  # otherwise only weights are saved, and nothing can go on with them
             checkpoint["current_model_state"] = current
             checkpoint["averaging_state"] = {"n_averaged": int(self._average.n_averaged)}
+            if self._is_swapped:
+                replace_rank_buffers(checkpoint, trainer.strategy, self._average.module)
 
     def _catch_up(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Take the weights that a callback before this one saves into the average, as this one's hook is going to."""
