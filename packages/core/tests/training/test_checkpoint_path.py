@@ -240,7 +240,7 @@ def test_a_tilde_is_the_home_folder_in_every_path(
     assert fit(2, None, ckpt_path="~/kept/0.ckpt", default_root_dir=Path("~/root")).global_step == 12
     line_class.load_from_checkpoint("~/end")
     writer = TorchPredictionWriter("~/predictions")
-    quiet_trainer(callbacks=writer, profiler=SimpleProfiler("times", dirpath="~/profiles")).predict(
+    quiet_trainer(callbacks=writer, profiler=SimpleProfiler("~/profiles", "times")).predict(
         make_line(), loader(), return_predictions=False
     )
     assert len(read_predictions("~/predictions")) == 6
