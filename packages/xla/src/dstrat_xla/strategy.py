@@ -10,7 +10,7 @@ import torch
 from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, DeviceError
 from dstrat.parallel.gradient_sync import GradientSyncStrategy
-from dstrat.parallel.strategy import DEFAULT_TIMEOUT
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_xla import runtime
 from dstrat_xla.lazy import LazySteps
 
