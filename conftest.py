@@ -33,6 +33,7 @@ PRELOADED = [
     "deepspeed.module_inject.auto_ep_layer",
     "dstrat.testing.fits",
     "dstrat.testing.launching",
+    "packages.xla.tests.warm",
     "pytest",
 ]
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dstrat_xla.checkpoint import XLACheckpointIO
     from dstrat_xla.cluster import XLAEnvironment
     from dstrat_xla.precision import XLAPrecision
+    from dstrat_xla.spmd import XLASPMDStrategy
     from dstrat_xla.strategy import SingleDeviceXLAStrategy, XLAStrategy
 
     SingleTPUStrategy = SingleDeviceXLAStrategy
@@ -25,6 +26,7 @@ __all__ = [
     "XLACheckpointIO",
     "XLAEnvironment",
     "XLAPrecision",
+    "XLASPMDStrategy",
     "XLAStrategy",
 ]
 
@@ -37,6 +39,7 @@ _HOMES = {
     "XLACheckpointIO": "dstrat_xla.checkpoint",
     "XLAEnvironment": "dstrat_xla.cluster",
     "XLAPrecision": "dstrat_xla.precision",
+    "XLASPMDStrategy": "dstrat_xla.spmd",
     "XLAStrategy": "dstrat_xla.strategy",
 }
 

@@ -201,3 +201,23 @@ def shard_like(tensor: Tensor, model: Tensor) -> None:
 def keep_together(tensors: list[Tensor]) -> None:
     """Keep the compiler from moving operations across a point where all tensors must be there."""
     xla_model().optimization_barrier_(tensors)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor on the host, put together from its shards where it is divided over the mesh.
+
+    Its method ``cpu`` would compile a program that gathers it on a device, one for each tensor that is divided.
+    """
+    import torch
+
+    if tensor.device.type != "xla" or not sharding_of(tensor).startswith("{devices"):
+        return tensor.cpu()
+    torch_xla().sync(wait=True)
+    library = torch_xla()._XLAC  # noqa: SLF001 - it has no other name
+    shards = library._get_local_shards([tensor])[0]  # noqa: SLF001 - likewise
+    replicas = library._get_local_shard_replica_and_indices([tensor])[0]  # noqa: SLF001 - likewise
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for (shard, _), (replica, indices) in zip(shards, replicas, strict=True):
+        if replica == 0:  # others have the same values
+            whole[tuple(indices)] = shard[tuple(slice(0, part.stop - part.start) for part in indices)]  # unpadded
+    return whole

@@ -167,6 +167,9 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._module is not None and self._mesh is not None:
+            self.mark_step()
+            self._module._apply(self.to_host)  # noqa: SLF001 - what Module.cpu calls
         super().teardown()
         if self._mesh is not None:
             _spmd().set_global_mesh(None)
@@ -186,6 +189,22 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         return tensor
 
     # State: whole tensors on the host, from which the same shards are made again
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return runtime.on_host(tensor)
+
+    def module_state_dict(self) -> dict[str, Any]:
+        return self._on_host(super().module_state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._on_host(super().optimizer_state(optimizer))
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._on_host(super().sharded_optimizer_state(optimizer))
+
+    def _on_host(self, state: dict[str, Any]) -> dict[str, Any]:
+        self.mark_step()
+        return dict(apply_to_tensors(state, self.to_host))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         super().load_optimizer_state(optimizer, state)

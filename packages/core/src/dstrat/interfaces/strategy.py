@@ -420,6 +420,10 @@ class Strategy(ABC):
 
     # State
 
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that this process holds on the CPU, for backends that divide it among several devices."""
+        return tensor.cpu()
+
     def module_state_dict(self) -> dict[str, Any]:
         """Return the whole state of the module under its own (unwrapped) names; collective."""
         state: dict[str, Any] = self.module.state_dict()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.checkpoint import collect_checkpoint, own_state
@@ -45,7 +43,8 @@ class EndedFit:
             entries, own = optimization_entries(trainer.strategy), own_state(trainer)
             if not trainer.is_global_zero and not trainer.strategy.checkpoint_io.is_collective:
                 entries = {}  # global rank 0 writes them alone
-            return cls(optimization=apply_to_tensors(entries, Tensor.cpu), own=apply_to_tensors(own, Tensor.cpu))
+            to_host = trainer.strategy.to_host
+            return cls(optimization=apply_to_tensors(entries, to_host), own=apply_to_tensors(own, to_host))
         except Exception as error:  # noqa: BLE001 - what is kept for later fails no fit that has ended
             return cls(optimization={}, own={}, error=error)
 

@@ -6,8 +6,6 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
 from dstrat.data.random_state import RandomState
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.optimization import Optimization
@@ -99,7 +97,7 @@ def _kept_optimization(trainer: Trainer) -> Optimization:
     if strategy.replicates_state and strategy.root_device.type != "cpu":
         for state in [state for optimizer in strategy.optimizers for state in optimizer.state.values()]:
             if isinstance(state, dict):
-                state.update(apply_to_tensors(state, Tensor.cpu))
+                state.update(apply_to_tensors(state, strategy.to_host))
     return Optimization(optimizers=tuple(strategy.optimizers), schedulers=tuple(strategy.lr_schedulers))
 
 
