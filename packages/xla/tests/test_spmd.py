@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from packages.xla.tests.xla_fits import Block, Net, SavesAt, begin, counts, fit, loader
+from packages.xla.tests.rank_fits import Block, Net, SavesAt, begin, counts, fit, loader
 from tests.ranks import in_ranks
 
 from dstrat import Callback, Trainer
@@ -48,10 +48,11 @@ def losses_of_meshes(cluster, devices, names):
     }
 
 
-def test_losses_are_those_of_one_device_on_four_devices(expected):
-    (fitted,) = in_ranks(losses_of_meshes, 1, devices=4, names=list(MESHES))
-    for (name, way), found in fitted.items():
-        assert found["losses"] == pytest.approx(expected[way], rel=1e-5), (name, way)
+@pytest.mark.parametrize("name", MESHES)
+def test_losses_are_those_of_one_device_on_four_devices(expected, name):
+    (fitted,) = in_ranks(losses_of_meshes, 1, devices=4, names=[name])
+    for (_, way), found in fitted.items():
+        assert found["losses"] == pytest.approx(expected[way], rel=1e-5), way
         assert found["devices"] == ["cpu"]
 
 
@@ -85,13 +86,13 @@ def test_parameters_and_optimizer_state_are_divided_over_the_devices():
     (found,) = in_ranks(shards_of, 1, name="sharded")
     assert found["first.weight"] == ("{devices=[4,1]0,1,2,3}",) * 2
     assert found["blocks.0.down.weight"] == ("{devices=[1,4]0,1,2,3}",) * 2
-    assert found["last.bias"][0] == ""  # of two numbers
+    assert found["last.bias"] == ("{replicated}",) * 2  # of two numbers
 
 
 def test_what_annotate_marks_is_divided_as_it_says():
     (found,) = in_ranks(shards_of, 1, name="tensor parallel")
     assert found["blocks.0.up.weight"][0] == "{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}"
-    assert found["first.weight"][0] == ""
+    assert found["first.weight"][0] == "{replicated}"
 
 
 class Counts(Callback):
@@ -170,10 +171,14 @@ def test_a_mesh_that_leaves_devices_out_is_an_error():
         Trainer(strategy=XLASPMDStrategy(mesh_shape={"data": 3}), accelerator="xla", devices=4)
 
 
-def test_a_number_of_devices_that_the_runtime_does_not_have_is_an_error(monkeypatch):
-    monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+def devices_left_out(cluster):
+    begin(4)
     with pytest.raises(DeviceError, match="drives all 4 devices of XLA's runtime, and devices=2 was asked for"):
         Trainer(strategy="xla_spmd", accelerator="xla", devices=2)
+
+
+def test_a_number_of_devices_that_the_runtime_does_not_have_is_an_error():
+    in_ranks(devices_left_out, 1)
 
 
 @pytest.mark.without_torch_xla

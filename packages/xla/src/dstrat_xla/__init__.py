@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dstrat_xla.accelerator import TPUAccelerator, XLAAccelerator
     from dstrat_xla.checkpoint import XLACheckpointIO
     from dstrat_xla.cluster import XLAEnvironment
+    from dstrat_xla.fsdp import XLAFSDPStrategy
     from dstrat_xla.precision import XLAPrecision
     from dstrat_xla.spmd import XLASPMDStrategy
     from dstrat_xla.strategy import SingleDeviceXLAStrategy, XLAStrategy
@@ -25,6 +26,7 @@ __all__ = [
     "XLAAccelerator",
     "XLACheckpointIO",
     "XLAEnvironment",
+    "XLAFSDPStrategy",
     "XLAPrecision",
     "XLASPMDStrategy",
     "XLAStrategy",
@@ -38,6 +40,7 @@ _HOMES = {
     "XLAAccelerator": "dstrat_xla.accelerator",
     "XLACheckpointIO": "dstrat_xla.checkpoint",
     "XLAEnvironment": "dstrat_xla.cluster",
+    "XLAFSDPStrategy": "dstrat_xla.fsdp",
     "XLAPrecision": "dstrat_xla.precision",
     "XLASPMDStrategy": "dstrat_xla.spmd",
     "XLAStrategy": "dstrat_xla.strategy",

@@ -66,10 +66,10 @@ class XLAAccelerator(Accelerator):
 
     def get_random_state(self, device: torch.device) -> Tensor | None:
         seed = int(runtime.xla_model().get_rng_state(str(device)))
-        return torch.tensor(list(seed.to_bytes(_SEED_BYTES, "little", signed=True)), dtype=torch.uint8)
+        return torch.tensor(list(seed.to_bytes(_SEED_BYTES, "little")), dtype=torch.uint8)
 
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
-        runtime.xla_model().set_rng_state(int.from_bytes(bytes(state.tolist()), "little", signed=True), str(device))
+        runtime.xla_model().set_rng_state(int.from_bytes(bytes(state.tolist()), "little"), str(device))
 
 
 class TPUAccelerator(XLAAccelerator):

@@ -85,6 +85,22 @@ _SPMD = Component(
     multi_node=False,
 )
 
+_FSDP = Component(
+    kind="strategy",
+    alias="xla_fsdp",
+    target="dstrat_xla.fsdp:XLAFSDPStrategy",
+    summary="torch_xla's FSDP: one process for each XLA device, parameters and optimizer state sharded",
+    requires=_REQUIRES,
+    options={"start_method": "popen"},
+    accelerators=_ACCELERATORS,
+    precisions=("32-true", "bf16-mixed"),  # torch_xla shards parameters in float32 only
+    uses_torch_distributed=False,
+    drives_several_devices=False,
+    starts_processes=True,
+    notebook_safe=False,
+    multi_node=True,
+)
+
 _FILES = Component(
     kind="checkpoint_io",
     alias="xla",
@@ -104,4 +120,4 @@ _POD = Component(
 @hookimpl
 def dstrat_components() -> list[Component]:
     """Return the components of the family."""
-    return [_XLA, _TPU, _SINGLE, _PARALLEL, _DEBUG, _SPMD, _FILES, _POD]
+    return [_XLA, _TPU, _SINGLE, _PARALLEL, _DEBUG, _SPMD, _FSDP, _FILES, _POD]

@@ -469,6 +469,12 @@ class Strategy(ABC):
         state: dict[str, Any] = self.module.state_dict()
         return state
 
+    def load_sharded_module_state(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`sharded_module_state` returned, after a checkpoint was loaded into its tensors.
+
+        It has nothing to do where these are the module's own, and copies them to the device where they are not.
+        """
+
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer by the names of its parameters, each tensor as this process holds it.
 

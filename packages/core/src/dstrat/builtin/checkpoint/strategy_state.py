@@ -151,6 +151,7 @@ def load_module(
     filled = io.load_into(path, template)
     with _telling_of(path):
         _check_all_names(strategy, state, filled["state_dict"], strict=strict)
+    strategy.load_sharded_module_state(filled["state_dict"])
     extra = {name: value for name, value in filled["state_dict"].items() if is_extra_state(name)}
     if extra:
         strategy.module.load_state_dict(extra, strict=False)

@@ -95,7 +95,9 @@ def _memory(tensor: Any, name: str) -> Any:
         return name
     place = tensor.placements if is_distributed(tensor) else None
     view = (local.stride(), local.is_conj(), local.is_neg())
-    return tensor.dtype, tensor.shape, local.device, local.data_ptr(), view, place
+    # XLA's tensors have no address that torch sees: 0 would make all of one shape the same.
+    address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())  # noqa: SLF001 - no other id
+    return tensor.dtype, tensor.shape, local.device, address, view, place
 
 
 def _is_stored(entry: TensorEntry) -> bool:

@@ -1,0 +1,347 @@
+"""Training with torch_xla's FullyShardedDataParallel: one process for each device, each with shards of the module."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.errors import CheckpointError, RequestError
+from dstrat.interfaces.checkpoint_io import OptionalTensors
+from dstrat.interfaces.fitting import is_extra_state, misfit
+from dstrat.interfaces.flat_shard import FlatShard
+from dstrat.interfaces.named_state import load_named_state, named_state
+from dstrat.interfaces.strategy import Strategy
+from dstrat.parallel.optimizer_probe import state_after_one_step
+from dstrat.parallel.strategy import DEFAULT_TIMEOUT
+from dstrat_xla import runtime
+from dstrat_xla.sharding import ShardedModule, block_policy, checked_classes, own_name, wrapper_class
+from dstrat_xla.strategy import XLAStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from datetime import timedelta
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.parts import Parts, TrainerLike
+    from dstrat.interfaces.precision import ClipAlgorithm, Precision
+
+_log = logging.getLogger(__name__)
+
+
+class XLAFSDPStrategy(XLAStrategy):
+    """Training with torch_xla's FullyShardedDataParallel (its first version), one process for each device.
+
+    Each process keeps a shard of each parameter, with its gradient and optimizer state; a layer is gathered before its
+    forward and backward passes.  The module keeps its names: parameters that ``configure_optimizers`` gets are flat
+    shards, and checkpoints have whole tensors under the names of the module.  After a run the module is whole again in
+    each process.  ``xla_spmd`` with an axis ``"fsdp"`` is what torch_xla recommends where one process drives all
+    devices of a machine.
+
+    Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes; torch_xla shards parameters in float32 only.
+        auto_wrap_policy: Classes of layers that are gathered by themselves, or a policy as torch_xla takes it; None
+            gathers the whole module in each step.
+        activation_checkpointing_policy: Classes of layers that keep no activations for the backward pass, among those
+            that are gathered by themselves.
+        state_dict_type: ``"sharded"``: each process writes its shards; ``"full"``: global rank 0 has whole tensors.
+        sequential_save: Known from Lightning; a checkpoint is written tensor by tensor anyway.
+        debug: Whether torch_xla reports compilations and slow operations (``PT_XLA_DEBUG``).
+        sync_module_states: Whether all processes begin with the parameters and buffers of global rank 0.
+        cluster_environment: Where the job runs.
+        timeout: How long a process waits for the others before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        **kwargs: Arguments of ``torch_xla.distributed.fsdp.XlaFullyShardedDataParallel``.
+
+    Raises:
+        RequestError: An option has a value that is none of its own.
+    """
+
+    replicates_state = False
+    evaluates_together = True  # each step gathers parameters
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        auto_wrap_policy: Collection[type[Module]] | Callable[..., bool] | None = None,
+        activation_checkpointing_policy: Collection[type[Module]] | None = None,
+        state_dict_type: str = "sharded",
+        sequential_save: bool = False,
+        debug: bool = False,
+        sync_module_states: bool = True,
+        cluster_environment: ClusterEnvironment | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            checkpoint_io,
+            precision_plugin,
+            debug,
+            sync_module_states,
+            cluster_environment,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        if state_dict_type not in {"sharded", "full"}:
+            raise RequestError(f"state_dict_type {state_dict_type!r} is not possible: choose 'sharded' or 'full'")
+        if not callable(auto_wrap_policy):
+            checked_classes("auto_wrap_policy", auto_wrap_policy)
+        self._auto_wrap_policy = auto_wrap_policy
+        self._checkpointed = checked_classes("activation_checkpointing_policy", activation_checkpointing_policy)
+        self.replicates_state = state_dict_type == "full"  # as far as checkpoints are concerned
+        self._options = kwargs
+        self._sharded: ShardedModule | None = None
+        if sequential_save:
+            _log.info("sequential_save=True changes nothing: each process writes a checkpoint tensor by tensor")
+
+    def receive(self, parts: Parts) -> None:
+        super().receive(parts)
+        known = [name for name in inspect.signature(wrapper_class().__init__).parameters if name not in _SET_HERE]
+        for name in self._options:
+            if name not in known:
+                raise RequestError(
+                    f"{type(self).__name__} has no argument {name!r}, and torch_xla's XlaFullyShardedDataParallel "
+                    f"takes {', '.join(one for one in known if not one.startswith('_'))}"
+                )
+        if self._options.get("flatten_parameters"):
+            raise RequestError(
+                "flatten_parameters=True is not possible: optimizers and checkpoints need parameters by their names; "
+                "leave it out"
+            )
+
+    # The life cycle
+
+    def model_to_device(self) -> None:
+        """Do nothing: each layer goes to the device when it is sharded."""
+
+    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
+        if self.sync_module_states and self.world_size > 1:
+            self.take_from_first_rank([*self.module.parameters(), *self.module.buffers()])
+        self._sharded = ShardedModule(
+            self.module,
+            block_policy(self._auto_wrap_policy),
+            lambda layer: isinstance(layer, self._checkpointed),
+            self._options,
+        )
+        self.model = self._sharded.root
+        self.mark_step()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._end_sharding()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        self._end_sharding()
+        super().teardown()
+
+    def _end_sharding(self) -> None:
+        if self._sharded is not None:
+            sharded, self._sharded = self._sharded, None
+            sharded.undo()
+            self.model = self.module
+
+    @property
+    def _sharded_module(self) -> ShardedModule:
+        return self._present(self._sharded, "sharded module")
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ended(self._run("validation_step", *args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ended(self._run("test_step", *args, **kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ended(self._run("predict_step", *args, **kwargs))
+
+    def _run(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.forward_context():
+            return self.model(step, *args, **kwargs)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss; torch_xla reduces and shards them on the way."""
+        Strategy.backward(self, loss, *args, **kwargs)
+
+    @contextmanager
+    def no_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients whole, without reducing them."""
+        if self.world_size == 1:
+            yield
+            return
+        with self._sharded_module.root.no_sync():
+            yield
+
+    @torch.no_grad()
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
+        """Clip the gradients of an optimizer's parameters in place, by what they are on all ranks together."""
+        if algorithm == "value" or self.world_size == 1:
+            super().clip_gradients(optimizer, clip_val, algorithm)
+            return
+        self.unscale_gradients(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+        norm = runtime.xla_model().all_reduce(runtime.xla_model().REDUCE_SUM, squares).sqrt()
+        for gradient in gradients:
+            gradient.mul_((clip_val / (norm + 1e-6)).clamp(max=1.0))
+
+    # State of the module: shards in a portable checkpoint, whole tensors elsewhere
+
+    def sharded_module_state(self) -> dict[str, Any]:
+        """Return copies on the host, where a checkpoint is read; :meth:`load_sharded_module_state` sends them back."""
+        self.mark_step()
+        return {name: self._as_shard(value) for name, value in self._entries().items()}
+
+    def load_sharded_module_state(self, state: dict[str, Any]) -> None:
+        self._take(self._entries(), state)
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the module; collective."""
+        self.mark_step()
+        return {name: self._as_whole(value) for name, value in self._entries().items()}
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the whole state that global rank 0 has; collective."""
+        state, entries = self.broadcast(dict(state)), self._entries()
+        shapes = {name: self._as_shard(value) for name, value in entries.items()}
+        if (reason := misfit(self.module, shapes, state, strict=strict)) is not None:
+            raise CheckpointError(reason)
+        self._take(entries, state)
+        extra = {name: value for name, value in state.items() if is_extra_state(name) and name in entries}
+        if extra:
+            self.module.load_state_dict(extra, strict=False)
+
+    @torch.no_grad()
+    def _take(self, entries: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Copy what a state has of parameters and buffers into them."""
+        for name, value in entries.items():
+            if name in state and isinstance(value, torch.nn.Parameter):
+                self._sharded_module.take(value, value, state[name])
+            elif name in state and isinstance(value, torch.Tensor):
+                value.copy_(state[name])
+        self.mark_step()
+
+    def _entries(self) -> dict[str, Any]:
+        """Return the module's state, parameters as they are rather than detached, by its own names."""
+        state = self.module.state_dict(keep_vars=True)
+        return {own_name(name): value for name, value in state.items()}
+
+    def _as_shard(self, value: Any) -> Any:
+        if isinstance(value, torch.nn.Parameter):
+            return self._sharded_module.host_shard_of(value)
+        return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+    def _as_whole(self, value: Any) -> Any:
+        if isinstance(value, torch.nn.Parameter):
+            return self._sharded_module.whole(value)
+        return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+    # State of the optimizers, likewise
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        whole = self.replicates_state
+        return self._optimizer_state(
+            optimizer, self._sharded_module.whole if whole else self._sharded_module.host_shard_of
+        )
+
+    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
+        sharded = self._sharded_module
+        template = named_state(optimizer, sharded)  # type: ignore[arg-type]  # has named_parameters
+        entries: dict[str, Any] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter, name in zip(group["params"], template["param_groups"][number]["params"], strict=True):
+                probe = state_after_one_step(optimizer, number, torch.zeros(2))
+                kept = [key for key, value in probe.items() if getattr(value, "shape", None) == (2,)]
+                entries[name] = {key: sharded.host_shard_of(parameter, torch.zeros_like(parameter)) for key in kept}
+        return {**template, "state": OptionalTensors(entries)}
+
+    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._load_optimizer_state(optimizer, state)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state of an optimizer; collective."""
+        state = self._optimizer_state(optimizer, self._sharded_module.whole)
+        numbers = _numbers(state["param_groups"])
+        groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+        entries = {numbers[name]: entry for name, entry in state["state"].items()}
+        return {"state": entries, "param_groups": groups}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load the whole state of an optimizer that global rank 0 has; collective."""
+        state = self.broadcast(dict(state))
+        names = {number: name for name, number in _numbers(self._named_groups(optimizer)).items()}
+        groups = [
+            {**group, "params": [names.get(one, str(one)) for one in group["params"]]}
+            for group in state["param_groups"]
+        ]
+        entries = {names.get(number, str(number)): entry for number, entry in state["state"].items()}
+        self._load_optimizer_state(optimizer, {"state": entries, "param_groups": groups})
+
+    def _named_groups(self, optimizer: Optimizer) -> Any:
+        return named_state(optimizer, self._sharded_module)["param_groups"]  # type: ignore[arg-type]  # as above
+
+    def _optimizer_state(self, optimizer: Optimizer, convert: Callable[[Tensor, Tensor], Any]) -> dict[str, Any]:
+        """Return the state by the names of parameters, with what is sharded like them converted."""
+        self.mark_step()
+        sharded = self._sharded_module
+        state = named_state(optimizer, sharded)  # type: ignore[arg-type]  # as above
+        parameters = dict(sharded.named_parameters())
+        for name, entry in state["state"].items():
+            parameter = parameters[name]
+            state["state"][name] = {
+                key: convert(parameter, value) if sharded.is_sharded_like(parameter, value) else value
+                for key, value in entry.items()
+            }
+        return state
+
+    def _load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        parameters = dict(self._sharded_module.named_parameters())
+        entries = {
+            name: {key: self._as_kept(parameters.get(name), value) for key, value in entry.items()}
+            for name, entry in state["state"].items()
+        }
+        load_named_state(optimizer, self._sharded_module, {**state, "state": entries})  # type: ignore[arg-type]  # as above
+        self.mark_step()
+
+    def _as_kept(self, parameter: Tensor | None, value: Any) -> Any:
+        """Return a value of an optimizer's state as this process keeps it: a whole tensor, or a shard, padded."""
+        sharded = self._sharded_module
+        is_whole = isinstance(value, torch.Tensor) and value.dim() > 0
+        if parameter is None or not (isinstance(value, FlatShard) or is_whole):
+            return value
+        if tuple(value.shape) != tuple(sharded.shard_of(parameter).shape):
+            return value
+        target = torch.zeros_like(parameter.detach(), dtype=value.dtype)
+        sharded.take(parameter, target, value)
+        return target
+
+
+_SET_HERE = ("self", "module", "auto_wrap_policy", "auto_wrapper_callable")
+
+
+def _numbers(groups: Any) -> dict[str, int]:
+    """Return the numbers of parameters in torch's state of an optimizer, by their names."""
+    names = [name for group in groups for name in group["params"]]
+    return {name: number for number, name in enumerate(names)}
