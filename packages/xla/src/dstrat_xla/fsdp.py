@@ -16,7 +16,7 @@ from dstrat.interfaces.flat_shard import FlatShard
 from dstrat.interfaces.named_state import load_named_state, named_state
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.optimizer_probe import state_after_one_step
-from dstrat.parallel.strategy import DEFAULT_TIMEOUT
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_xla import runtime
 from dstrat_xla.sharding import ShardedModule, block_policy, checked_classes, own_name, wrapper_class
 from dstrat_xla.strategy import XLAStrategy
