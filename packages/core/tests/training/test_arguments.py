@@ -96,3 +96,22 @@ def test_a_hook_of_old_is_an_error_before_anything_runs(quiet_trainer, line_clas
         trainer.fit(line_class(), datamodule=OldData())
     with pytest.raises(MisuseError, match=r"OldCallback\.on_epoch_end is not called any more: .* on_train_epoch_end,"):
         quiet_trainer(callbacks=OldCallback())
+
+
+def test_a_method_that_takes_other_arguments_than_a_hook_of_old_is_none(quiet_trainer, line_class, loader):
+    class Collecting(line_class):
+        def on_train_epoch_end(self):
+            self.on_epoch_end([1.0])
+
+        def on_epoch_end(self, outputs):
+            self.collected = outputs
+
+    class Old(line_class):
+        def on_epoch_end(self):
+            """Never called."""
+
+    module = Collecting()
+    quiet_trainer(max_epochs=1).fit(module, loader())
+    assert module.collected == [1.0]
+    with pytest.raises(MisuseError, match=r"Old\.on_epoch_end is not called any more"):
+        quiet_trainer().fit(Old(), loader())

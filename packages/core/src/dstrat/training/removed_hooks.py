@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import TYPE_CHECKING, Any
+
 from dstrat.errors import MisuseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _WITHOUT_OUTPUTS = "which gets no outputs: append them to a list of the module in the step"
 
@@ -39,6 +45,9 @@ _OF_CALLBACKS = {
     "on_keyboard_interrupt": "on_exception",
 }
 
+_COMMON_NAMES = {"on_epoch_start", "on_epoch_end"}
+"""What libraries call methods of their own, which take other arguments than the hooks did."""
+
 
 def check_no_removed_hooks(owner: object, *, is_callback: bool = False) -> None:
     """Check that an object has no method that is named as a hook of old, which nobody would call.
@@ -51,8 +60,18 @@ def check_no_removed_hooks(owner: object, *, is_callback: bool = False) -> None:
         MisuseError: It has one; the message says what to write instead.
     """
     for name, instead in (_OF_CALLBACKS if is_callback else _OF_MODULES).items():
-        if callable(getattr(owner, name, None)):
+        method = getattr(owner, name, None)
+        if callable(method) and (name not in _COMMON_NAMES or _takes(method, 2 if is_callback else 0)):
             raise MisuseError(
                 f"{type(owner).__name__}.{name} is not called any more: do its work in {instead}, or give it another "
                 "name if it is no hook"
             )
+
+
+def _takes(method: Callable[..., Any], count: int) -> bool:
+    """Return whether a method can be called with so many arguments."""
+    try:
+        inspect.signature(method).bind(*range(count))
+    except TypeError:
+        return False
+    return True

@@ -60,12 +60,26 @@ def test_a_mean_over_batches_whose_size_is_unknown_is_an_error_unless_it_is_give
     assert quiet_trainer().test(module, Loader(texts)) == [{"length": 3.0}]
 
 
-def test_the_size_is_a_number(quiet_trainer, make_line, loader):
+@pytest.mark.parametrize("kind", [int, float, torch.tensor, lambda size: torch.tensor([size]), "int64"])
+def test_the_size_is_a_number_of_any_kind(quiet_trainer, make_line, loader, kind):
+    kind = getattr(pytest.importorskip("numpy"), kind) if isinstance(kind, str) else kind
+
+    class Weighing(type(make_line())):
+        def test_step(self, batch, batch_idx):
+            self.log("x", float(batch_idx), batch_size=kind(3 if batch_idx else 1))
+
+    assert quiet_trainer().test(make_line(Weighing), loader(24)) == [{"x": 0.75}]
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), "3"])
+def test_anything_else_is_no_size(quiet_trainer, make_line, loader, wrong):
     class Wrong(type(make_line())):
         def test_step(self, batch, batch_idx):
-            self.log("x", 1.0, batch_size=torch.tensor(3))
+            self.log("x", 1.0, batch_size=wrong)
 
-    with pytest.raises(MisuseError, match=r"log\('x', batch_size=\.\.\.\) got a Tensor; give a number"):
+    with pytest.raises(
+        MisuseError, match=rf"log\('x', batch_size=\.\.\.\) got a {type(wrong).__name__}; give a number"
+    ):
         quiet_trainer().test(make_line(Wrong), loader())
 
 

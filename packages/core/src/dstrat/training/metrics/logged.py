@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -121,7 +122,7 @@ class LoggedValues:
         elif isinstance(batch_size, int | float):
             entry.take(value, batch_size)
         else:
-            raise MisuseError(f"log({name!r}, batch_size=...) got a {type(batch_size).__name__}; give a number")
+            entry.take(value, _as_weight(name, batch_size))
 
     def _admit(
         self, known: Entry | None, name: str, value: Any, asked: tuple[Any, ...], module: TrainModule
@@ -231,6 +232,15 @@ def entry_of(name: str, options: Options, module: nn.Module) -> NumberEntry | Me
         return NumberEntry(name, options, in_step=True, training=True)
     metric = module.get_submodule(options.metric_attribute)
     return MetricEntry(name, options, in_step=True, training=True, metric=metric, module=module)
+
+
+def _as_weight(name: str, batch_size: Any) -> float:
+    """Return a batch size that is no plain number: one of numpy, or a tensor with one element, which is read."""
+    if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
+        return float(batch_size)
+    if isinstance(batch_size, Real):
+        return float(batch_size)
+    raise MisuseError(f"log({name!r}, batch_size=...) got a {type(batch_size).__name__}; give a number")
 
 
 def _place(in_step: bool) -> str:
