@@ -15,7 +15,7 @@ from dstrat.testing import PrecisionSuite
 
 class Test32(PrecisionSuite):
     alias = "32-true"
-    options = {"flag": "64-true"}
+    options = {"precision": "64-true"}
     expected_failures = %s
 """
 

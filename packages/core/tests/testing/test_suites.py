@@ -103,7 +103,7 @@ from dstrat.testing import PrecisionSuite
 
 class Test32(PrecisionSuite):
     alias = "32-true"
-    options = {"flag": "64-true"}
+    options = {"precision": "64-true"}
     expected_failures = {"test_its_flag_is_its_alias": "it is called so"%s}
 """
 

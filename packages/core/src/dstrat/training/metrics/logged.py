@@ -97,7 +97,7 @@ class LoggedValues:
 
     # What the module logs
 
-    def log(self, name: str, value: Any, asked: tuple[Any, ...], batch_size: float | None, module: TrainModule) -> None:
+    def log(self, name: str, value: Any, asked: tuple[Any, ...], batch_size: Any, module: TrainModule) -> None:
         """Keep a value; see :meth:`TrainModule.log`.
 
         Args:
