@@ -92,6 +92,13 @@ class End:
     named: bool
     leftovers: bool
 
+    def __str__(self) -> str:
+        words = [f"{self.fault}, ended after {self.seconds:.2f} s"]
+        words += [] if self.survived else ["NOT SURVIVED"]
+        words += [] if self.named else ["NOT NAMED"]
+        words += ["LEFT PROCESSES"] if self.leftovers else []
+        return ", ".join(words)
+
     @property
     def hangs(self) -> bool:
         """Whether others can notice the fault only by the time that they wait."""
@@ -114,10 +121,11 @@ def main() -> None:
     table = Table(*heads, caption=GOALS)
     for mode in options.mode or MODES:
         for family in options.family or FAMILIES:
-            ends = [run_fault(mode, family, fault, rank) for fault in options.fault or DEEDS for rank in (0, 1)]
-            for end in ends:
-                if not (end.survived and end.named) or end.leftovers:
-                    console.print(f"{mode} {family}: {end}", highlight=False)
+            ends = []
+            for fault in options.fault or DEEDS:
+                for rank in (0, 1):
+                    ends.append(run_fault(mode, family, fault, rank))
+                    console.print(f"{mode} {family}: {ends[-1]}", highlight=False)
             table.add_row(*_row(mode, family, ends))
     console.print(table)
 
