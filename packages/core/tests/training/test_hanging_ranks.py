@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import time
@@ -64,7 +65,7 @@ def test_rank_that_hangs_is_named_after_the_timeout(fit, hook, rank):
 
 
 def test_ranks_that_all_hang_are_found(fit):
-    with pytest.raises(RankFailedError, match="ranks 0, 1 of 2 hung: nothing was done for 3 s") as caught:
+    with pytest.raises(RankFailedError, match="ranks 0, 1 of 2 hung: nothing was done for 2 s") as caught:
         fit(Misbehaves("on_train_batch_start", None, fall_asleep), seconds=2.0)
     for rank in range(2):
         assert f"Stack of rank {rank}:\n\nCurrent thread" in str(caught.value)
@@ -77,12 +78,18 @@ def compute(seconds):
         pass
 
 
-def test_rank_that_hangs_is_found_where_the_others_wait_busily(fit):
-    busy = Misbehaves("on_train_batch_start", 0, lambda: compute(600))
-    idle = Misbehaves("on_train_batch_start", 1, fall_asleep)
-    with pytest.raises(RankFailedError, match=r"rank 1 of 2 hung: nothing was done for 2 s|ranks 0, 1 of") as caught:
-        fit([busy, idle], seconds=600, hang_seconds=1.0)
-    assert "in fall_asleep" in str(caught.value)
+def test_rank_that_waits_for_the_work_of_another_without_a_collective_is_no_hang(fit, tmp_path):
+    flag = tmp_path / "data is there"
+
+    def wait_for_flag():
+        while not flag.exists():
+            time.sleep(0.1)
+
+    def prepare_data():
+        compute(4)
+        flag.touch()
+
+    fit([Misbehaves("setup", 0, prepare_data), Misbehaves("setup", 1, wait_for_flag)], hang_seconds=0.5)
 
 
 def test_rank_that_works_for_long_is_no_hang(fit):
@@ -93,6 +100,7 @@ def test_limits_follow_the_timeout_that_is_given():
     assert Averaging().hang_timeout == timedelta(minutes=10)
     assert Averaging().timeout == timedelta(minutes=30)
     assert Averaging(timeout=timedelta(hours=2)).hang_timeout == timedelta(hours=2)
+    assert Averaging(timeout=timedelta(minutes=30)).hang_timeout == timedelta(minutes=30)
 
 
 SCRIPT = """
@@ -129,7 +137,7 @@ os.environ |= zip(names, (sys.argv[1], sys.argv[1], "2", "2", "127.0.0.1", sys.a
     script.write_text(head + SCRIPT.format(folder=os.path.dirname(__file__)))  # noqa: PTH120 - a string for a program
     ranks = [WarmProgram(script, str(rank), str(port)) for rank in range(2)]
     _, (_, errors) = [rank.communicate(timeout=170) for rank in ranks]
-    assert "rank 1 of 2 hung: it has done nothing for 3 s, and is not where the others wait for it" in errors
+    assert re.search("rank 1 of 2 hung: idle for [4-9] s, outside of any collective. If this is normal, pass", errors)
     assert "time.sleep(600)" in errors
     assert [rank.returncode for rank in ranks] == [1, 1]
 

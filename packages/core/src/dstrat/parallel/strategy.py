@@ -86,7 +86,8 @@ class ParallelStrategy(Strategy):
         self._synchronized_norm: SynchronizedNorm | None = None
         self.process_group_backend = process_group_backend
         self.timeout = timeout or DEFAULT_TIMEOUT
-        self.hang_timeout = DEFAULT_HANG_TIMEOUT if timeout in (None, DEFAULT_TIMEOUT) else timeout
+        # By identity, as a user may ask for the same time.
+        self.hang_timeout = DEFAULT_HANG_TIMEOUT if timeout is None or timeout is DEFAULT_TIMEOUT else timeout
         if start_method is not None:
             self.start_method = start_method
 

@@ -4,8 +4,9 @@ import os
 import signal
 
 import pytest
+import torch.distributed as dist
 
-from dstrat.builtin.launchers.culprit import RankEnd, failure_error, first_failure, hung_rank
+from dstrat.builtin.launchers.culprit import RankEnd, failure_error, first_failure, hang_error, hung_rank
 from dstrat.builtin.launchers.failures import Failure, kind_of, read_failure, write_failure
 from dstrat.errors import LaunchError, RankFailedError
 
@@ -25,6 +26,18 @@ def raised_by_native_code(error):
         generator.throw(error)
     except RuntimeError as caught:
         return caught
+
+
+def test_rank_that_was_at_work_or_waited_is_not_said_to_hang():
+    error = hang_error({1: 600.0, 3: 600.0}, {0: SLEEPING, 1: SLEEPING, 2: WAITING, 3: WAITING}, 4)
+    assert str(error).startswith("rank 1 of 4 hung: nothing was done for 600 s, and ranks 0, 2, 3 waited. If this is")
+    assert error.rank == 1
+
+
+def test_an_error_that_causes_itself_is_one_of_the_rank():
+    error = ValueError("circle")
+    error.__cause__ = error
+    assert kind_of(error) == "own"
 
 
 @pytest.mark.parametrize(
@@ -105,8 +118,8 @@ def test_cause_is_the_first_failure_that_follows_from_no_other(ends, rank):
     assert first_failure(ends).rank == rank
 
 
-WAITING = """Current thread 0x1 (most recent call first):
-  File ".../torch/distributed/distributed_c10d.py", line 2834 in all_reduce"""
+WAITING = f"""Current thread 0x1 (most recent call first):
+  File "{dist.__file__}", line 2834 in all_reduce"""
 SLEEPING = """Current thread 0x1 (most recent call first):
   File "train.py", line 7 in fall_asleep"""
 
@@ -124,11 +137,12 @@ def test_rank_that_left_is_the_cause_only_where_nobody_failed_alone():
 
 
 def test_rank_that_waits_for_others_is_not_the_one_that_hangs():
-    assert hung_rank([end(0, "timeout")], {1: WAITING, 2: SLEEPING, 3: WAITING}) == 2
-    assert hung_rank([end(0, "timeout")], {1: WAITING}) == 1
-    assert hung_rank([end(0, "timeout")], {}) is None
-    assert hung_rank([end(0, "lost")], {1: "in sleep"}) is None
-    assert hung_rank([end(0, "timeout"), end(1, "own")], {2: SLEEPING}) is None
+    assert hung_rank([end(0, "timeout")], {1: WAITING, 2: SLEEPING, 3: WAITING}, 4) == 2
+    assert hung_rank([end(0, "timeout")], {1: WAITING}, 2) == 1
+    assert hung_rank([end(0, "timeout")], {1: WAITING}, 4) is None  # it may be on another machine
+    assert hung_rank([end(0, "timeout")], {}, 4) is None
+    assert hung_rank([end(0, "lost")], {1: "in sleep"}, 4) is None
+    assert hung_rank([end(0, "timeout"), end(1, "own")], {2: SLEEPING}, 4) is None
 
 
 @pytest.mark.parametrize(

@@ -33,5 +33,7 @@ def io_for(path: str | Path, own: CheckpointIO) -> CheckpointIO:
         if isinstance(error, DstratError):
             raise
         # Python takes most of these for "not there", but neither a name that is too long nor a folder without access.
-        raise CheckpointError(f"cannot read checkpoint {str(path)!r}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot read checkpoint {str(path)!r}: {error.strerror or error}: give another path"
+        ) from error
     return own

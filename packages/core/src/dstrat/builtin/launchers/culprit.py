@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ _HINTS: dict[int, str] = {
     signal.SIGKILL: " (perhaps because the machine ran out of memory)",
     signal.SIGBUS: " (perhaps because /dev/shm is full)",
 }
+_FRAME = re.compile(r'^ *File "(.*)", line ', re.MULTILINE)
 _LAUNCH_ERROR = f"{LaunchError.__module__}.{LaunchError.__qualname__}"
 
 
@@ -59,20 +61,24 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd:
     return min((end for end in ends if end.is_failure), key=lambda end: (end.remoteness, end.time_ns))
 
 
-def hung_rank(ends: Sequence[RankEnd], running: Mapping[int, str]) -> int | None:
+def hung_rank(ends: Sequence[RankEnd], running: Mapping[int, str], world_size: int) -> int | None:
     """Return the rank that the others have waited for in vain, if that was it.
 
     Args:
-        ends: The ranks that have ended.
-        running: The stacks of the ranks that have not, by rank.
+        ends: The ranks of this machine that have ended.
+        running: The stacks of those that have not, by rank.
+        world_size: Ranks of the whole job.
     """
     failures = [end for end in ends if end.is_failure]
     if any(end.remoteness < 2 for end in failures):
         return None
     if not any(end.failure and end.failure.kind == "timeout" for end in failures):
         return None
-    # A rank that waits for others is not the one that they wait for.
-    return min(running, key=lambda rank: (waits(running[rank]), rank), default=None)
+    # A rank that waits for others is not the one that they wait for; that one may be on another machine.
+    elsewhere = [rank for rank in running if not waits(running[rank])]
+    if not elsewhere and len(ends) + len(running) < world_size:
+        return None
+    return min(elsewhere or running, default=None)
 
 
 def rank_that_left(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -91,7 +97,7 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
         world_size: Ranks of the whole job.
     """
     first = first_failure(ends)
-    hung = hung_rank(ends, running)
+    hung = hung_rank(ends, running, world_size)
     left = rank_that_left(ends)
     if hung is not None and (left is None or not waits(running[hung])):
         stack = running[hung] or "(it gave none)"
@@ -120,25 +126,29 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
     )
 
 
-def hang_error(limit: float, running: Mapping[int, str], world_size: int) -> RankFailedError:
-    """Return the error for ranks of which some have done nothing for too long.
+def hang_error(idle: Mapping[int, float], running: Mapping[int, str], world_size: int) -> RankFailedError:
+    """Return the error for ranks of which some have done nothing for too long, while the others waited.
 
     Args:
-        limit: For how many seconds.
+        idle: Limits in seconds of the ranks that did nothing, by rank.
         running: The stacks of all ranks that run, by rank.
         world_size: Ranks of the whole job.
     """
-    elsewhere = [rank for rank in running if not waits(running[rank])] or list(running)
-    waiting = [rank for rank in running if rank not in elsewhere]
-    ranks = f"rank{'s' if len(elsewhere) > 1 else ''} {', '.join(map(str, elsewhere))} of {world_size}"
-    others = f", and rank{'s' if len(waiting) > 1 else ''} {', '.join(map(str, waiting))} waited" if waiting else ""
-    stacks = [f"Stack of rank {rank}:\n\n{running[rank] or '(it gave none)'}" for rank in (*elsewhere, *waiting)]
+    elsewhere = [rank for rank in running if rank in idle and not waits(running[rank])]
+    hung = elsewhere or [rank for rank in running if rank in idle] or list(running)
+    waiting = [rank for rank in running if rank not in hung]
+    others = f", and {_ranks(waiting)} waited" if waiting else ""
+    stacks = [f"Stack of rank {rank}:\n\n{running[rank] or '(it gave none)'}" for rank in (*hung, *waiting)]
     return RankFailedError(
-        f"{ranks} hung: nothing was done for {limit:g} s{others}. Give the strategy a longer "
-        "timeout=timedelta(...) if that can be right.\n\n" + "\n\n".join(stacks),
-        rank=elsewhere[0],
-        rank_traceback=running[elsewhere[0]],
+        f"{_ranks(hung)} of {world_size} hung: nothing was done for {max(idle.values()):g} s{others}. If this is "
+        "normal, pass timeout=timedelta(minutes=...) to the strategy.\n\n" + "\n\n".join(stacks),
+        rank=hung[0],
+        rank_traceback=running[hung[0]],
     )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _waited(end: RankEnd) -> str:
@@ -156,15 +166,16 @@ def _raised(end: RankEnd) -> str:
     return f"What rank {end.rank} raised:\n\n{end.failure.traceback}"
 
 
-def waits(stack: str) -> bool:
-    """Return whether a rank whose stacks these are, as faulthandler writes them, waits for others."""
-    return waits_for_others(innermost_frame(stack))
+def waits(stack: str, *, is_busy: bool = False) -> bool:
+    """Return whether a rank whose stacks these are, as faulthandler writes them, waits for others.
 
-
-def innermost_frame(stack: str) -> str:
-    """Return the line of the main thread's innermost frame; empty where a rank has not written it yet."""
+    Args:
+        stack: Empty, or without the main thread, where the rank has not written it yet.
+        is_busy: Whether the rank uses a processor.
+    """
     _, current, main = stack.rpartition("Current thread")
-    return next((line for line in main.splitlines() if current and "File " in line), "")
+    files = _FRAME.findall(main) if current else []
+    return waits_for_others(files, is_busy=is_busy)
 
 
 def _what_happened(end: RankEnd) -> str:

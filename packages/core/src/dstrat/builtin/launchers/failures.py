@@ -67,13 +67,15 @@ def kind_of(error: BaseException) -> FailureKind:
     apart, where communication raised it.  Whatever was raised while such an error was handled follows from it.
     """
     link: BaseException | None = error
-    while link is not None:
+    seen: set[int] = set()  # as ``raise error from error`` makes a circle
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
         if isinstance(link, RuntimeError) and _is_raised_by_communication(link):
             if _TIMEOUT.search(text_of(link)):
                 return "timeout"
             if _LOST.search(text_of(link)):
                 return "lost"
-        link = link.__cause__ or link.__context__
+        link = link.__context__ if link.__cause__ is None else link.__cause__
     return "own"
 
 
@@ -88,7 +90,11 @@ def _is_raised_by_communication(error: BaseException) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
-    if dis.opname[code.co_code[trace.tb_lasti]] not in ("RAISE_VARARGS", "RERAISE"):
+    # A frame that Cython has made up has no instructions.
+    if not 0 <= trace.tb_lasti < len(code.co_code) or dis.opname[code.co_code[trace.tb_lasti]] not in (
+        "RAISE_VARARGS",
+        "RERAISE",
+    ):
         return True  # the innermost Python frame called what raised it
     return any(folder in code.co_filename for folder in _COMMUNICATION)
 

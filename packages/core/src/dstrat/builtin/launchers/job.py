@@ -100,12 +100,7 @@ def open_job(*, num_processes: int, num_nodes: int, environ: Mapping[str, str]) 
             (address, port), node_rank = reserved.getsockname(), 0
         else:
             address, port, node_rank = environ["MASTER_ADDR"], _port(environ), int(environ["NODE_RANK"])
-        folder = Path(tempfile.mkdtemp(prefix="dstrat-job-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        # A cleaner of temporary files leaves locked folders alone, see tmpfiles.d(5).
-        locked = os.open(folder, os.O_RDONLY)
-        stack.callback(os.close, locked)
-        fcntl.flock(locked, fcntl.LOCK_SH)
+        folder = stack.enter_context(_locked_folder())
         yield Job(
             folder=folder,
             num_processes=num_processes,
@@ -115,6 +110,38 @@ def open_job(*, num_processes: int, num_nodes: int, environ: Mapping[str, str]) 
             port=port,
             environ=environ,
         )
+
+
+@contextlib.contextmanager
+def _locked_folder() -> Iterator[Path]:
+    """Make the folder of a job, where its files can be locked, as the ranks do that meet there.
+
+    Raises:
+        LaunchError: Neither the folder of temporary files nor shared memory has locks.
+    """
+    for parent in (tempfile.gettempdir(), "/dev/shm"):  # noqa: S108 - the folder is made for this user only
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="dstrat-job-", dir=parent))
+        except FileNotFoundError:  # not Linux
+            continue
+        try:
+            locked = os.open(folder, os.O_RDONLY)
+            try:
+                # A cleaner of temporary files leaves locked folders alone, see tmpfiles.d(5).
+                fcntl.flock(locked, fcntl.LOCK_SH)
+            except OSError:  # some file systems of clusters
+                continue
+            else:
+                yield folder
+                return
+            finally:
+                os.close(locked)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    raise LaunchError(
+        f"the folder of temporary files, {tempfile.gettempdir()!r}, is on a file system whose files cannot be locked "
+        "(flock): set TMPDIR to a folder of this machine"
+    )
 
 
 def threads_per_rank(num_processes: int) -> int:

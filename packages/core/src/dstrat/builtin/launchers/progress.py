@@ -1,18 +1,25 @@
-"""Hang detection: ranks note their progress, and one that makes none and is idle ends the job.
+"""Hang detection: a job ends when its ranks make no progress and none of them is at work.
 
-A rank notes a beat whenever all ranks have agreed on something between batches, about twice a second.  Between beats
-it may work for as long as it likes: what uses a processor, reads or writes is no hang.
+A rank *beats* whenever all ranks have agreed on something between batches, about twice a second.  It is *silent* where
+it has not beaten since the last look, and *idle* where it has neither used a processor nor read, written or sent
+anything since.  A job *hangs* when a rank has been idle for the limit, and each other rank is idle too or waits for
+others in a collective.  So a rank that computes or loads data may take as long as it likes, whatever others do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import re
+import signal
 import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from datetime import timedelta
 
-_IDLE_SHARE = 0.02  # of one processor; threads that only look at something now and then take less
-_IDLE_RATE = 50_000  # bytes in a second; a progress bar that is redrawn writes a thousand
-_MARGIN = 1.0  # seconds
+_IDLE_SHARE = 0.05  # of one processor; the threads of 24 Gloo groups that wait take 0.03
+_IDLE_RATE = 50_000  # bytes in a second of files; a progress bar that is redrawn writes a thousand
+_IDLE_NETWORK_RATE = 500_000  # bytes in a second of the machine, on which others may chat
+_MARGIN = 1.0  # seconds; a collective of others that ends by the same timeout says more
 _PATIENCE = 5.0  # seconds that a waiting rank leaves to the one that it waits for, so that this one is named
+_PAUSE = 5.0  # seconds between two looks after which the watcher itself was stopped: a frozen container, Ctrl-Z
 
 _beats: list[Callable[[], None]] = []  # of the run in this process, if it is watched
 
@@ -35,12 +44,14 @@ class Activity:
     Attributes:
         time: When this was read, in seconds of the monotonic clock.
         seconds: Of processors, used or waited for: on a machine that has too much to do, work is no idleness.
-        num_bytes: Read and written.
+        num_bytes: Read from files and written to them; sockets are not among these.
+        num_network_bytes: Received and sent by the whole machine, but for the loopback.
     """
 
     time: float
     seconds: float
     num_bytes: int
+    num_network_bytes: int
 
     def is_idle_since(self, before: Activity) -> bool:
         """Return whether next to nothing was done between two readings."""
@@ -49,28 +60,30 @@ class Activity:
         return (
             abs(self.seconds - before.seconds) < _IDLE_SHARE * duration
             and abs(self.num_bytes - before.num_bytes) < _IDLE_RATE * duration
+            and abs(self.num_network_bytes - before.num_network_bytes) < _IDLE_NETWORK_RATE * duration
         )
 
 
 def read_activities(pids: Iterable[int]) -> dict[int, Activity]:
-    """Return the activity of processes that run, by process id; nothing where the system does not tell (macOS)."""
+    """Return the activity of processes by process id; nothing of those that it cannot be known of (macOS, debugged)."""
     children, seconds = _read_processes()
-    families = {pid: [pid, *_descendants(pid, children)] for pid in pids if pid in seconds}
+    families = {pid: [pid, *_descendants(pid, children)] for pid in pids if pid in seconds and _can_be_watched(pid)}
     return {pid: _sum(family, seconds) for pid, family in families.items()}
 
 
 def read_own_activity() -> Activity | None:
     """Return the activity of this process but for the calling thread, which only looks."""
     children, seconds = _read_processes()
-    if os.getpid() not in seconds:
+    pid = os.getpid()
+    if pid not in seconds or not _can_be_watched(pid):
         return None
-    others = _sum(_descendants(os.getpid(), children), seconds)
-    this_thread = f"{os.getpid()}/task/{threading.get_native_id()}"
-    delay = _seconds_waited_for_processors(os.getpid()) - _delay_of(Path(f"/proc/{this_thread}"))
-    return Activity(
-        time=others.time,
+    others = _sum(_descendants(pid, children), seconds)
+    this_thread = f"/proc/{pid}/task/{threading.get_native_id()}"
+    delay = _seconds_waited_for_processors(pid) - _delay_of(this_thread)
+    return replace(
+        others,
         seconds=others.seconds + delay + time.process_time() - time.thread_time(),
-        num_bytes=others.num_bytes + _bytes_of(os.getpid()) - _bytes_of(this_thread),
+        num_bytes=others.num_bytes + _bytes_of(f"/proc/{pid}") - _bytes_of(this_thread),
     )
 
 
@@ -80,17 +93,39 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
     return [descendant for pid in pids for descendant in _descendants(pid, children)]
 
 
+def _read(path: str) -> bytes:
+    """Return a file of the system; nothing where it is not there (any more), or not for this user."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - of which hundreds are read at a time
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _list(path: str) -> list[str]:
+    try:
+        return os.listdir(path)  # noqa: PTH208 - names of hundreds of numbers
+    except OSError:
+        return []
+
+
 def _read_processes() -> tuple[dict[int, list[int]], dict[int, float]]:
     """Return the children of all processes and their seconds of processors, by process id."""
     children: dict[int, list[int]] = {}
     seconds: dict[int, float] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            fields = entry.read_text().rpartition(")")[2].split()  # from the state on, see proc(5)
-            pid = int(entry.parent.name)
-            children.setdefault(int(fields[1]), []).append(pid)
-            seconds[pid] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    for name in filter(str.isdigit, _list("/proc")):
+        # From the state on, see proc(5); before it is the program's name, which may have any bytes.
+        fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
+        if fields:
+            children.setdefault(int(fields[1]), []).append(int(name))
+            seconds[int(name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return children, seconds
+
+
+def _can_be_watched(pid: int) -> bool:
+    """Return whether a process has counts of what it reads, and is not stopped by a debugger."""
+    is_traced = re.search(rb"TracerPid:\s*[1-9]", _read(f"/proc/{pid}/status"))
+    return bool(_read(f"/proc/{pid}/io")) and not is_traced
 
 
 def _descendants(pid: int, children: Mapping[int, list[int]]) -> list[int]:
@@ -101,28 +136,33 @@ def _descendants(pid: int, children: Mapping[int, list[int]]) -> list[int]:
 
 
 def _sum(family: list[int], seconds: Mapping[int, float]) -> Activity:
-    total = sum(seconds.get(pid, 0.0) + _seconds_waited_for_processors(pid) for pid in family)
-    return Activity(time=time.monotonic(), seconds=total, num_bytes=sum(map(_bytes_of, family)))
+    return Activity(
+        time=time.monotonic(),
+        seconds=sum(seconds.get(pid, 0.0) + _seconds_waited_for_processors(pid) for pid in family),
+        num_bytes=sum(_bytes_of(f"/proc/{pid}") for pid in family),
+        num_network_bytes=_network_bytes(),
+    )
 
 
 def _seconds_waited_for_processors(pid: int) -> float:
-    return sum(map(_delay_of, Path(f"/proc/{pid}/task").glob("*")))
+    return sum(_delay_of(f"/proc/{pid}/task/{thread}") for thread in _list(f"/proc/{pid}/task"))
 
 
-def _delay_of(thread: Path) -> float:
-    try:
-        return int((thread / "schedstat").read_text().split()[1]) / 1e9  # nanoseconds on a run queue
-    except (OSError, IndexError):  # it has ended, or the kernel does not count
-        return 0.0
+def _delay_of(thread: str) -> float:
+    fields = _read(f"{thread}/schedstat").split()  # nothing where the kernel does not count
+    return int(fields[1]) / 1e9 if fields else 0.0  # nanoseconds on a run queue
 
 
-def _bytes_of(process: int | str) -> int:
-    try:
-        lines = Path(f"/proc/{process}/io").read_text().splitlines()
-    except OSError:
-        return 0
-    counted = ("rchar", "wchar", "read_bytes")  # the last has what is read through mapped files
+def _bytes_of(process: str) -> int:
+    counted = (b"rchar", b"wchar", b"read_bytes", b"write_bytes")  # the last two have what goes through mapped files
+    lines = _read(f"{process}/io").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(counted))
+
+
+def _network_bytes() -> int:
+    interfaces = [line.partition(b":") for line in _read("/proc/net/dev").splitlines() if b":" in line]
+    counts = [numbers.split() for name, _, numbers in interfaces if name.strip() != b"lo"]
+    return sum(int(numbers[0]) + int(numbers[8]) for numbers in counts)  # received and sent
 
 
 class IdleTimer:
@@ -139,17 +179,18 @@ class IdleTimer:
 
     def restart(self) -> None:
         """Begin anew, as after the process was stopped and continued."""
-        self._since = time.monotonic()
-        self._activity: Activity | None = None
+        self._previous: Activity | None = None
+        self._since = 0.0
 
-    def idle_seconds(self, activity: Activity | None) -> float:
-        """Return for how long the process has been idle, after one more reading of its activity."""
+    def update(self, activity: Activity | None) -> float:
+        """Take one more reading of the process's activity, and return for how many seconds it has been idle."""
+        previous, self._previous = self._previous, activity
         if activity is None:  # nobody can say
-            self.restart()
-        elif self._activity is not None and not activity.is_idle_since(self._activity):
+            return 0.0
+        longest_pause = 2 * self.period + _PAUSE
+        if previous is None or activity.time - previous.time > longest_pause or not activity.is_idle_since(previous):
             self._since = activity.time
-        self._activity = activity
-        return time.monotonic() - self._since
+        return activity.time - self._since
 
 
 def beat() -> None:
@@ -175,13 +216,13 @@ def watched_for_hangs(limit: timedelta | None, *, longest: timedelta | None, ran
         return
     from dstrat.builtin.launchers.rank import this_rank  # not needed by runs of one process
 
-    started = this_rank()
+    started, longest = this_rank(), max(limit, longest or limit)
     watch: _ProgressFile | _OwnWatch
     if started is not None:
-        # A collective of others that ends by the same timeout says more.
-        watch = _ProgressFile(progress_file(started.folder, os.getpid()), limit.total_seconds() + _MARGIN)
+        limits = (limit.total_seconds(), longest.total_seconds())
+        watch = _ProgressFile(progress_file(started.folder, os.getpid()), *limits)
     else:
-        watch = _OwnWatch(limit.total_seconds(), max(limit, longest or limit).total_seconds(), f"rank {rank} of {size}")
+        watch = _OwnWatch(longest.total_seconds(), f"rank {rank} of {size}")
     _beats.append(watch.beat)
     try:
         yield
@@ -198,11 +239,11 @@ def progress_file(folder: Path, pid: int) -> Path:
 class _ProgressFile:
     """The progress of a rank that dstrat has started: the file's time is that of the last beat."""
 
-    def __init__(self, path: Path, limit: float) -> None:
+    def __init__(self, path: Path, limit: float, longest: float) -> None:
         self._path = path
         with contextlib.suppress(OSError):  # the folder may have been removed
             unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(repr(limit))
+            unfinished.write_text(f"{limit} {longest}")
             unfinished.replace(path)
 
     def beat(self) -> None:
@@ -219,10 +260,12 @@ class RankWatch:
 
     Args:
         folder: The job's folder.
+        spans_machines: Whether the job has ranks that cannot be seen from here, and that may be at work.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, spans_machines: bool) -> None:
         self._folder = folder
+        self._spans_machines = spans_machines
         self._timers: dict[int, IdleTimer] = {}
         self._beats: dict[int, int] = {}
         self._next_look = 0.0
@@ -239,8 +282,8 @@ class RankWatch:
         silent = [pid for pid in pids if self._is_silent(pid)]
         self._next_look = now + min((self._timers[pid].period for pid in silent), default=0.5)
         activities = read_activities(silent) if silent else {}
-        idle = {pid: self._timers[pid].idle_seconds(activities.get(pid)) for pid in silent}
-        return {pid: self._timers[pid].limit for pid in silent if idle[pid] > self._timers[pid].limit}
+        idle = {pid: self._timers[pid].update(activities.get(pid)) for pid in silent}
+        return {pid: self._timers[pid].limit for pid in silent if idle[pid] > self._timers[pid].limit + _MARGIN}
 
     def restart(self) -> None:
         """Begin anew, after all ranks were stopped and continued."""
@@ -253,7 +296,8 @@ class RankWatch:
         try:
             time_ns = path.stat().st_mtime_ns
             if pid not in self._timers:
-                self._timers[pid] = IdleTimer(float(path.read_text()))
+                limit, longest = map(float, path.read_text().split())
+                self._timers[pid] = IdleTimer(longest + _PATIENCE if self._spans_machines else limit)
         except OSError:  # it is in no run
             self._timers.pop(pid, None)
             return False
@@ -267,17 +311,17 @@ class RankWatch:
 class _OwnWatch(threading.Thread):
     """A rank's watch over itself, where nothing of dstrat's watches it: under torchrun or a scheduler.
 
-    It works as long as other threads of the rank can run, which native code may prevent.
+    It does not see whether other ranks are at work, and so leaves as much time as collectives do.  It works as long as
+    other threads of the rank can run, which native code may prevent.
 
     Args:
         limit: Seconds of idleness after which it ends a rank that waits for no other.
-        longest: The same for one that waits for others.
         name: The rank, in words.
     """
 
-    def __init__(self, limit: float, longest: float, name: str) -> None:
+    def __init__(self, limit: float, name: str) -> None:
         super().__init__(name="dstrat-hang-watch", daemon=True)
-        self._timer, self._longest, self._rank = IdleTimer(limit), longest + _PATIENCE, name
+        self._timer, self._rank = IdleTimer(limit), name
         self._main = threading.get_ident()
         self._closed = threading.Event()
         self._has_beaten = False
@@ -295,34 +339,62 @@ class _OwnWatch(threading.Thread):
                 self._has_beaten = False
                 self._timer.restart()
                 continue
-            idle = self._timer.idle_seconds(read_own_activity())
-            if idle > self._timer.limit and (idle > self._longest or not self._waits()):
+            idle = self._timer.update(read_own_activity())
+            if idle > self._timer.limit + _MARGIN and not waits_for_others(self._innermost_files()):
                 self._end(idle)
 
     def _stack(self) -> list[traceback.FrameSummary]:
         return traceback.extract_stack(sys._current_frames()[self._main])  # noqa: SLF001 - there is no other way
 
-    def _waits(self) -> bool:
-        return waits_for_others(self._stack()[-1].filename)
+    def _innermost_files(self) -> list[str]:
+        return [frame.filename for frame in reversed(self._stack())]
 
     def _end(self, idle: float) -> None:
-        doing = "waits for others that do not come" if self._waits() else "is not where the others wait for it"
         stack = "".join(traceback.format_list(self._stack()))
-        message = f"{self._rank} hung: it has done nothing for {idle:.0f} s, and {doing}. Its stack:\n\n{stack}"
+        message = (
+            f"{self._rank} hung: idle for {idle:.0f} s, outside of any collective. If this is normal, pass "
+            f"timeout=timedelta(minutes=...) to the strategy. Its stack:\n\n{stack}"
+        )
         sys.stderr.write(f"{message}\n")
-        sys.stderr.flush()
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(TimeoutError(message))
+        for pid in descendants_of([os.getpid()]):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or of a terminal that is gone
+                stream.flush()
         os._exit(1)
 
 
-def waits_for_others(innermost: str) -> bool:
-    """Return whether a rank waits in communication, by the innermost frame of its main thread.
+def waits_for_others(innermost_files: Iterable[str], *, is_busy: bool = False) -> bool:
+    """Return whether a rank waits for others in a collective.
 
     Args:
-        innermost: The frame's file, or a line of text with it.
+        innermost_files: The files of its main thread's frames, the innermost first.
+        is_busy: Whether it uses a processor; then a backward pass is no sign of waiting.
     """
-    folders = (("torch", "distributed"), ("torch", "autograd"), ("dstrat", "parallel"))
-    return any(os.path.join(*folder, "") in innermost for folder in folders)  # noqa: PTH118 - a part of a text
+    folders = _waiting_folders()
+    if is_busy:
+        folders = tuple(folder for folder in folders if "autograd" not in folder)
+    return any(file.startswith(folders) for file in islice(innermost_files, _INNERMOST))
+
+
+_INNERMOST = 3  # frames: torch's logger of collectives and our reduction may stand between
+
+
+@cache
+def _waiting_folders() -> tuple[str, ...]:
+    """Return the beginnings of paths of what waits for others."""
+    torch = importlib.util.find_spec("torch")  # does not import it
+    assert torch is not None  # noqa: S101 - core requires it
+    assert torch.origin is not None  # noqa: S101 - likewise
+    ours, theirs = Path(__file__).parents[2], Path(torch.origin).parent
+    folders = [theirs / "distributed", theirs / "autograd", ours / "parallel"]
+    # On a GPU a collective returns at once, and who reads its result waits.
+    return (
+        *(os.path.join(folder, "") for folder in folders),  # noqa: PTH118 - the end of a folder's name
+        *map(str, (ours / "interfaces" / "strategy.py", ours / "training" / "loops" / "votes.py")),
+    )

@@ -175,8 +175,11 @@ def die_with_supervisor(pid: int) -> None:
     except OSError:  # an old kernel
         return
 
+    end = select.poll()
+    end.register(supervisor, select.POLLIN)
+
     def wait() -> None:
-        select.select([supervisor], [], [])
+        end.poll()
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, name="dstrat-supervisor-watch", daemon=True).start()

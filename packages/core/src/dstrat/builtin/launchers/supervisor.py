@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrat.builtin.launchers.culprit import RankEnd, failure_error, hang_error, innermost_frame, waits
+from dstrat.builtin.launchers.culprit import RankEnd, failure_error, hang_error, waits
 from dstrat.builtin.launchers.failures import read_failure
 from dstrat.builtin.launchers.interrupts import STOP_SIGNALS
 from dstrat.builtin.launchers.job import JOB_VARIABLE, STOP_FILE
@@ -66,8 +66,9 @@ class Supervisor:
         self.stop_signal: signal.Signals | None = None
         self._enough = 1  # signals received here after which the ranks are ended at once
         self._deadline = float("inf")
-        self._watch = RankWatch(folder)
-        self._hung_for: float | None = None  # seconds
+        self._watch = RankWatch(folder, spans_machines=world_size > len(processes))
+        self._idle: dict[int, float] = {}  # limits in seconds of ranks that hang, by rank
+        self._next_question, self._pause_of_questions = 0.0, 1.0
 
     def run(self) -> None:
         """Wait until all ranks have ended well.
@@ -83,7 +84,7 @@ class Supervisor:
                 time.sleep(_POLL)
                 if self.interrupts.pauses:
                     self._pause()
-            if self._failures() or self._hung_for is not None:
+            if self._failures() or self._idle:
                 stacks = self._stacks_of(self._running())
             elif not self.interrupts.received:
                 self._name_those_asked()
@@ -153,17 +154,23 @@ class Supervisor:
             time.sleep(_POLL)
 
     def _has_hung(self) -> bool:
-        """Note whether a rank does nothing any more, and does not wait for another one that works."""
+        """Note which ranks do nothing any more, where no other rank is at work."""
         running = self._running()
         limits = self._watch.idle_ranks([process.pid for process in running])
-        idle = [process for process in running if process.pid in limits]
-        if not idle:
+        idle = {process.rank: limits[process.pid] for process in running if process.pid in limits}
+        if idle and self._all_wait([process for process in running if process.rank not in idle]):
+            self._idle = idle
+        return bool(self._idle)
+
+    def _all_wait(self, busy: list[RankProcess]) -> bool:
+        """Return whether ranks that use a processor only wait for others: on a GPU waiting takes one."""
+        if not busy:
+            return True
+        if time.monotonic() < self._next_question:
             return False
-        stacks = self._stacks_of(idle).values()
-        is_elsewhere = any(innermost_frame(stack) and not waits(stack) for stack in stacks)  # known, and no wait
-        if is_elsewhere or len(idle) == len(running):
-            self._hung_for = max(limits.values())
-        return self._hung_for is not None
+        self._next_question = time.monotonic() + self._pause_of_questions
+        self._pause_of_questions *= 2  # a rank that is well is disturbed ever more rarely
+        return all(waits(stack, is_busy=True) for stack in self._stacks_of(busy).values())
 
     # Stopping in order
 
@@ -174,7 +181,9 @@ class Supervisor:
         if self.interrupts.received:
             self.stop_signal = self.interrupts.received[0]
             self._enough = 2
-            self._send(self.stop_signal, self._running())
+            # A second signal would end those at once that somebody else has asked already (systemd, scancel --full).
+            files = {process: signal_file(self.folder, process.pid) for process in self._running()}
+            self._send(self.stop_signal, [process for process, file in files.items() if not file.exists()])
             _show(f"{self.stop_signal.name}: all ranks stop at the next step; a second one ends them at once")
         else:
             self.stop_signal = next(filter(None, map(_stopped_by, self.ends.values())), None)
@@ -199,7 +208,10 @@ class Supervisor:
         """Stop all ranks and this process, as Ctrl-Z asks, until the shell continues this process."""
         self._send_to_groups(signal.SIGSTOP)
         self.interrupts.pauses = False
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # By its usual effect, which the system leaves out where no shell could continue this process.
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, handler)
         self._send_to_groups(signal.SIGCONT)
         self._watch.restart()
 
@@ -216,7 +228,8 @@ class Supervisor:
         files = {process.rank: stack_file(self.folder, process.pid) for process in silent}
         ready = [process for process in silent if files[process.rank].exists()]
         for process in ready:
-            os.truncate(files[process.rank], 0)
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed the job's folder
+                os.truncate(files[process.rank], 0)
         self._send(STACK_SIGNAL, ready)
         self._wait_until(lambda: all(map(_read_stack, files.values())), _DUMP)
         time.sleep(_POLL)  # the last one may still be writing
@@ -227,11 +240,12 @@ class Supervisor:
         failed = bool(self._running()) or any(end.is_failure for end in self.ends.values())
         strays = self._strays() if failed else set()
         self._send(signal.SIGTERM, [process for process in self._running() if process.rank not in self.ends])
-        self._signal_all(strays, signal.SIGTERM)
         self._wait_until(self._all_exited, self.grace)
         self._send_to_groups(signal.SIGKILL)
-        if failed:
-            self._signal_all(strays | self._strays(), signal.SIGKILL)
+        if failed and (strays := self._alive(strays | self._strays())):
+            self._send_to_all(strays, signal.SIGTERM)  # after the ranks, whose last words may need them
+            self._wait_until(lambda: not self._alive(strays), self.grace)
+            self._send_to_all(strays, signal.SIGKILL)
         self._send(signal.SIGKILL, self._running())  # a rank that had not yet made its group
         self._wait_until(self._all_exited, _REAP)
 
@@ -239,14 +253,17 @@ class Supervisor:
         """Return what the ranks have started in sessions of their own, by descent or by the environment."""
         mark = f"{JOB_VARIABLE}={self.folder}".encode()
         groups = {process.pid for process in self.processes}
-        strays = set(descendants_of(groups))
-        for entry in Path("/proc").glob("[0-9]*/environ"):
+        strays = set(descendants_of(process.pid for process in self._running()))
+        for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-                if mark in entry.read_bytes().split(b"\0"):
-                    strays.add(int(entry.parent.name))
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    strays.add(int(entry.name))
         return {pid for pid in strays - groups if _group_of(pid) not in groups}
 
-    def _signal_all(self, pids: Iterable[int], number: signal.Signals) -> None:
+    def _alive(self, pids: Iterable[int]) -> set[int]:
+        return {pid for pid in pids if _group_of(pid) is not None}
+
+    def _send_to_all(self, pids: Iterable[int], number: signal.Signals) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
@@ -279,8 +296,8 @@ class Supervisor:
             return
         error: LaunchError | None = None
         failures = self._failures()
-        if self._hung_for is not None and not failures:
-            error = hang_error(self._hung_for, stacks, self.world_size)
+        if self._idle and not failures:
+            error = hang_error(self._idle, stacks, self.world_size)
         if failures:
             well = [end for end in self.ends.values() if not end.is_failure]
             error = failure_error([*failures, *well], stacks, self.world_size)
@@ -295,7 +312,7 @@ class Supervisor:
 def _group_of(pid: int) -> int | None:
     try:
         return os.getpgid(pid)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return None
 
 

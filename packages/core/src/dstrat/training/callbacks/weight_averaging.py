@@ -182,7 +182,9 @@ class WeightAveraging(Callback):
         assert self._average is not None  # noqa: S101 - callers have checked it
         buffers = list(self._average.module.buffers())
         if buffers and trainer.world_size > 1:
-            torch._foreach_copy_(buffers, trainer.strategy.broadcast(buffers))
+            # From the CPU: objects of a GPU would arrive on that GPU in every process.
+            values = trainer.strategy.broadcast([buffer.cpu() for buffer in buffers])
+            torch._foreach_copy_(buffers, values)
 
     @torch.no_grad()
     def _swap(self, trainer: Trainer) -> None:

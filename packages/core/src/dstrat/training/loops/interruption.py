@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from typing_extensions import Self
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType, TracebackType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -41,9 +42,15 @@ class Interruption:
     def __init__(self) -> None:
         self.requested = 0
         self._previous: dict[int, Any] = {}
+        self._actions: tuple[Callable[[int], None], ...] = ()
 
     def __enter__(self) -> Self:
+        # Only runs need them; and not in the handler, which may come in the middle of an import.
+        from dstrat.builtin.launchers.interrupts import leave_lost_terminal
+        from dstrat.builtin.launchers.rank import note_signal
+
         self.requested = 0
+        self._actions = (note_signal, lambda _: leave_lost_terminal())
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not installed from Python
@@ -58,13 +65,10 @@ class Interruption:
             _act_on(self.requested)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signal module's signature
-        from dstrat.builtin.launchers.interrupts import leave_lost_terminal
-        from dstrat.builtin.launchers.rank import note_signal
-
         self.requested = number
         self._restore()
-        note_signal(number)
-        leave_lost_terminal()
+        for act in self._actions:
+            act(number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
