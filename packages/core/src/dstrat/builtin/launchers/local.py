@@ -122,6 +122,7 @@ class LocalLauncher(Launcher):
             ranks,
             job.folder,
             world_size=job.world_size,
+            spans_machines=job.num_nodes > 1,
             interrupts=interrupts,
             grace=self.grace,
             stop_grace=self.stop_grace,

@@ -38,9 +38,10 @@ class Supervisor:
     """The one who starts nothing and trains nothing, and therefore is there when a rank fails.
 
     Args:
-        processes: The ranks.
+        processes: The ranks; they may still be started.
         folder: The job's folder.
         world_size: Ranks of the whole job.
+        spans_machines: Whether there are others on other machines.
         interrupts: Collects the signals to stop.
         grace: Seconds between asking a rank to end and killing it.
         stop_grace: Seconds for the ranks to stop in order, after the first signal to stop.
@@ -52,6 +53,7 @@ class Supervisor:
         folder: Path,
         *,
         world_size: int,
+        spans_machines: bool,
         interrupts: Interrupts,
         grace: float,
         stop_grace: float,
@@ -66,7 +68,7 @@ class Supervisor:
         self.stop_signal: signal.Signals | None = None
         self._enough = 1  # signals received here after which the ranks are ended at once
         self._deadline = float("inf")
-        self._watch = RankWatch(folder, spans_machines=world_size > len(processes))
+        self._watch = RankWatch(folder, spans_machines=spans_machines)
         self._idle: dict[int, float] = {}  # limits in seconds of ranks that hang, by rank
         self._next_question, self._pause_of_questions = 0.0, 1.0
 
@@ -337,7 +339,8 @@ def _read_stack(file: Path) -> str:
 
 def _users_frames(thread: list[str]) -> list[str]:
     """Return the lines of a thread's stack but for the launcher's outermost frames; nothing where it has no others."""
-    frames = thread[1:]
+    forked = next((index for index, line in enumerate(thread) if line.endswith(" in _run_forked")), len(thread))
+    frames = thread[1:forked]  # the others are of the process that was forked
     while frames and (_OUR_FOLDER in frames[-1] or threading.__file__ in frames[-1]):
         frames.pop()
     return [*thread[:1], *frames] if frames or len(thread) == 1 else []
