@@ -9,7 +9,6 @@ import torch
 
 from dstrat.builtin.accelerators.cpu import MOST_PROCESSES
 from dstrat.builtin.accelerators.devices import parse_devices
-from dstrat.errors import DeviceError
 from dstrat.interfaces.accelerator import Accelerator
 from dstrat_xla import runtime
 
@@ -65,7 +64,7 @@ class XLAAccelerator(Accelerator):
         return {name: float(memory[key]) for key, name in names.items() if key in memory}
 
     def get_random_state(self, device: torch.device) -> Tensor | None:
-        seed = int(runtime.xla_model().get_rng_state(str(device)))
+        seed = int(runtime.xla_model().get_rng_state(str(device))) % 2 ** (8 * _SEED_BYTES)
         return torch.tensor(list(seed.to_bytes(_SEED_BYTES, "little")), dtype=torch.uint8)
 
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
@@ -76,15 +75,11 @@ class TPUAccelerator(XLAAccelerator):
     """Google's TPUs."""
 
     def is_available(self) -> bool:
-        """Return whether there is a TPU that the runtime may drive.
+        return self.hint_unavailable() is None and runtime.num_tpus() > 0
 
-        Raises:
-            DeviceError: ``PJRT_DEVICE`` names another type of device.
-        """
+    def hint_unavailable(self) -> str | None:
         kind = os.environ.get(runtime.PJRT_DEVICE, "TPU")
-        if kind != "TPU":
-            raise DeviceError(f"{runtime.PJRT_DEVICE} is {kind!r}: unset it, or choose accelerator='xla'")
-        return runtime.num_tpus() > 0
+        return None if kind == "TPU" else f"{runtime.PJRT_DEVICE} is {kind!r}; unset it, or choose accelerator='xla'"
 
     def auto_device_count(self) -> int:
         return runtime.num_tpus()

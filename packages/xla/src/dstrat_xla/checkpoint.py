@@ -5,20 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
-from dstrat.interfaces.batch import apply_to_tensors
+from dstrat_xla import runtime
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from torch import Tensor
 
 
 class XLACheckpointIO(TorchCheckpointIO):
     """One file for each checkpoint, with tensors on the CPU, so that it loads where there is no torch_xla."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        super().save_checkpoint(apply_to_tensors(checkpoint, _on_host), path)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.cpu() if tensor.device.type == "xla" else tensor
+        super().save_checkpoint(runtime.state_on_host(checkpoint), path)

@@ -74,6 +74,23 @@ class LazySteps(Strategy):
     def read_values(self, tensors: Sequence[Tensor]) -> list[float]:
         return [float(value) for value in runtime.fetch(tensors)]
 
+    # State: on the host, where whoever writes it may look at parts of a tensor without a graph for each
+
+    def module_state_dict(self) -> dict[str, Any]:
+        return self._on_host(super().module_state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._on_host(super().optimizer_state(optimizer))
+
+    def sharded_module_state(self) -> dict[str, Any]:
+        return self._on_host(super().sharded_module_state())
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._on_host(super().sharded_optimizer_state(optimizer))
+
+    def _on_host(self, state: dict[str, Any]) -> dict[str, Any]:
+        return runtime.state_on_host(state)
+
     # Batches
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument

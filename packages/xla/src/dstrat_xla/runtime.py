@@ -6,17 +6,20 @@ import importlib
 import logging
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from dstrat.errors import DeviceError
+from dstrat.interfaces.batch import apply_to_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
+
+T = TypeVar("T")
 
 PJRT_DEVICE = "PJRT_DEVICE"
 _GOOGLE = "0x1ae0"  # as the PCI vendor of TPUs, and of Google's network cards
@@ -137,6 +140,19 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
         native._xla_sync_multi(on_device, devices=[], wait=False, sync_xla_data=True)  # noqa: SLF001 - as xm.save does
     copies = iter(native._xla_get_cpu_tensors(on_device) if on_device else ())  # noqa: SLF001 - likewise
     return [next(copies) if tensor.device.type == "xla" else tensor.cpu() for tensor in tensors]
+
+
+def state_on_host(state: T) -> T:
+    """Return a nested state with its tensors on the host, copied from the device together."""
+    tensors: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors[id(tensor)] = tensor
+        return tensor
+
+    apply_to_tensors(state, note)
+    copies = dict(zip(tensors, fetch([tensor.detach() for tensor in tensors.values()]), strict=True))
+    return apply_to_tensors(state, lambda tensor: copies[id(tensor)])  # type: ignore[no-any-return]  # of the same types
 
 
 def cut() -> None:

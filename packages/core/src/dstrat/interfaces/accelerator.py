@@ -48,11 +48,11 @@ class Accelerator(ABC):
 
     @abstractmethod
     def is_available(self) -> bool:
-        """Return whether this machine has such hardware and torch can use it.
+        """Return whether this machine has such hardware and torch can use it."""
 
-        Raises:
-            DeviceError: It cannot be used for a reason that the user can remove.
-        """
+    def hint_unavailable(self) -> str | None:
+        """Return what keeps the hardware from being available, and how to remove it; None where nothing is known."""
+        return None
 
     @abstractmethod
     def auto_device_count(self) -> int:

@@ -24,11 +24,18 @@ if TYPE_CHECKING:
     from dstrat_fsdp import DDPSpawnShardedStrategy as DDPSpawnShardedStrategy
     from dstrat_fsdp import FSDPStrategy as FSDPStrategy
     from dstrat_fsdp import ModelParallelStrategy as ModelParallelStrategy
+    from dstrat_xla import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
+    from dstrat_xla import SingleTPUStrategy as SingleTPUStrategy
+    from dstrat_xla import TPUAccelerator as TPUAccelerator
+    from dstrat_xla import TPUSpawnStrategy as TPUSpawnStrategy
+    from dstrat_xla import XLAAccelerator as XLAAccelerator
+    from dstrat_xla import XLAStrategy as XLAStrategy
 
 _ACCELERATORS = {
     "hpu": "dstrat-hpu",
     "ipu": "dstrat-ipu",
     "tpu": "dstrat-xla",
+    "xla": "dstrat-xla",
 }
 
 _STRATEGIES = {
@@ -79,6 +86,8 @@ _STRATEGIES = {
     "tpu_spawn_debug": "dstrat-xla",
     "xla": "dstrat-xla",
     "xla_debug": "dstrat-xla",
+    "xla_fsdp": "dstrat-xla",
+    "xla_spmd": "dstrat-xla",
 }
 
 _ACCELERATOR_CLASSES = {
@@ -110,6 +119,8 @@ _STRATEGY_CLASSES = {
     "SingleHPUStrategy": "dstrat-hpu",
     "SingleTPUStrategy": "dstrat-xla",
     "TPUSpawnStrategy": "dstrat-xla",
+    "XLAFSDPStrategy": "dstrat-xla",
+    "XLASPMDStrategy": "dstrat-xla",
     "XLAStrategy": "dstrat-xla",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dstrat.errors import BrokenComponentError, ConflictError, DeviceError, DstratError
+from dstrat.errors import BrokenComponentError, ConflictError, DeviceError
 from dstrat.plugins.facts import contradiction
 from dstrat.resolve.ability import Hardware, ability_of
 from dstrat.resolve.chosen import Chosen, chosen_as_given
@@ -97,11 +97,13 @@ def _check_record(part: Part[Accelerator], live: Accelerator) -> None:
 def _absence(accelerator: Accelerator) -> str | None:
     """Say why the accelerator is not available; None where it is."""
     try:
-        return None if accelerator.is_available() else "is not available"
-    except DstratError as error:
-        return f"is not available: {error}"
+        is_available = accelerator.is_available()
+        hint = None if is_available else accelerator.hint_unavailable()
     except Exception as error:  # noqa: BLE001 - of a plugin, whose driver may be broken, while others can be used
         return f"cannot tell whether it is available ({type(error).__name__}: {error})"
+    if is_available:
+        return None
+    return f"is not available: {hint}" if hint else "is not available"
 
 
 def _what_is_there(catalog: Catalog) -> str:

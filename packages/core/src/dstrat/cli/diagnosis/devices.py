@@ -37,7 +37,8 @@ def _found(offer: Offer, catalog: Catalog) -> Finding:
 
 def _devices(accelerator: Accelerator) -> str:
     if not accelerator.is_available():
-        return "not on this machine"
+        hint = accelerator.hint_unavailable()
+        return f"not on this machine: {hint}" if hint else "not on this machine"
     indices = accelerator.parse_devices("auto")
     devices = ", ".join(str(device) for device in accelerator.get_parallel_devices(indices))
     return f"{len(indices)} by default ({devices}), collectives by {accelerator.process_group_backend}"
