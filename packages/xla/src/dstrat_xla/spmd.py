@@ -90,7 +90,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
             self.parts = self.given_parts
         self.mesh_shape = _checked_shape({DATA: -1} if mesh_shape is None else mesh_shape)
         self.annotate = annotate
-        self._is_block = _block_test(auto_wrap_policy)
+        self.auto_wrap_policy = auto_wrap_policy if callable(auto_wrap_policy) else tuple(auto_wrap_policy or ())
         self.debug = debug
         self._mesh: Any = None
         self._hooks: list[RemovableHandle] = []
@@ -150,6 +150,10 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         divided = max(range(len(shape)), key=lambda dim: (shape[dim] % size == 0, shape[dim]))
         spec = tuple(FSDP if dim == divided else None for dim in range(len(shape)))
         _spmd().mark_sharding(parameter, self.device_mesh, spec)
+
+    def _is_block(self, layer: Module) -> bool:
+        policy = self.auto_wrap_policy
+        return bool(policy(layer)) if callable(policy) else isinstance(layer, policy)
 
     def _divide_output(self, layer: Module, inputs: Any, output: Any) -> None:
         """Divide what a layer returns, and reduce its gradients before those of the layer before it are computed."""
@@ -236,12 +240,3 @@ def _checked_shape(shape: Mapping[str, int]) -> dict[str, int]:
             "{'data': -1, 'fsdp': 4}"
         )
     return sizes
-
-
-def _block_test(policy: Collection[type[Module]] | Callable[[Module], bool] | None) -> Callable[[Module], bool]:
-    if policy is None:
-        return lambda layer: False  # noqa: ARG005 - there is none
-    if callable(policy):
-        return policy
-    classes = tuple(policy)
-    return lambda layer: isinstance(layer, classes)
