@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader
@@ -36,6 +36,16 @@ class LazySteps(Strategy):
     """
 
     allows_inference_mode = False  # tensors of inference mode have no place in a graph that goes on after it
+
+    # Moving the module: torch makes new parameters of those that go to an XLA device or back
+
+    def model_to_device(self) -> None:
+        with ties_kept(self.module):
+            super().model_to_device()  # type: ignore[safe-super]  # of the class beside this one
+
+    def teardown(self) -> None:
+        with nullcontext() if self._module is None else ties_kept(self._module):
+            super().teardown()
 
     def mark_step(self) -> None:
         """End the graph, and let the device run it; the process goes on at once."""
@@ -122,6 +132,19 @@ class LazySteps(Strategy):
                 dataloader.batch_size,
             )
         return super().process_dataloader(dataloader)
+
+
+@contextmanager
+def ties_kept(module: Module) -> Iterator[None]:
+    """Let layers that share a parameter share it afterwards too, where each would get a copy of its own."""
+    users: dict[Any, list[tuple[Module, str]]] = {}
+    for layer in module.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            users.setdefault(parameter, []).append((layer, name))
+    yield
+    for (first, first_name), *others in users.values():
+        for layer, name in others:
+            layer.register_parameter(name, getattr(first, first_name))
 
 
 def _size_of_last_batch(loader: Any) -> int | None:

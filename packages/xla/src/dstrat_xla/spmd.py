@@ -13,7 +13,7 @@ from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import DeviceError, MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat_xla import runtime
-from dstrat_xla.lazy import LazySteps
+from dstrat_xla.lazy import LazySteps, ties_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -173,7 +173,8 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         self._hooks = []
         if self._module is not None and self._mesh is not None:
             self.mark_step()
-            self._module._apply(self.to_host)  # noqa: SLF001 - what Module.cpu calls
+            with ties_kept(self._module):
+                self._module._apply(self.to_host)  # noqa: SLF001 - what Module.cpu calls
         super().teardown()
         if self._mesh is not None:
             _spmd().set_global_mesh(None)
