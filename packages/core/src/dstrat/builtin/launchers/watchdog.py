@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _SCRIPT = """
 while read -r group; do groups="$groups -$group"; done
 kill -KILL $groups
-for file in $(grep -lszFx "$2=$1" /proc/[0-9]*/environ); do
+for file in $(grep -lszFx "JOB_VARIABLE=$1" /proc/[0-9]*/environ); do
     pid="${file#/proc/}"; kill -KILL "${pid%/environ}"
 done
 rm -rf "$1"
-"""
+""".replace("JOB_VARIABLE", JOB_VARIABLE)
 
 
 class Watchdog:
@@ -37,7 +37,7 @@ class Watchdog:
 
     def __init__(self, folder: Path) -> None:
         self._shell = subprocess.Popen(  # noqa: S603 - nothing of the user's is in it
-            ["/bin/sh", "-c", _SCRIPT, "dstrat-watchdog", str(folder), JOB_VARIABLE],
+            ["/bin/sh", "-c", _SCRIPT, "dstrat-watchdog", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
