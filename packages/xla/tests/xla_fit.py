@@ -31,8 +31,10 @@ class Counts:
 
     @classmethod
     def now(cls):
+        from torch_xla.core import xla_model
         from torch_xla.debug import metrics
 
+        xla_model.wait_device_ops()  # graphs count when they have run
         timed = [metrics.metric_data(name) for name in ("CompileTime", "ExecuteTime", "TransferFromDeviceTime")]
         compiled, executed, copied = [data[0] if data else 0 for data in timed]
         return cls(compiled, executed, metrics.counter_value("MarkStep") or 0, copied)
