@@ -18,7 +18,7 @@ from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.optimizer_probe import state_after_one_step
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_xla import runtime
-from dstrat_xla.sharding import ShardedModule, block_policy, checked_classes, own_name, wrapper_class
+from dstrat_xla.sharding import ShardedModule, block_policy, checked_classes, unwrapped_name, wrapper_class
 from dstrat_xla.strategy import XLAStrategy
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class XLAFSDPStrategy(XLAStrategy):
     def _entries(self) -> dict[str, Any]:
         """Return the module's state, parameters as they are rather than detached, by its own names."""
         state = self.module.state_dict(keep_vars=True)
-        return {own_name(name): value for name, value in state.items()}
+        return {unwrapped_name(name): value for name, value in state.items()}
 
     def _as_shard(self, value: Any) -> Any:
         if isinstance(value, torch.nn.Parameter):

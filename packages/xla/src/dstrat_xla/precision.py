@@ -14,13 +14,13 @@ class XLAPrecision(TruePrecision):
     The module and its inputs are converted.  ``XLA_USE_BF16``, with which earlier torch_xla did so, is gone.
 
     Args:
-        flag: ``"32-true"``, ``"16-true"`` or ``"bf16-true"``; ``precision="bf16-mixed"`` keeps parameters in float32.
+        precision: ``"32-true"``, ``"16-true"`` or ``"bf16-true"``; ``"bf16-mixed"`` is another class's.
 
     Raises:
         RequestError: It is another one.
     """
 
-    def __init__(self, flag: str = "32-true") -> None:
-        if flag not in _FLAGS:
-            raise RequestError(f"XLAPrecision({flag!r}) is not possible: choose one of {', '.join(_FLAGS)}")
-        super().__init__(flag)
+    def __init__(self, precision: str = "32-true") -> None:
+        if precision not in _FLAGS:
+            raise RequestError(f"XLAPrecision({precision!r}) is not possible: choose one of {', '.join(_FLAGS)}")
+        super().__init__(precision)

@@ -91,7 +91,7 @@ class ShardedModule:
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the shards by the names of their parameters."""
         for name, parameter in self._module.named_parameters():
-            yield own_name(name), parameter
+            yield unwrapped_name(name), parameter
 
     # State
 
@@ -155,7 +155,7 @@ def wrapper_class() -> Any:
     return importlib.import_module("torch_xla.distributed.fsdp").XlaFullyShardedDataParallel
 
 
-def own_name(name: str) -> str:
+def unwrapped_name(name: str) -> str:
     """Return the name that a parameter or buffer has in the user's module."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")

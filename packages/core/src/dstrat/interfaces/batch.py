@@ -36,7 +36,7 @@ def numbers_to_tensors(batch: Any, device: torch.device) -> Any:
         is_numeric = isinstance(other, _NUMBERS) or type(other).__module__ == "numpy"
         return torch.as_tensor(other, device=device) if is_numeric else other
 
-    return _apply(batch, _numeric_part, lambda tensor: tensor, convert)
+    return _apply(batch, _classify_numeric, lambda tensor: tensor, convert)
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
@@ -129,7 +129,7 @@ def _movable_part(kind: type) -> _Part:
     return _Part.OBJECT if own else part
 
 
-def _numeric_part(kind: type) -> _Part:
+def _classify_numeric(kind: type) -> _Part:
     """Return the same, where numbers are something to convert."""
     return _Part.OBJECT if issubclass(kind, _NUMBERS) else _part(kind)  # type: ignore[arg-type]  # a class is hashable
 

@@ -1,4 +1,4 @@
-"""What surrounds a hand-written loop in each process of its job: communication, closed however the loop ends."""
+"""Communication around a hand-written loop, closed however the loop ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in a checkpoint of a training."""
+"""Content of a training's checkpoint."""
 
 from __future__ import annotations
 

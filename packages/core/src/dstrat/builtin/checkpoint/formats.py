@@ -1,4 +1,4 @@
-"""Which of our formats a checkpoint has, and what reads it."""
+"""Detection of a checkpoint's format."""
 
 from __future__ import annotations
 

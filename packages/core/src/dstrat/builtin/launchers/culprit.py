@@ -1,4 +1,4 @@
-"""Which of several failed ranks was the cause, and what to tell the user of it."""
+"""Primary failure of a job, and the error that names its rank."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def hung_rank(ends: Sequence[RankEnd], running: Mapping[int, str], world_size: i
     return min(elsewhere or running, default=None)
 
 
-def rank_that_left(ends: Sequence[RankEnd]) -> RankEnd | None:
+def early_exit(ends: Sequence[RankEnd]) -> RankEnd | None:
     """Return the rank that ended well while others still needed it, if that was why they failed."""
     if any(end.is_failure and end.remoteness < 2 for end in ends):
         return None
@@ -98,7 +98,7 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
     """
     first = first_failure(ends)
     hung = hung_rank(ends, running, world_size)
-    left = rank_that_left(ends)
+    left = early_exit(ends)
     if hung is not None and (left is None or not waits(running[hung])):
         stack = running[hung] or "(it gave none)"
         return RankFailedError(

@@ -1,4 +1,4 @@
-"""What a rank leaves behind when it fails, and which of several failures was the cause."""
+"""Failure files of ranks: classify, write and read exceptions."""
 
 from __future__ import annotations
 

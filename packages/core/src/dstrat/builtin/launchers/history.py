@@ -1,4 +1,4 @@
-"""Which launches of this program have failed, so that ranks which re-run it pass them in the same way."""
+"""Launch history of a program, which ranks that re-run it replay."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def read_activities(pids: Iterable[int]) -> dict[int, Activity]:
     return {pid: _sum(family, seconds) for pid, family in families.items()}
 
 
-def read_own_activity() -> Activity | None:
+def read_activity_of_this_process() -> Activity | None:
     """Return the activity of this process but for the calling thread, which only looks."""
     children, seconds = _read_processes()
     pid = os.getpid()
@@ -339,7 +339,7 @@ class _OwnWatch(threading.Thread):
                 self._has_beaten = False
                 self._timer.restart()
                 continue
-            idle = self._timer.update(read_own_activity())
+            idle = self._timer.update(read_activity_of_this_process())
             if idle > self._timer.limit + _MARGIN and not waits_for_others(self._innermost_files()):
                 self._end(idle)
 

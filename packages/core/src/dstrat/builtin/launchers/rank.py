@@ -1,4 +1,4 @@
-"""What every rank does around the user's function or script."""
+"""Life of a rank around the user's function or script."""
 
 from __future__ import annotations
 

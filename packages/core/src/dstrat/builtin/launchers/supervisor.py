@@ -89,7 +89,7 @@ class Supervisor:
             if self._failures() or self._idle:
                 stacks = self._stacks_of(self._running())
             elif not self.interrupts.received:
-                self._name_those_asked()
+                self._report_external_signals()
         finally:
             self.end_all()
         self._report(stacks)
@@ -195,7 +195,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 (self.folder / STOP_FILE).write_text(str(int(self.stop_signal)))
 
-    def _name_those_asked(self) -> None:
+    def _report_external_signals(self) -> None:
         """Print which ranks somebody else asked to stop, upon which all ranks have done so."""
         files = {process.rank: signal_file(self.folder, process.pid) for process in self.processes}
         asked = {rank: signal.Signals(int(file.read_text())) for rank, file in files.items() if file.exists()}

@@ -1,4 +1,4 @@
-"""Which devices each accelerator finds on this machine."""
+"""Devices that each accelerator finds on this machine."""
 
 from __future__ import annotations
 

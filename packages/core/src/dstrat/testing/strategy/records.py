@@ -1,4 +1,4 @@
-"""Whether the record of a strategy is true, and cheap to read."""
+"""Standard tests of a strategy's record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a ModelCheckpoint saves: after how many epochs, steps or how much time."""
+"""Schedule of a ModelCheckpoint: by epochs, steps or time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the batches of a run come from: loaders that were passed, a data module, or the module's own hooks."""
+"""Data sources of a run: passed loaders, a data module, or the module's hooks."""
 
 from __future__ import annotations
 

@@ -238,12 +238,12 @@ class EvaluationLoop:
         """Return the batches of a loader, on the device; several processes vote between them."""
         host_batches = self._trainer.profiled_batches(itertools.islice(loader, count))
         if self._votes is None:
-            return self._own_batches(dataloader_idx, host_batches, loader)
+            return self._batches_of_rank(dataloader_idx, host_batches, loader)
         if self._trainer.strategy.evaluates_together:
             return self._batches_together(dataloader_idx, host_batches, self._votes)
-        return self._votes.between(self._own_batches(dataloader_idx, host_batches, loader))
+        return self._votes.between(self._batches_of_rank(dataloader_idx, host_batches, loader))
 
-    def _own_batches(self, dataloader_idx: int, host_batches: Iterable[Any], loader: Any) -> Iterable[Any]:
+    def _batches_of_rank(self, dataloader_idx: int, host_batches: Iterable[Any], loader: Any) -> Iterable[Any]:
         """Return the batches on the device; on the CPU nothing of ours runs between them."""
         ahead = device_to_copy_ahead_to(self._trainer, self._module)
         prefetching = prefetching_strategy(self._trainer, self._module, loader)

@@ -1,4 +1,4 @@
-"""Which rank writes which part of which tensor, so that each is written once and all ranks write as much."""
+"""Write plan: each tensor is written once, and all ranks write as much."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _memory(tensor: Any, name: str) -> Any:
         return name
     place = tensor.placements if is_distributed(tensor) else None
     view = (local.stride(), local.is_conj(), local.is_neg())
-    # XLA's tensors have no address that torch sees: 0 would make all of one shape the same.
+    # Tensors of some backends have no address that torch sees: 0 would make all of one shape the same.
     address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())  # noqa: SLF001 - no other id
     return tensor.dtype, tensor.shape, local.device, address, view, place
 
