@@ -120,10 +120,13 @@ def die_with_sockets(rank):
 
 def fail_without_folder(rank):
     """A cleaner of temporary files removes what the ranks leave their errors in."""
-    if rank == 1:
-        shutil.rmtree(os.environ["DSTRAT_JOB"])
-        raise ValueError("boom")
-    time.sleep(600)
+    if rank == 0:
+        write("waits-0", os.getpid())
+        time.sleep(600)
+    while not Path("waits-0").exists():  # rank 0 reads its function in that folder
+        time.sleep(0.01)
+    shutil.rmtree(os.environ["DSTRAT_JOB"])
+    raise ValueError("boom")
 
 
 def stop_gently(rank):
