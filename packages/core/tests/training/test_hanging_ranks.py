@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -105,42 +106,83 @@ def test_limits_follow_the_timeout_that_is_given():
 
 
 SCRIPT = """
-import os, sys, time, torch
+import os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+os.environ |= zip(names, (sys.argv[1], sys.argv[1], "2", "2", "127.0.0.1", sys.argv[2], "lo"), strict=True)
+import signal, time, torch
 sys.path.insert(0, {folder!r})
 from conftest import Averaging, Line, numbers
 from datetime import timedelta
 from torch.utils.data import DataLoader
 from dstrat import Callback, Trainer
 
-class Hangs(Callback):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_rank == 1:
-            time.sleep(600)
+def compute(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
 
+class Misbehaves(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1 and trainer.global_rank in {ranks}:
+            {deed}
+
+strategy = Averaging(timeout=timedelta(seconds=120))
+strategy.hang_timeout = timedelta(seconds=2)
 trainer = Trainer(
-    accelerator="cpu", devices=2, strategy=Averaging(timeout=timedelta(seconds=3)), logger=False,
-    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, callbacks=Hangs(),
+    accelerator="cpu", devices=2, strategy=strategy, logger=False, max_epochs=1, callbacks=Misbehaves(),
+    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
 )
 trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
 """
 
 
-def test_rank_that_another_launcher_started_finds_its_own_hang(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    head = """
-import os, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
-os.environ |= zip(names, (sys.argv[1], sys.argv[1], "2", "2", "127.0.0.1", sys.argv[2], "lo"), strict=True)
-"""
-    script = tmp_path / "train.py"
-    script.write_text(head + SCRIPT.format(folder=os.path.dirname(__file__)))  # noqa: PTH120 - a string for a program
-    ranks = [WarmProgram(script, str(rank), str(port)) for rank in range(2)]
+@pytest.fixture
+def start_ranks(tmp_path):
+    """Start two ranks as another launcher does, which no supervisor watches."""
+    ranks = []
+
+    def start_ranks(deed, misbehaving=(1,)):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        script = tmp_path / "train.py"
+        folder = os.path.dirname(__file__)  # noqa: PTH120 - a string for a program
+        script.write_text(SCRIPT.format(folder=folder, deed=deed, ranks=misbehaving))
+        ranks[:] = [WarmProgram(script, str(rank), str(port)) for rank in range(2)]
+        return ranks
+
+    yield start_ranks
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(signal.SIGKILL)
+            rank.communicate()
+
+
+def test_rank_that_another_launcher_started_finds_its_own_hang(start_ranks):
+    ranks = start_ranks("time.sleep(600)")
     _, (_, errors) = [rank.communicate(timeout=170) for rank in ranks]
-    assert re.search("rank 1 of 2 hung: idle for [4-9] s, outside of any collective. If this is normal, pass", errors)
-    assert "time.sleep(600)" in errors
+    assert "rank 1 of 2 hung: nothing was done for 2 s, and rank 0 waited. If this is normal, pass" in errors
+    assert re.search(r"Stack of rank 1:\n\nCurrent thread .*\n.*train.py.* in on_train_batch_start", errors)
+    assert "Stack of rank 0:\n\nCurrent thread" in errors
     assert [rank.returncode for rank in ranks] == [1, 1]
+
+
+def test_rank_that_does_not_respond_is_named_by_one_that_waits(start_ranks):
+    waiting, _ = start_ranks("os.kill(os.getpid(), signal.SIGSTOP)")
+    _, errors = waiting.communicate(timeout=170)
+    assert "rank 1 of 2 hung: nothing was done for 2 s, and rank 0 waited" in errors
+    assert waiting.returncode == 1
+
+
+def test_ranks_of_another_launcher_that_all_hang_are_found(start_ranks):
+    ranks = start_ranks("time.sleep(600)", (0, 1))
+    errors = "".join(rank.communicate(timeout=170)[1] for rank in ranks)
+    assert "ranks 0, 1 of 2 hung: nothing was done for 2 s. If" in errors
+    assert [rank.returncode for rank in ranks] == [1, 1]
+
+
+def test_rank_of_another_launcher_that_waits_for_work_is_no_hang(start_ranks):
+    assert [rank.run(timeout=170) for rank in start_ranks("compute(6)")] == ["", ""]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

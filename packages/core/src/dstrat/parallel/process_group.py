@@ -26,6 +26,7 @@ _SHORTEST_PAUSE = 0.001  # seconds between two looks into the store, at first
 _stores: dict[object, dist.Store] = {}
 _openings = itertools.count()
 _timeouts: list[timedelta] = []  # the last one is that of the group which is open
+_job_stores: list[dist.Store] = []  # likewise
 
 
 def open_process_group(
@@ -67,7 +68,15 @@ def open_process_group(
         )
         # Gloo fails in a rank that still connects when another one closes.
         _meet(store, cluster, timeout, "open the process group")
+    _job_stores[:] = [store]
     return store
+
+
+def clone_job_store(prefix: str) -> dist.Store | None:
+    """Return another connection to the store of the open process group, for a thread; None where none is open."""
+    if not _job_stores:
+        return None
+    return dist.PrefixStore(prefix, _job_stores[-1].clone())  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def group_timeout() -> timedelta:
@@ -77,6 +86,7 @@ def group_timeout() -> timedelta:
 
 def close_process_group() -> None:
     """Close the default process group, if it is open; a peer that is gone already is no error."""
+    _job_stores.clear()
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

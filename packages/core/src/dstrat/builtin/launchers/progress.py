@@ -12,11 +12,8 @@ import contextlib
 import importlib.util
 import os
 import re
-import signal
-import sys
 import threading
 import time
-import traceback
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -27,10 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from datetime import timedelta
 
+    from dstrat.builtin.launchers.peer_watch import PeerWatch
+
 _IDLE_SHARE = 0.05  # of one processor; the threads of 24 Gloo groups that wait take 0.03
 _IDLE_RATE = 50_000  # bytes in a second of files; a progress bar that is redrawn writes a thousand
 _IDLE_NETWORK_RATE = 500_000  # bytes in a second of the machine, on which others may chat
-_MARGIN = 1.0  # seconds; a collective of others that ends by the same timeout says more
+MARGIN = 1.0  # seconds; a collective of others that ends by the same timeout says more
 _PATIENCE = 5.0  # seconds that a waiting rank leaves to the one that it waits for, so that this one is named
 _PAUSE = 5.0  # seconds between two looks after which the watcher itself was stopped: a frozen container, Ctrl-Z
 
@@ -203,7 +202,7 @@ def beat() -> None:
 def watched_for_hangs(limit: timedelta | None, *, longest: timedelta | None, rank: int, size: int) -> Iterator[None]:
     """Let this rank's part of a job end when it hangs in a ``with`` block.
 
-    The supervisor watches a rank that it has started; another rank watches itself.
+    The supervisor watches ranks that it has started; others watch each other.
 
     Args:
         limit: How long it may be idle without progress; None is as long as it likes.
@@ -216,13 +215,15 @@ def watched_for_hangs(limit: timedelta | None, *, longest: timedelta | None, ran
         return
     from dstrat.builtin.launchers.rank import this_rank  # not needed by runs of one process
 
-    started, longest = this_rank(), max(limit, longest or limit)
-    watch: _ProgressFile | _OwnWatch
+    started = this_rank()
+    limits = (limit.total_seconds(), max(limit, longest or limit).total_seconds())
+    watch: _ProgressFile | PeerWatch
     if started is not None:
-        limits = (limit.total_seconds(), longest.total_seconds())
         watch = _ProgressFile(progress_file(started.folder, os.getpid()), *limits)
     else:
-        watch = _OwnWatch(longest.total_seconds(), f"rank {rank} of {size}")
+        from dstrat.builtin.launchers.peer_watch import PeerWatch  # which needs this module
+
+        watch = PeerWatch(*limits, rank, size)
     _beats.append(watch.beat)
     try:
         yield
@@ -283,7 +284,7 @@ class RankWatch:
         self._next_look = now + min((self._timers[pid].period for pid in silent), default=0.5)
         activities = read_activities(silent) if silent else {}
         idle = {pid: self._timers[pid].update(activities.get(pid)) for pid in silent}
-        return {pid: self._timers[pid].limit for pid in silent if idle[pid] > self._timers[pid].limit + _MARGIN}
+        return {pid: self._timers[pid].limit for pid in silent if idle[pid] > self._timers[pid].limit + MARGIN}
 
     def restart(self) -> None:
         """Begin anew, after all ranks were stopped and continued."""
@@ -306,67 +307,6 @@ class RankWatch:
             self._timers[pid].restart()
             return False
         return True
-
-
-class _OwnWatch(threading.Thread):
-    """A rank's watch over itself, where nothing of dstrat's watches it: under torchrun or a scheduler.
-
-    It does not see whether other ranks are at work, and so leaves as much time as collectives do.  It works as long as
-    other threads of the rank can run, which native code may prevent.
-
-    Args:
-        limit: Seconds of idleness after which it ends a rank that waits for no other.
-        name: The rank, in words.
-    """
-
-    def __init__(self, limit: float, name: str) -> None:
-        super().__init__(name="dstrat-hang-watch", daemon=True)
-        self._timer, self._rank = IdleTimer(limit), name
-        self._main = threading.get_ident()
-        self._closed = threading.Event()
-        self._has_beaten = False
-        self.start()
-
-    def beat(self) -> None:
-        self._has_beaten = True
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def run(self) -> None:
-        while not self._closed.wait(self._timer.period):
-            if self._has_beaten:
-                self._has_beaten = False
-                self._timer.restart()
-                continue
-            idle = self._timer.update(read_activity_of_this_process())
-            if idle > self._timer.limit + _MARGIN and not waits_for_others(self._innermost_files()):
-                self._end(idle)
-
-    def _stack(self) -> list[traceback.FrameSummary]:
-        return traceback.extract_stack(sys._current_frames()[self._main])  # noqa: SLF001 - there is no other way
-
-    def _innermost_files(self) -> list[str]:
-        return [frame.filename for frame in reversed(self._stack())]
-
-    def _end(self, idle: float) -> None:
-        stack = "".join(traceback.format_list(self._stack()))
-        message = (
-            f"{self._rank} hung: idle for {idle:.0f} s, outside of any collective. If this is normal, pass "
-            f"timeout=timedelta(minutes=...) to the strategy. Its stack:\n\n{stack}"
-        )
-        sys.stderr.write(f"{message}\n")
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            get_error_handler().record_exception(TimeoutError(message))
-        for pid in descendants_of([os.getpid()]):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGTERM)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, or of a terminal that is gone
-                stream.flush()
-        os._exit(1)
 
 
 def waits_for_others(innermost_files: Iterable[str], *, is_busy: bool = False) -> bool:

@@ -1,0 +1,215 @@
+"""Hang detection among ranks that another launcher has started, through the store of their job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from dstrat.builtin.launchers.culprit import hang_error
+from dstrat.builtin.launchers.progress import (
+    MARGIN,
+    IdleTimer,
+    descendants_of,
+    read_activity_of_this_process,
+    waits_for_others,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import Store
+
+_NUM_OBSERVERS = 4  # of the ranks that wait; if all of a thousand looked at each other, the store would be overloaded
+_NUM_STACKS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """What a rank publishes of itself, once in each period.
+
+    Attributes:
+        number: Counts the periods; a rank whose number stays as it is does not respond.
+        idle_seconds: For how long it has been idle, without progress.
+        is_waiting: Whether it waits for others in a collective.
+        has_ended: Whether it has left the run.
+    """
+
+    number: int = 0
+    idle_seconds: float = 0.0
+    is_waiting: bool = False
+    has_ended: bool = False
+
+
+def find_hung_ranks(states: Mapping[int, RankState], unresponsive: set[int], limit: float) -> list[int]:
+    """Return the ranks that hold up a job, in ascending order; none while any rank is at work.
+
+    Ranks that do not wait for others hold them up; where all wait, their collectives do not match.
+
+    Args:
+        states: Of all ranks, by rank.
+        unresponsive: Ranks whose state has not changed for the limit.
+        limit: Seconds.
+    """
+    running = {rank: state for rank, state in states.items() if not state.has_ended}
+    idle = [rank for rank, state in running.items() if rank in unresponsive or state.idle_seconds > limit]
+    if not idle or any(rank not in idle and not state.is_waiting for rank, state in running.items()):
+        return []
+    # What an unresponsive rank did last is no longer true.
+    blocking = [rank for rank in idle if rank in unresponsive or not running[rank].is_waiting]
+    return sorted(blocking or idle)
+
+
+class PeerWatch(threading.Thread):
+    """The watch of a rank over itself and its peers where no supervisor sees them: under torchrun or a scheduler.
+
+    Until the job's store is open, and where it does not respond, a rank sees only itself.  Then it leaves as much time
+    as a collective takes, as others may be at work.  A thread cannot watch while native code keeps Python's lock; then
+    peers find this rank unresponsive.
+
+    Args:
+        limit: Seconds of idleness after which the job ends if no rank is at work.
+        longest: Seconds that a collective waits for other ranks.
+        rank: Its global rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, limit: float, longest: float, rank: int, size: int) -> None:
+        super().__init__(name="dstrat-hang-watch", daemon=True)
+        self._limit, self._longest, self._rank, self._size = limit, longest, rank, size
+        self._timer = IdleTimer(limit)
+        self._main = threading.get_ident()
+        self._closed = threading.Event()
+        self._has_beaten = False
+        self._last_beat = time.monotonic()
+        self._number = 0
+        self._store: Store | None = None
+        self._store_failed = False
+        self._changes: dict[int, tuple[int, float]] = {}  # last number of each peer, and when it was first seen
+        self.start()
+
+    def beat(self) -> None:
+        """Note progress of the run."""
+        self._has_beaten = True
+
+    def close(self) -> None:
+        """End the watch; peers no longer take this rank into account."""
+        self._closed.set()
+        self.join(5.0)  # at most, as the store may not respond
+        if not self.is_alive():
+            self._publish(RankState(number=self._number, has_ended=True))
+
+    def run(self) -> None:
+        while not self._closed.wait(self._timer.period):
+            if self._has_beaten:
+                self._has_beaten = False
+                self._last_beat = time.monotonic()
+                self._timer.restart()
+                self._publish(RankState(number=self._number))
+            else:
+                self._look(self._timer.update(read_activity_of_this_process()))
+            self._number += 1
+
+    def _look(self, idle_seconds: float) -> None:
+        """Publish the state of this rank, and end the job if it hangs."""
+        stack = traceback.extract_stack(sys._current_frames()[self._main])  # noqa: SLF001 - there is no other way
+        files = [frame.filename for frame in reversed(stack)]
+        is_waiting = waits_for_others(files, is_busy=idle_seconds < self._limit)
+        state = RankState(number=self._number, idle_seconds=idle_seconds, is_waiting=is_waiting)
+        self._publish(state, stack)
+        silent_seconds = time.monotonic() - self._last_beat
+        if self._store is None:
+            if idle_seconds > self._longest + MARGIN and not is_waiting:
+                self._end({self._rank: _format(stack)}, self._longest)
+        # Before the limit, so that it is known since when a peer has not responded.
+        elif silent_seconds > 2 * self._timer.period and (not is_waiting or self._rank < _NUM_OBSERVERS):
+            self._look_at_peers()
+
+    def _publish(self, state: RankState, stack: traceback.StackSummary | None = None) -> None:
+        if (store := self._open_store()) is None:
+            return
+        try:
+            if stack is not None and state.idle_seconds > self._limit / 2:
+                store.set(f"stack {self._rank}", _format(stack))
+            store.set(f"state {self._rank}", json.dumps(asdict(state)))
+        except RuntimeError:  # rank 0 may be gone, and the store with it
+            self._store, self._store_failed = None, True
+
+    def _open_store(self) -> Store | None:
+        if self._store is None and not self._store_failed and "dstrat.parallel.process_group" in sys.modules:
+            from dstrat.parallel.process_group import clone_job_store
+
+            self._store = clone_job_store("hangs")
+        return self._store
+
+    def _look_at_peers(self) -> None:
+        """End the job if this rank is to, of all that hang or wait."""
+        try:
+            states = self._read_states()
+        except RuntimeError:
+            self._store, self._store_failed = None, True
+            return
+        now = time.monotonic()
+        for rank, state in states.items():
+            if rank not in self._changes or self._changes[rank][0] != state.number:
+                self._changes[rank] = (state.number, now)
+        unresponsive = {rank for rank, (_, since) in self._changes.items() if now - since > self._limit + MARGIN}
+        hung = find_hung_ranks(states, unresponsive, self._limit + MARGIN)
+        if not hung:
+            return
+        responsive = [rank for rank in hung if rank not in unresponsive]
+        waiting = [rank for rank, state in states.items() if rank not in hung and not state.has_ended]
+        # Each that hangs ends, as the launcher may not end it; where none can, the first that waits does.
+        ending = responsive or waiting[:1]
+        if self._rank in ending:
+            reported = [*islice(hung, _NUM_STACKS), *islice(waiting, _NUM_STACKS)]
+            self._end(self._read_stacks(reported if self._rank == ending[0] else [self._rank]), self._limit, hung)
+
+    def _read_states(self) -> dict[int, RankState]:
+        assert self._store is not None  # noqa: S101 - only called where it is open
+        store, keys = self._store, {rank: f"state {rank}" for rank in range(self._size)}
+        if not store.check(list(keys.values())):  # getting one that is not there would wait
+            keys = {rank: key for rank, key in keys.items() if store.check([key])}
+        values = store.multi_get(list(keys.values()))
+        states = {rank: RankState(**json.loads(value)) for rank, value in zip(keys, values, strict=True)}
+        return {rank: states.get(rank, RankState(number=-1)) for rank in range(self._size)}
+
+    def _read_stacks(self, ranks: list[int]) -> dict[int, str]:
+        assert self._store is not None  # noqa: S101 - likewise
+        stacks = {}
+        for rank in ranks:
+            with contextlib.suppress(RuntimeError):
+                key = f"stack {rank}"
+                stacks[rank] = self._store.get(key).decode() if self._store.check([key]) else ""
+        return stacks
+
+    def _end(self, stacks: dict[int, str], limit: float, hung: list[int] | None = None) -> None:
+        """Print which ranks hang, with their stacks, and end this process."""
+        idle = dict.fromkeys(hung or [self._rank], limit)
+        message = str(hang_error(idle, stacks or {self._rank: ""}, self._size))
+        sys.stderr.write(f"{message}\n")
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(TimeoutError(message))
+        for pid in descendants_of([os.getpid()]):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or of a terminal that is gone
+                stream.flush()
+        os._exit(1)
+
+
+def _format(stack: traceback.StackSummary) -> str:
+    """Return the stack as faulthandler writes those of ranks that dstrat has started."""
+    lines = [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(stack)]
+    return "\n".join(["Current thread (most recent call first):", *lines])
