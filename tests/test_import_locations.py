@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import dstrat
-from dstrat import accelerators, callbacks, loggers, profilers, strategies, utilities
+from dstrat import accelerators, callbacks, loggers, profilers, strategies, tuner, utilities
 from dstrat import plugins as plugin_classes
 from dstrat.plugins import environments, io, precision
 from dstrat.plugins.known import KNOWN_CLASSES
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FAMILIES = ["dstrat_ddp", "dstrat_deepspeed", "dstrat_fsdp"]
 MODULES = [
-    dstrat, accelerators, callbacks, loggers, profilers, strategies, utilities, plugin_classes, environments, io,
+    dstrat, accelerators, callbacks, loggers, profilers, strategies, tuner, utilities, plugin_classes, environments, io,
     precision, *map(import_module, FAMILIES),
 ]  # fmt: skip
 

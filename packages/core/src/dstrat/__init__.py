@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from dstrat.training.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
     from dstrat.training.loggers.wandb_logger import WandbLogger as WandbLogger
     from dstrat.training.module.data_module import DataModule as DataModule
+    from dstrat.training.module.hyperparameters import HyperparametersMixin as HyperparametersMixin
     from dstrat.training.module.optimization import grad_norm as grad_norm
     from dstrat.training.module.train_module import TrainModule as TrainModule
     from dstrat.training.profilers.advanced import AdvancedProfiler as AdvancedProfiler
@@ -113,6 +114,7 @@ _HOMES = {
     "ExternalEnvironment": "dstrat.builtin.clusters.external",
     "GradientAccumulationScheduler": "dstrat.training.callbacks.gradient_accumulation_scheduler",
     "GradientSyncStrategy": "dstrat.parallel.gradient_sync",
+    "HyperparametersMixin": "dstrat.training.module.hyperparameters",
     "LambdaCallback": "dstrat.training.callbacks.lambda_callback",
     "Launcher": "dstrat.interfaces.launcher",
     "LearningRateFinder": "dstrat.training.callbacks.learning_rate_finder",
@@ -176,7 +178,7 @@ if not TYPE_CHECKING:
             from importlib.metadata import version
 
             return version("dstrat")
-        if name in ("accelerators", "callbacks", "loggers", "plugins", "profilers", "strategies"):
+        if name in ("accelerators", "callbacks", "loggers", "plugins", "profilers", "strategies", "tuner", "utilities"):
             from importlib import import_module
 
             return import_module(f"dstrat.{name}")  # import dstrat as pl; pl.callbacks.EarlyStopping

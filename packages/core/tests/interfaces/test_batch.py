@@ -72,6 +72,16 @@ class Graph:
         return Graph(self.x.to(device))
 
 
+class MovedInPlace:
+    """Returns nothing from its to(), as many graphs of other packages."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        self.x = self.x.to(device)
+
+
 class Sealed:
     def __init__(self, x):
         self.x = x
@@ -158,6 +168,11 @@ def test_a_mover_to_the_cpu_sees_what_is_elsewhere():
 
 def test_objects_move_themselves_also_inside_a_batch():
     assert move_to_device({"graph": [Graph(tensor())]}, META)["graph"][0].x.device == META
+
+
+def test_an_object_that_moves_in_place_stays_in_the_batch():
+    moved = move_to_device((MovedInPlace(tensor()), None), META)
+    assert moved[0].x.device == META
 
 
 @pytest.mark.parametrize("batch", ["text", 3, None, b"", [], {}, object(), [object(), int], torch.float32, {1, 2}])

@@ -806,3 +806,17 @@ class TestWrongUse:
     def test_an_argument_out_of_range(self, quiet_trainer, argument, value, message):
         with pytest.raises(RequestError, match=message):
             quiet_trainer(**{argument: value})
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_weights_only_of_lightning_is_taken_and_changes_nothing(
+    quiet_trainer, make_line, loader, tmp_path, weights_only
+):
+    trainer, line = quiet_trainer(max_steps=1), make_line()
+    trainer.fit(line, loader(), None, None, None, weights_only)
+    trainer.save_checkpoint(tmp_path / "end")
+    resumed = quiet_trainer(max_steps=2)
+    resumed.fit(make_line(), loader(), ckpt_path=tmp_path / "end", weights_only=weights_only)
+    assert resumed.global_step == 2
+    for stage in ("validate", "test", "predict"):
+        getattr(trainer, stage)(line, loader(), ckpt_path=tmp_path / "end", weights_only=weights_only)

@@ -146,11 +146,42 @@ def test_there_is_nothing_to_save_before_a_fit(quiet_trainer, tmp_path):
         quiet_trainer().save_checkpoint(tmp_path / "end")
 
 
-def test_another_run_ends_the_time_for_saving(quiet_trainer, line, loader, tmp_path):
-    trainer = quiet_trainer(max_epochs=1)
+@pytest.mark.parametrize("plugin", ["torch", "portable"])
+def test_a_fit_goes_on_from_what_is_saved_after_a_test(quiet_trainer, make_line, net, loader, tmp_path, plugin):
+    def trainer(epochs):
+        return quiet_trainer(max_epochs=epochs, plugins=plugin)
+
+    whole = make_line(net)
+    trainer(2).fit(whole, loader(shuffle=True))
+    fitted, first = trainer(1), make_line(net)
+    fitted.fit(first, loader(shuffle=True))
+    fitted.test(first, loader())
+    fitted.save_checkpoint(tmp_path / "end")
+    resumed = net()
+    trainer(2).fit(resumed, loader(shuffle=True), ckpt_path=tmp_path / "end")
+    assert same(resumed, whole)
+
+
+def test_weights_that_a_test_has_loaded_are_saved_with_a_warning(
+    quiet_trainer, line, line_class, loader, tmp_path, caplog
+):
+    trainer = quiet_trainer(max_epochs=2)
     trainer.fit(line, loader())
-    trainer.test(line, loader())
-    with pytest.raises(MisuseError, match="test has run since, and what was kept of a fit before it is gone"):
+    trainer.save_checkpoint(tmp_path / "end")
+    loaded = line_class.load_from_checkpoint(tmp_path / "end")
+    with torch.no_grad():
+        line.layer.weight.zero_()
+    trainer.test(line, loader(), ckpt_path=tmp_path / "end")
+    trainer.save_checkpoint(tmp_path / "after", weights_only=True)
+    assert same(line_class.load_from_checkpoint(tmp_path / "after"), loaded)
+    assert "after gets the weights of" in caplog.text
+
+
+def test_a_run_of_another_module_ends_the_time_for_saving(quiet_trainer, make_line, loader, tmp_path):
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(make_line(), loader())
+    trainer.test(make_line(), loader())
+    with pytest.raises(MisuseError, match="test has run since with a module of which none has come to its end"):
         trainer.save_checkpoint(tmp_path / "end")
 
 

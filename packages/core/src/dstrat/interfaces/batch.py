@@ -224,10 +224,11 @@ def _move_object(batch: Any, device: torch.device) -> Any:
     if own is not None:
         options = {"non_blocking": True} if own.takes_non_blocking and device.type == "cuda" else {}
         try:
-            return batch.to(device, **options)
+            moved = batch.to(device, **options)
         except (TypeError, ValueError) as error:
             reason = f"cannot be moved by its own to({str(device)!r}) ({error})"
             raise _cannot_be_moved(batch, reason) from error
+        return batch if moved is None else moved  # many move in place and return nothing
     held = {} if isinstance(batch, type) else getattr(batch, "__dict__", {})
     elsewhere = [name for name, value in held.items() if _is_tensor(value) and value.device != device]
     if elsewhere:

@@ -36,7 +36,7 @@ def collect_checkpoint(
         checkpoint |= _training(
             trainer, optimization_entries(trainer.strategy) if ended is None else ended.optimization
         )
-        if trainer.is_fitting:
+        if trainer.is_fitting or ended is not None:
             checkpoint |= _of_each_rank(trainer, own_state(trainer) if ended is None else ended.own)
     trainer.dispatch.call("on_save_checkpoint", checkpoint)
     return checkpoint

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from dstrat.training.trainer import Trainer
 
+_log = logging.getLogger(__name__)
+
 _IN_A_RUN = "call it in on_train_end of the module or a callback, or take ModelCheckpoint(save_last=True)"
 
 
@@ -26,11 +29,13 @@ class EndedFit:
         optimization: The state of optimizers, schedulers and precision; empty in processes that do not write it.
         own: What belongs to this process alone.
         error: What was wrong with the state, so that it cannot be saved; None where nothing was.
+        weights_of: The checkpoint whose weights an evaluation has loaded into the module since; None where none has.
     """
 
     optimization: dict[str, Any]
     own: dict[str, Any]
     error: Exception | None = None
+    weights_of: str | Path | None = None
 
     @classmethod
     def of(cls, trainer: Trainer) -> EndedFit | None:
@@ -48,10 +53,22 @@ class EndedFit:
         except Exception as error:  # noqa: BLE001 - what is kept for later fails no fit that has ended
             return cls(optimization={}, own={}, error=error)
 
+    def with_weights_of(self, path: str | Path) -> EndedFit:
+        """Return what is kept after an evaluation has loaded a checkpoint into the module."""
+        return replace(self, own={**self.own, "buffers": {}}, weights_of=path)  # a resume takes those of the module
+
     def save(self, trainer: Trainer, path: str | Path, *, weights_only: bool) -> None:
         """Write the checkpoint; every process of the job calls it, and they are connected until it is written."""
         if self.error is not None and not weights_only:
             raise self.error
+        if self.weights_of is not None and trainer.is_global_zero:
+            _log.warning(
+                "%s gets the weights of %s, which %s has loaded into the module%s",
+                path,
+                self.weights_of,
+                trainer.stage,
+                "" if weights_only else ", and the optimizers of the end of the fit",
+            )
         strategy = trainer.strategy
         for part in (trainer.module, trainer.datamodule):
             if part is not None:
@@ -69,9 +86,7 @@ class EndedFit:
 
 def no_end_to_save(trainer: Trainer) -> MisuseError:
     """Return the error of a checkpoint that is asked for outside of a run, where there is no end of a fit to save."""
-    if not trainer.is_fitting:
-        why = f"{trainer.stage} has run since, and what was kept of a fit before it is gone: call it right after fit"
-    elif trainer.module is None:
+    if trainer.module is None:
         why = "there has been none: call it after fit, or in a hook of the module or a callback"
     elif trainer.ran_elsewhere:
         why = (
@@ -83,6 +98,8 @@ def no_end_to_save(trainer: Trainer) -> MisuseError:
             f"{type(trainer.strategy).__name__} has given up its part of the sharded state with the end of this one: "
             f"{_IN_A_RUN}"
         )
+    elif not trainer.is_fitting:
+        why = f"{trainer.stage} has run since with a module of which none has come to its end: call it after fit"
     else:
         why = "this one did not come to its end: take ModelCheckpoint(save_on_exception=True)"
     return MisuseError(f"save_checkpoint works during a run and after a fit, and {why}")

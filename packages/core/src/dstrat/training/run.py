@@ -87,7 +87,8 @@ def _work(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: As
         trainer.ended_optimization = _kept_optimization(trainer)
     ended = EndedFit.of(trainer)
     _finish(trainer)
-    trainer.ended_fit = ended
+    if trainer.is_fitting:  # an evaluation leaves what there is of a fit before it
+        trainer.ended_fit = ended
     return outcome
 
 

@@ -272,6 +272,7 @@ class Trainer(RunState):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,  # noqa: ARG002 - Lightning's: no checkpoint runs code here, whatever it says
         *,
         resume: Literal["auto"] | None = None,
     ) -> None:
@@ -283,6 +284,7 @@ class Trainer(RunState):
             val_dataloaders: One or several; without one there is no validation.
             datamodule: Gives the loaders.
             ckpt_path: A checkpoint from which to go on: its path, ``"last"`` or ``"best"``.
+            weights_only: Taken as Lightning takes it, and without effect: no checkpoint runs code.
             resume: ``"auto"`` goes on from the newest complete checkpoint in the folder of a ModelCheckpoint, or else
                 below ``default_root_dir``; where there is none, training starts anew.
 
@@ -315,6 +317,7 @@ class Trainer(RunState):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,  # noqa: ARG002 - as for fit
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the validation data; return the logged values, a dict for each loader.
 
@@ -325,6 +328,7 @@ class Trainer(RunState):
             ckpt_path: A checkpoint whose weights are loaded first: its path, ``"best"`` or ``"last"``.
             verbose: Whether the values are shown as a table on stderr, once for the job.
             datamodule: Gives the loaders.
+            weights_only: Without effect, as for :meth:`fit`.
         """
         results = self._evaluate("validate", model, datamodule, dataloaders, ckpt_path)
         return self._shown("validate", results) if verbose else results
@@ -336,6 +340,7 @@ class Trainer(RunState):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,  # noqa: ARG002 - as for fit
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test data; return the logged values, a dict for each loader.
 
@@ -346,6 +351,7 @@ class Trainer(RunState):
             ckpt_path: A checkpoint whose weights are loaded first: its path, ``"best"`` or ``"last"``.
             verbose: Whether the values are shown as a table on stderr, once for the job.
             datamodule: Gives the loaders.
+            weights_only: Without effect, as for :meth:`fit`.
         """
         results = self._evaluate("test", model, datamodule, dataloaders, ckpt_path)
         return self._shown("test", results) if verbose else results
@@ -357,6 +363,7 @@ class Trainer(RunState):
         datamodule: DataModule | None = None,
         return_predictions: bool = True,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,  # noqa: ARG002 - as for fit
     ) -> list[Any]:
         """Run ``predict_step`` over the data; return its results in the order of the batches.
 
@@ -369,14 +376,16 @@ class Trainer(RunState):
         return predictions
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
-        """Write a checkpoint, in a run or of the end of the last one, if that was a fit; every process calls it.
+        """Write a checkpoint, in a run or of the end of the last fit; every process calls it.
+
+        After an evaluation that has loaded a checkpoint, the module's weights are those, and a line in the log says so.
 
         Args:
             path: The file to write.
             weights_only: Whether everything but the module's weights is left out.
 
         Raises:
-            MisuseError: There is nothing to save from any more: another run has begun since, the fit ran in processes
+            MisuseError: There is nothing to save from any more: another module was run since, the fit ran in processes
                 that have ended, or its strategy has shared out the state and given it up.
         """
         from dstrat.training.checkpoint import collect_checkpoint
@@ -478,7 +487,9 @@ class Trainer(RunState):
                 f"this Trainer is in the middle of its {self.stage}, and {stage} was called: call it after the end, or "
                 "on another Trainer"
             )
-        self.stage, self.interrupted, self.ended_fit, self.ckpt_path = stage, False, None, None
+        self.stage, self.interrupted, self.ckpt_path = stage, False, None
+        if stage == "fit" or module is not self.module:
+            self.ended_fit = None
         self.module = module
         if stage == "fit":
             self.ended_optimization, self.optimization_ended_elsewhere = Optimization(), False

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import logging
 import pickle
 from argparse import Namespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrat import DataModule, TrainModule
+from dstrat import DataModule, HyperparametersMixin, TrainModule
 from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError, RequestError
@@ -96,15 +97,38 @@ def test_settings_of_a_file_replace_those_of_the_checkpoint(write, tmp_path):
         Named.load_from_checkpoint(path, hparams_file=file)
 
 
-def test_no_checkpoint_may_run_code(write):
+def test_no_checkpoint_may_run_code(write, tmp_path):
     class Open(Net):
         def __init__(self, width, **kwargs):
             super().__init__(width)
 
     path = write(Open(3))
-    assert Open.load_from_checkpoint(path, None, None, True, True).hparams == {"width": 3, "depth": 1}
-    with pytest.raises(RequestError, match=r"weights_only=False\) would let a checkpoint run code"):
-        Open.load_from_checkpoint(path, weights_only=False)
+    for weights_only in (True, False, None):
+        loaded = Open.load_from_checkpoint(path, None, None, True, weights_only)
+        assert loaded.hparams == {"width": 3, "depth": 1}
+    torch.save({"state_dict": {}, "hyper_parameters": {"act": nn.GELU()}}, tmp_path / "other.ckpt")
+    with pytest.raises(CheckpointError, match=r"GELU, and only tensors .* whatever weights_only says; to trust that"):
+        Open.load_from_checkpoint(tmp_path / "other.ckpt", weights_only=False)
+
+
+def test_a_checkpoint_is_read_from_a_file_object(tmp_path):
+    buffer, module = io.BytesIO(), Net(3)
+    torch.save({"state_dict": module.state_dict(), "hyper_parameters": {"width": 3}}, buffer)
+    buffer.seek(0)
+    assert torch.equal(next(Net.load_from_checkpoint(buffer).parameters()), next(module.parameters()))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Net.load_from_checkpoint(io.BytesIO(b"no checkpoint"))
+
+
+def test_any_class_keeps_hyperparameters():
+    class Encoder(nn.Module, HyperparametersMixin):
+        def __init__(self, width, act):
+            super().__init__()
+            self.save_hyperparameters(ignore=["act"])
+
+    encoder = Encoder(3, nn.GELU())
+    encoder.hparams["cls"] = Encoder
+    assert encoder.hparams == {"width": 3, "cls": Encoder}
 
 
 def test_overrides_come_before_the_checkpoint(write):
@@ -134,6 +158,17 @@ def test_settings_go_through_kwargs_to_a_base_class(write):
 
     loaded = Through.load_from_checkpoint(write(Through(2.0, width=3)), scale=4.0)
     assert (loaded.scale, loaded.hparams.width) == (4.0, 3)
+
+
+def test_a_class_may_read_its_kwargs_by_itself(write):
+    class Configured(TrainModule):
+        def __init__(self, width, **kwargs):
+            super().__init__()
+            self.save_hyperparameters("width")
+            self.layer = nn.Linear(width, kwargs["outputs"])
+
+    module = Configured(3, outputs=2)
+    assert Configured.load_from_checkpoint(write(module), outputs=2).layer.out_features == 2
 
 
 def test_what_a_subclass_gives_its_base_class_is_not_missing(write):

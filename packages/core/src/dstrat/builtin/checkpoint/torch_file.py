@@ -199,8 +199,8 @@ def _refusal(message: str) -> str:
     if not name:
         return "it holds something else than tensors and plain values"
     return (
-        f"it holds {name}, and only tensors and plain values are loaded without running code; "
-        f"to trust that class, call torch.serialization.add_safe_globals([{name}]) first"
+        f"it holds {name}, and only tensors and plain values are loaded without running code, whatever weights_only "
+        f"says; to trust that class, call torch.serialization.add_safe_globals([{name}]) first"
     )
 
 

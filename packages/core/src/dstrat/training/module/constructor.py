@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
+_FRAMEWORK = ("dstrat", "torch", "builtins")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
@@ -83,7 +85,7 @@ class Constructor:
         names: dict[str, None] = {}
         annotations: dict[str, Any] = {}
         defaults: dict[str, Any] = {}
-        takes_any = True
+        takes_any = False
         for init in _inits(constructed):
             parameters = list(inspect.signature(init).parameters.values())[1:]
             names |= {parameter.name: None for parameter in parameters if parameter.kind in _NAMED}
@@ -104,6 +106,9 @@ class Constructor:
 
 
 def _inits(constructed: type) -> list[Any]:
-    return [
-        base.__dict__["__init__"] for base in constructed.__mro__ if base is not object and "__init__" in base.__dict__
-    ]
+    """Return the constructors that users have written, a subclass's first.
+
+    Those below take none of the users' arguments: what ``**kwargs`` has there is read by the user's class itself.
+    """
+    written = (base for base in constructed.__mro__ if base.__module__.partition(".")[0] not in _FRAMEWORK)
+    return [base.__dict__["__init__"] for base in written if "__init__" in base.__dict__]

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dstrat.training.module.hooks import DataHooks
-from dstrat.training.module.hyperparameters import HyperparameterMethods
+from dstrat.training.module.hyperparameters import HyperparametersMixin
 from dstrat.training.module.loading import DataModuleLoading
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 
-class DataModule(DataHooks, HyperparameterMethods, DataModuleLoading):
+class DataModule(DataHooks, HyperparametersMixin, DataModuleLoading):
     """What downloads, splits and loads data.
 
     For example::

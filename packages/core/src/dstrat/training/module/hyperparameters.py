@@ -56,7 +56,7 @@ DATAMODULE_KEYS = Keys(
 
 @dataclass(kw_only=True, slots=True)
 class Saved:
-    """What :meth:`HyperparameterMethods.save_hyperparameters` has kept.
+    """What :meth:`HyperparametersMixin.save_hyperparameters` has kept.
 
     Attributes:
         current: The settings, which the user may change.
@@ -73,8 +73,11 @@ class Saved:
     is_logged: bool = False
 
 
-class HyperparameterMethods:
-    """``save_hyperparameters`` and ``hparams`` of a module or a data module."""
+class HyperparametersMixin:
+    """``save_hyperparameters`` and ``hparams`` of modules and data modules, and of any class that inherits this.
+
+    Loggers and checkpoints get those of the module and the data module of a run.
+    """
 
     _hyperparameters: Saved
 
@@ -177,7 +180,7 @@ def _copy_of(value: Any) -> Any:
     return [_copy_of(part) for part in value] if isinstance(value, list) else value
 
 
-def checkpoint_entries(owner: HyperparameterMethods | None, keys: Keys) -> dict[str, Any]:
+def checkpoint_entries(owner: HyperparametersMixin | None, keys: Keys) -> dict[str, Any]:
     """Return what a checkpoint holds of an object's settings; nothing where it has saved none.
 
     Args:
@@ -203,7 +206,7 @@ def checkpoint_entries(owner: HyperparameterMethods | None, keys: Keys) -> dict[
     return {keys.values: plain, **{key: value for key, value in others.items() if value}}
 
 
-def _is_default(owner: HyperparameterMethods, name: str, value: Any) -> bool:
+def _is_default(owner: HyperparametersMixin, name: str, value: Any) -> bool:
     defaults = Constructor.of(type(owner)).defaults
     return name in defaults and defaults[name] is value
 
@@ -224,7 +227,7 @@ def log_hyperparameters(trainer: Trainer) -> None:
     trainer.publisher.log_hyperparams(settings)
 
 
-def _warn_of(owner: HyperparameterMethods, left_out: Mapping[str, str]) -> None:
+def _warn_of(owner: HyperparametersMixin, left_out: Mapping[str, str]) -> None:
     _log.warning(
         "checkpoints do not hold these hyperparameters of %s, which are no plain values: %s; "
         "load_from_checkpoint(path, %s) takes them, and save_hyperparameters(ignore=%r) keeps them out of hparams",
@@ -235,7 +238,7 @@ def _warn_of(owner: HyperparameterMethods, left_out: Mapping[str, str]) -> None:
     )
 
 
-def _shown(owners: Iterable[HyperparameterMethods]) -> dict[str, Any]:
+def _shown(owners: Iterable[HyperparametersMixin]) -> dict[str, Any]:
     """Return the settings of several objects as plain values; of what is not plain its name."""
     shown: dict[str, Any] = {}
     for owner in owners:

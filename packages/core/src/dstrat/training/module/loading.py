@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -20,6 +23,7 @@ from dstrat.training.module.plain_values import from_plain, to_container
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+    from typing import IO
 
     import torch
     from torch import nn
@@ -50,11 +54,11 @@ class ModuleLoading:
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | Path,
+        checkpoint_path: str | Path | IO[bytes],
         map_location: MapLocation = None,
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
-        weights_only: bool | None = None,
+        weights_only: bool | None = None,  # noqa: ARG003 - without effect
         **overrides: Any,
     ) -> Self:
         """Make the module with the hyperparameters of a checkpoint, and load its weights.
@@ -62,22 +66,22 @@ class ModuleLoading:
         No code from the checkpoint is run.
 
         Args:
-            checkpoint_path: A checkpoint of a Trainer.
+            checkpoint_path: A checkpoint of a Trainer; or a file object with one that ``torch.save`` has written.
             map_location: The device of the module; by default the CPU.  Also as ``torch.load`` takes it, for a
                 checkpoint whose tensors are on the CPU: a function of a storage and ``"cpu"`` that returns a storage,
                 or a dict that says where what is on ``"cpu"`` goes.
             hparams_file: A JSON file of hyperparameters, as loggers write it, in place of those of the checkpoint.
             strict: Whether it is an error that weights are missing or left over; otherwise that is logged.  None takes
                 the module's ``strict_loading``.
-            weights_only: Not False: no checkpoint may run code.
+            weights_only: Taken as Lightning takes it, and without effect: no code of the checkpoint is run.
             **overrides: Arguments for ``__init__``, which come before the checkpoint's.
 
         Raises:
             CheckpointError: The checkpoint cannot be read, or its weights do not fit the module.
             MisuseError: An argument of ``__init__`` is in neither.
-            RequestError: The file of hyperparameters is no JSON, or ``weights_only`` is False.
+            RequestError: The file of hyperparameters is no JSON.
         """
-        checkpoint = _read(checkpoint_path, hparams_file, MODULE_KEYS, weights_only)
+        checkpoint = _read(checkpoint_path, hparams_file, MODULE_KEYS)
         module: Any = construct(cls, checkpoint, MODULE_KEYS, overrides, checkpoint_path)
         configure_for(module, checkpoint["state_dict"])
         if module.on_load_checkpoint is not None:  # as every hook may be
@@ -94,27 +98,27 @@ class DataModuleLoading:
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | Path,
+        checkpoint_path: str | Path | IO[bytes],
         map_location: MapLocation = None,
         hparams_file: str | Path | None = None,
-        weights_only: bool | None = None,
+        weights_only: bool | None = None,  # noqa: ARG003 - without effect
         **overrides: Any,
     ) -> Self:
         """Make the data module with the hyperparameters of a checkpoint, and load its state.
 
         Args:
-            checkpoint_path: A checkpoint of a Trainer.
+            checkpoint_path: A checkpoint of a Trainer; or a file object with one that ``torch.save`` has written.
             map_location: The device of tensors in its state, as for a module.
             hparams_file: A JSON file of hyperparameters, as loggers write it, in place of those of the checkpoint.
-            weights_only: Not False: no checkpoint may run code.
+            weights_only: Taken as Lightning takes it, and without effect: no code of the checkpoint is run.
             **overrides: Arguments for ``__init__``, which come before the checkpoint's.
 
         Raises:
             CheckpointError: The checkpoint cannot be read.
             MisuseError: An argument of ``__init__`` is in neither.
-            RequestError: The file of hyperparameters is no JSON, or ``weights_only`` is False.
+            RequestError: The file of hyperparameters is no JSON.
         """
-        checkpoint = _read(checkpoint_path, hparams_file, DATAMODULE_KEYS, weights_only)
+        checkpoint = _read(checkpoint_path, hparams_file, DATAMODULE_KEYS)
         datamodule: Any = construct(cls, checkpoint, DATAMODULE_KEYS, overrides, checkpoint_path)
         state = checkpoint.get("datamodule", {})
         if map_location is not None:
@@ -125,12 +129,8 @@ class DataModuleLoading:
         return loaded
 
 
-def _read(path: str | Path, hparams_file: str | Path | None, keys: Keys, weights_only: bool | None) -> dict[str, Any]:
+def _read(path: str | Path | IO[bytes], hparams_file: str | Path | None, keys: Keys) -> dict[str, Any]:
     """Return a checkpoint, with other hyperparameters where a file has them."""
-    if weights_only is False:
-        raise RequestError(
-            "load_from_checkpoint(weights_only=False) would let a checkpoint run code, which none may: leave it out"
-        )
     checkpoint = read_checkpoint(path)
     if hparams_file is not None:
         checkpoint = {**checkpoint, keys.values: _read_json(home_path(hparams_file)), keys.left_out: {}}
@@ -182,13 +182,22 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | Path | IO[bytes]) -> dict[str, Any]:
     """Return a Trainer's checkpoint, a file or a portable directory, its tensors on the CPU.
+
+    Args:
+        path: Where it is; or a binary file object with what ``torch.save`` has written.
 
     Raises:
         CheckpointError: It cannot be read, or is none of a Trainer.
     """
-    checkpoint = io_for(path, TorchCheckpointIO()).load_checkpoint(path)
+    if isinstance(path, str | os.PathLike):
+        checkpoint = io_for(path, TorchCheckpointIO()).load_checkpoint(path)
+    else:
+        with tempfile.NamedTemporaryFile(prefix="dstrat-") as file:  # whose errors then are those of a file
+            shutil.copyfileobj(path, file)
+            file.flush()
+            checkpoint = TorchCheckpointIO().load_checkpoint(file.name)
     if not isinstance(checkpoint.get("state_dict"), Mapping):
         raise CheckpointError(
             f"{str(path)!r} has no 'state_dict', and so is no checkpoint of a Trainer: if it holds weights alone, make "
@@ -198,7 +207,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def construct(
-    cls: type[T], checkpoint: Mapping[str, Any], keys: Keys, overrides: Mapping[str, Any], path: str | Path
+    cls: type[T], checkpoint: Mapping[str, Any], keys: Keys, overrides: Mapping[str, Any], path: str | Path | IO[bytes]
 ) -> T:
     """Make an object with the hyperparameters of a checkpoint.
 
@@ -242,7 +251,7 @@ def construct(
 
 
 def _check_whole(
-    cls: type, constructor: Constructor, lacking: Mapping[str, str], path: str | Path, *, takes_fields: bool
+    cls: type, constructor: Constructor, lacking: Mapping[str, str], path: str | Path | IO[bytes], *, takes_fields: bool
 ) -> None:
     """Raise MisuseError where the class takes something that the checkpoint does not hold."""
     takes_all = takes_fields or constructor.takes_any
@@ -264,7 +273,7 @@ def _check_accepted(cls: type, constructor: Constructor, overrides: Mapping[str,
         )
 
 
-def load_weights(module: nn.Module, state: Mapping[str, Any], path: str | Path, *, strict: bool) -> None:
+def load_weights(module: nn.Module, state: Mapping[str, Any], path: str | Path | IO[bytes], *, strict: bool) -> None:
     """Load weights into a module, and say which are missing or left over.
 
     Args:

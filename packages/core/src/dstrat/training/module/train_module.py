@@ -14,7 +14,7 @@ from dstrat.interfaces.batch import apply_to_tensors, numbers_to_tensors
 from dstrat.training.module.compiling import CompilingMethods
 from dstrat.training.module.export import ExportMethods
 from dstrat.training.module.hooks import DataHooks, ModuleHooks
-from dstrat.training.module.hyperparameters import HyperparameterMethods
+from dstrat.training.module.hyperparameters import HyperparametersMixin
 from dstrat.training.module.loading import ModuleLoading
 from dstrat.training.module.logging import LoggingMethods
 from dstrat.training.module.optimization import OptimizationMethods
@@ -34,7 +34,7 @@ class TrainModule(
     DataHooks,
     OptimizationMethods,
     LoggingMethods,
-    HyperparameterMethods,
+    HyperparametersMixin,
     ModuleLoading,
     CompilingMethods,
     ExportMethods,
