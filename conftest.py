@@ -33,6 +33,7 @@ PRELOADED = [
     "deepspeed.module_inject.auto_ep_layer",
     "dstrat.testing.fits",
     "dstrat.testing.launching",
+    "packages.hpu.tests.warm",
     "packages.xla.tests.warm",
     "pytest",
 ]

@@ -95,7 +95,7 @@ if __name__ == "__main__":
 import nox  # noqa: E402 - not there before the lines above
 
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "types", "layers", "wheels", "tests", "xla"]
+nox.options.sessions = ["lint", "types", "layers", "wheels", "tests", "hpu", "xla"]
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -208,6 +208,25 @@ def xla(session: nox.Session) -> None:
     run(session, programs, "pytest", *marked, *workers(), str(XLA / "tests"), **environ)
     # In processes of their own: after a backward pass on the CPU, torch knows no gradients of XLA's devices.
     run(session, programs, "pytest", *marked, *workers(), *map(str, others), **environ)
+
+
+@nox.session
+def hpu(session: nox.Session) -> None:
+    """Tests of dstrat-hpu on a simulator of Gaudi, which is compiled once for each torch (a minute).
+
+    It is kept in ``~/.cache/dstrat``, or the folder that ``DSTRAT_TEST_EXTENSIONS`` names.  Other arguments go to
+    pytest.  Other sessions do not see the simulator, beside which ``accelerator="auto"`` would be Gaudi.
+    """
+    tests_of_hpu = ROOT / "packages" / "hpu" / "tests"
+    folder = ROOT / ".nox" / "hpu-simulator"
+    shutil.rmtree(folder, ignore_errors=True)
+    programs = workspace()
+    install = ("--python", str(programs / "python"), "install", "--quiet", "--no-build-isolation", "--no-deps")
+    run(session, bootstrap(), "pip", *install, "--target", str(folder), str(tests_of_hpu / "simulator"))
+    environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    run(session, programs, "python", "-m", "habana_frameworks.torch._extension", **environ)
+    marked = ("-m", f"{DEFAULT} and not wheels")
+    run(session, programs, "pytest", *marked, *(session.posargs or [*workers(), str(tests_of_hpu)]), **environ)
 
 
 @nox.session

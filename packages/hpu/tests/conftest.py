@@ -1,0 +1,29 @@
+"""Skipping tests where there is no simulator of Gaudi, and a simulated machine for each process of pytest."""
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds nothing, and ranks import these too
+
+HAS_SIMULATOR = find_spec("habana_frameworks") is not None
+# The kit's standard tests may not be skipped.
+collect_ignore = ["simulator", *([] if HAS_SIMULATOR else ["test_conformance.py"])]
+
+if HAS_SIMULATOR:
+    # Processes of pytest that run side by side must not compete for one machine's devices.
+    os.environ["HABANA_SIMULATOR_MACHINE"] = tempfile.mkdtemp(prefix="simulated-gaudi-")
+    atexit.register(shutil.rmtree, os.environ["HABANA_SIMULATOR_MACHINE"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def gaudi(request):
+    """Skip what cannot run here, and say why."""
+    if not HAS_SIMULATOR and not request.node.get_closest_marker("without_habana"):
+        pytest.skip("the simulator of Gaudi is not installed here: python3 noxfile.py -s hpu")
