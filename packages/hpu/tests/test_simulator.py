@@ -262,7 +262,7 @@ def collectives(cluster):
     gathered = [torch.empty_like(own) for _ in range(2)]
     dist.all_gather(gathered, own)
     found["gathered"] = torch.cat(gathered).tolist()
-    dist.barrier()
+    dist.barrier(device_ids=[0])
     dist.destroy_process_group()
     return refused, found, torch.hpu.current_device()
 
