@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dstrat
 from dstrat import OwnLoop
 from dstrat.errors import CheckpointError, ConflictError, MisuseError, RequestError, UnknownAliasError
+from dstrat.interfaces.compiled_steps import CompiledSteps
 
 
 @pytest.fixture
@@ -194,3 +195,12 @@ def test_a_checkpoint_of_other_loaders_or_optimizers_is_refused(loop, tmp_path):
     loop.launch(save)
     refuse(loop, CheckpointError, "has 1 training loaders, and this training has 0", load_without_loader)
     refuse(loop, CheckpointError, "has 1 optimizers, and this training has 2", load_with_two)
+
+
+def test_a_strategy_that_compiles_whole_steps_is_refused():
+    class Whole(dstrat.SingleDeviceStrategy):
+        def compiled_steps(self):
+            return CompiledSteps()
+
+    loop = OwnLoop(dstrat.build(strategy=Whole(), accelerator="cpu", devices=1))
+    refuse(loop, ConflictError, "compiles each training step as a whole", lambda loop: loop.setup(nn.Linear(1, 1), sgd))

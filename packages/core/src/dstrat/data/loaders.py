@@ -87,7 +87,9 @@ def prepare_evaluation_loader(
     loader = _map_loaders(loader, lambda part: _with_worker_seeds(part, strategy))
     if records_indices:
         loader = record_batches(loader)
-    return strategy.process_dataloader(loader), agrees and strategy.distributed_sampler_kwargs["num_replicas"] > 1
+    return strategy.process_evaluation_dataloader(loader), agrees and strategy.distributed_sampler_kwargs[
+        "num_replicas"
+    ] > 1
 
 
 def _reads_with_others(strategy: Strategy) -> bool:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.compiled_steps import CompiledSteps
     from dstrat.interfaces.launcher import Launcher
     from dstrat.interfaces.optimization import SchedulerConfig
     from dstrat.interfaces.parts import TrainerLike
@@ -296,6 +297,21 @@ class Strategy(ABC):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return the loader that feeds this process, for backends that bring one of their own."""
         return dataloader
+
+    def process_evaluation_dataloader(self, dataloader: Any) -> Any:
+        """Return the same for a loader of validation, test or prediction; by default as for training."""
+        return self.process_dataloader(dataloader)
+
+    def compiled_steps(self) -> CompiledSteps | None:
+        """Return what one call of :meth:`training_step` does where it also steps the optimizer; None where it does not.
+
+        A backend that compiles whole training steps overrides it, and knows the answer from the beginning of
+        :meth:`setup` on.  Whoever runs the strategy then calls :meth:`training_step` and nothing else: neither
+        :meth:`backward` nor :meth:`clip_gradients` nor :meth:`optimizer_step`.  ``training_step`` returns what the
+        module's returned, of all batches; values that the module logs while it is traced come by
+        ``capture_logs`` of :class:`~dstrat.TrainModule`.
+        """
+        return None
 
     def prefetch(self, items: Iterable[T], move: Callable[[T], T]) -> Iterator[T]:
         """Return the items after ``move``, having read and moved some of those that follow, in threads.

@@ -160,6 +160,11 @@ class OwnLoop:
             strategy.module.__dict__[name] = _call
         self._steps = Steps(settings)
         strategy.setup(settings)
+        if strategy.compiled_steps() is not None:
+            raise ConflictError(
+                f"{type(strategy).__name__} compiles each training step as a whole, so that a loop of one's own cannot "
+                "call backward and step: use a Trainer, or choose another strategy"
+            )
         if settings.is_fitting:
             strategy.check_set_up()
         if accumulate_grad_batches > 1 and len(strategy.optimizers) > 1:

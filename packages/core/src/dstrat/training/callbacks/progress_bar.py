@@ -79,7 +79,8 @@ class ProgressBar(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if monotonic() >= self._next_update and (batch_idx + 1) % self.refresh_rate == 0:
+        loop = trainer.fit_loop  # several batches are one call of a compiled step
+        if monotonic() >= self._next_update and loop.batches_done % self.refresh_rate < loop.data.batches_per_item:
             self._update(trainer)
 
     @override

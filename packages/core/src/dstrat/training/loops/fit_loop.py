@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.dispatch import hook_of
 from dstrat.training.loops.automatic import AutomaticOptimization
+from dstrat.training.loops.compiled import CompiledOptimization
 from dstrat.training.loops.continuation import Continuation, rank_state
 from dstrat.training.loops.interruption import stop_by
 from dstrat.training.loops.manual import ManualOptimization
@@ -51,7 +53,7 @@ class FitLoop(Position):
         self._trainer = trainer
         self.data = TrainingData(trainer)
         self.logged = LoggedValues(training=True)
-        self._optimization: AutomaticOptimization | ManualOptimization | None = None
+        self._optimization: AutomaticOptimization | ManualOptimization | CompiledOptimization | None = None
         self._validation: EvaluationLoop | None = None
         self.scales_position = False
         self._saved_length: int | None = None
@@ -106,9 +108,17 @@ class FitLoop(Position):
         """Prepare to train a module that the strategy has set up."""
         self._module, self._sources = module, sources
         self.is_in_batch, self._before_validation, self._broken_off = False, None, None
-        optimization = AutomaticOptimization if module.automatic_optimization else ManualOptimization
-        self._optimization = optimization(self._trainer, module)
+        self._optimization = self._find_optimization(module)
         self._schedulers = SchedulerSteps(self._trainer, module)
+
+    def _find_optimization(
+        self, module: TrainModule
+    ) -> AutomaticOptimization | ManualOptimization | CompiledOptimization:
+        compiled = self._trainer.strategy.compiled_steps()
+        if compiled is not None:
+            return CompiledOptimization(self._trainer, module, compiled)
+        optimization = AutomaticOptimization if module.automatic_optimization else ManualOptimization
+        return optimization(self._trainer, module)
 
     def run(self, validation: EvaluationLoop | None) -> None:
         """Train until the asked epochs or steps are done, or something asks to stop.
@@ -122,6 +132,7 @@ class FitLoop(Position):
         if self.scales_position:
             self.batches_done = self.data.scaled(self.batches_done, self._saved_length)
             self.scales_position = False
+        self.data.check_position(self.batches_done)
         self._schedule = ValidationSchedule(trainer, self.data.num_batches)
         self._votes = Votes(trainer.strategy, self.batches_seen)
         self._agrees_on_end = self._must_agree_on_end()
@@ -191,7 +202,8 @@ class FitLoop(Position):
             self._stops = self._decide()
             if self._stops or self._steps_done:
                 return self.is_last_batch
-        for batch_idx, (batch, is_last) in enumerate(batches, self.batches_done):
+        indices = itertools.count(self.batches_done, self.data.batches_per_item)
+        for batch_idx, (batch, is_last) in zip(indices, batches, strict=False):  # there is always another index
             self.is_in_batch, self.batch_idx, self.is_last_batch, logged.batch = True, batch_idx, is_last, batch
             if batch_start or must_agree:
                 is_over = batch is not None and -1 in [hook(batch, batch_idx) for hook in batch_start]
@@ -232,7 +244,9 @@ class FitLoop(Position):
         assert self._optimization is not None  # noqa: S101 - setup made it
         self._optimize = self._optimization.run
         self._takes_index = count_arguments(self._module.training_step) > 1
-        self._accumulate = trainer.accumulate_grad_batches
+        is_compiled = isinstance(self._optimization, CompiledOptimization)
+        self._accumulate = 1 if is_compiled else trainer.accumulate_grad_batches
+        self._batches_per_item = self.data.batches_per_item
         self._batch_end = trainer.dispatch.of("on_train_batch_end")
         self._publishes = bool(trainer.log_every_n_steps and (trainer.loggers or trainer.world_size > 1))
         self._steps_schedulers = self._schedulers.step_with_batches
@@ -250,8 +264,8 @@ class FitLoop(Position):
         else:
             outputs = self._optimize(arguments, group_size=group_size, applies=applies)
         self.in_group = 0 if applies else in_group
-        self.batches_seen += 1
-        self.batches_done += 1
+        self.batches_seen += self._batches_per_item
+        self.batches_done += self._batches_per_item
         self.is_in_batch = False
         if self._steps_schedulers and self.global_step != self.steps_before:
             self._schedulers.after_step(self.global_step)
@@ -341,10 +355,11 @@ class FitLoop(Position):
 
     def _validate_when_due(self) -> None:
         if self._schedule.is_due(
-            batch_idx=self.batches_done - 1,
+            batches_done=self.batches_done,
             is_last=self.is_last_batch,
             epoch=self.epoch,
             batches_seen=self.batches_seen,
+            batches=self.data.batches_per_item,
         ):
             self.phase = "batch_end"  # a run that goes on from here validates again, as if for the first time
             random_state = self._before_validation = RandomState.capture()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from dstrat.data.agreed_length import agreed_length
@@ -10,6 +11,7 @@ from dstrat.data.limits import limit_of
 from dstrat.data.loaders import length_is_certain, length_of, prepare_training_loader
 from dstrat.data.placed import PlacedLoader, knows_its_place
 from dstrat.data.unshuffled import unshuffled
+from dstrat.errors import ConflictError
 from dstrat.training.data.batches import (
     Batches,
     batch_mover,
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
+_log = logging.getLogger(__name__)
+
 
 class TrainingData:
     """The training loader of this process.
@@ -36,6 +40,8 @@ class TrainingData:
         loader: What is read, None before it is known.
         num_batches: Number of batches in an epoch, None where the loader has no length or is not known yet.
         beginning: How the epoch began; None before the first.
+        batches_per_item: Number of batches in what the loader gives at once: 1, but for compiled training steps that
+            consume several.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -43,25 +49,43 @@ class TrainingData:
         self.loader: Any = None
         self.num_batches: int | None = None
         self.beginning: Beginning | None = None
+        self.batches_per_item = 1
         self._loaded_in_epoch = 0
         self._placed: PlacedLoader | None = None
 
     @property
     def length(self) -> int | None:
         """Number of batches of the whole loader, without a limit; None where it is unknown."""
-        return length_of(self.loader)
+        length = length_of(self.loader)
+        return None if length is None else length * self.batches_per_item
 
     def load(self, sources: Sources) -> None:
         """Take the loader from where the user gave it, unless that is done; collective."""
         trainer = self._trainer
         if self.loader is None:
             given = sources.loader("train")
+            compiled = trainer.strategy.compiled_steps()
+            self.batches_per_item = 1 if compiled is None else compiled.batches
             self.loader = prepare_training_loader(
                 unshuffled(given) if trainer.overfit_batches else given,
                 trainer.strategy,
                 distribute=trainer.use_distributed_sampler,
             )
-            self.num_batches = limit_of(trainer.limit_train_batches, self.length, "limit_train_batches")
+            limit = limit_of(trainer.limit_train_batches, self.length, "limit_train_batches")
+            self.num_batches = self._whole_items(limit)
+
+    def _whole_items(self, count: int | None) -> int | None:
+        """Return a number of batches that whole items have: fewer than the limit, but not none."""
+        if not count or count % self.batches_per_item == 0:
+            return count
+        whole = max(1, count // self.batches_per_item) * self.batches_per_item
+        _log.warning(
+            "an epoch has %d training batches rather than %d, as one call of the compiled step takes %d",
+            whole,
+            count,
+            self.batches_per_item,
+        )
+        return whole
 
     def open(self, sources: Sources, epoch: int) -> None:
         """Take the loader, and agree with the other processes on its length; collective."""
@@ -84,6 +108,19 @@ class TrainingData:
             return batches_done
         return batches_done * self.length // other_length
 
+    def check_position(self, batches_done: int) -> None:
+        """Check that an epoch can go on after so many batches.
+
+        Raises:
+            ConflictError: They end within what one call of a compiled step takes.
+        """
+        if batches_done % self.batches_per_item:
+            raise ConflictError(
+                f"the checkpoint was saved after {batches_done} batches of an epoch, and one call of the compiled step "
+                f"takes {self.batches_per_item}: resume from one that was saved at the end of an epoch, or after a "
+                f"multiple of {self.batches_per_item} batches"
+            )
+
     def place(self, batches_done: int | None) -> Any:
         """Return where a loader that knows its own place was after so many batches, None for other loaders.
 
@@ -92,12 +129,14 @@ class TrainingData:
         """
         if self._placed is None:
             return None
-        return self._placed.latest_place if batches_done is None else self._placed.place_after(batches_done)
+        if batches_done is None:
+            return self._placed.latest_place
+        return self._placed.place_after(batches_done // self.batches_per_item)
 
     def batches(
         self, module: TrainModule, *, done: int, beginning: Beginning | None, place: Any = None, is_over: bool = False
     ) -> Iterable[tuple[Any, bool]]:
-        """Return the batches of an epoch that are left, on the device, each with whether it is the last.
+        """Return the items of an epoch that are left, on the device, each with whether it is the last.
 
         Args:
             module: Whose hooks take part in the transfer.
@@ -107,6 +146,8 @@ class TrainingData:
             is_over: Whether the last one has been.
         """
         trainer, left = self._trainer, self.num_batches
+        done //= self.batches_per_item
+        left = None if left is None else left // self.batches_per_item
         if done and beginning is not None:
             self.beginning = beginning
             left = None if left is None else max(0, left - done)

@@ -46,22 +46,23 @@ class ValidationSchedule:
             return int(interval)
         return max(1, limit_of(interval, num_batches, "val_check_interval") or 1)
 
-    def is_due(self, *, batch_idx: int, is_last: bool, epoch: int, batches_seen: int) -> bool:
-        """Return whether validation runs after a batch.
+    def is_due(self, *, batches_done: int, is_last: bool, epoch: int, batches_seen: int, batches: int = 1) -> bool:
+        """Return whether validation runs after a batch, or after the last of several that were one call.
 
         Args:
-            batch_idx: Index of the batch in the epoch.
+            batches_done: Number of batches of the epoch, with this one.
             is_last: Whether it is the epoch's last.
             epoch: Index of the epoch.
             batches_seen: Number of batches in all epochs, with this one.
+            batches: Number of batches since validation could last have run.
         """
         if self._seconds is not None:
             return False
         if self._epochs is None:
-            return is_last if self._batches is None else batches_seen % self._batches == 0
+            return is_last if self._batches is None else batches_seen % self._batches < batches
         if (epoch + 1) % self._epochs != 0:
             return False
-        return is_last if self._batches is None else (batch_idx + 1) % self._batches == 0
+        return is_last if self._batches is None else batches_done % self._batches < batches
 
     @property
     def is_timed(self) -> bool:

@@ -3,20 +3,68 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from dstrat.training.trainer import Trainer
+
+
+LOG_OPTIONS = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "batch_size",
+    "metric_attribute",
+    "rank_zero_only",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogCall:
+    """A call of :meth:`LoggingMethods.log`.
+
+    Attributes:
+        name: Of the value.
+        value: The value.
+        options: All other arguments by their names.
+    """
+
+    name: str
+    value: Any
+    options: dict[str, Any]
 
 
 class LoggingMethods:
     """``log`` and ``log_dict`` of a :class:`~dstrat.training.module.train_module.TrainModule`."""
 
     _trainer: Trainer | None
+    _captured_logs: list[LogCall] | None = None
+
+    @contextmanager
+    def capture_logs(self) -> Iterator[list[LogCall]]:
+        """Collect what is logged in a ``with`` block rather than keep it.
+
+        For a strategy that traces a step once: it lets the values be outputs of the graph, and logs those of each call
+        with :meth:`log` and the same options.
+        """
+        calls: list[LogCall] = []
+        self._captured_logs = calls
+        try:
+            yield calls
+        finally:
+            self._captured_logs = None
 
     def log(
         self,
@@ -71,6 +119,29 @@ class LoggingMethods:
         Raises:
             MisuseError: The value, its name, its options or the place cannot be logged.
         """
+        if self._captured_logs is not None:
+            options = dict(
+                zip(
+                    LOG_OPTIONS,
+                    (
+                        prog_bar,
+                        logger,
+                        on_step,
+                        on_epoch,
+                        reduce_fx,
+                        enable_graph,
+                        sync_dist,
+                        sync_dist_group,
+                        add_dataloader_idx,
+                        batch_size,
+                        metric_attribute,
+                        rank_zero_only,
+                    ),
+                    strict=True,
+                )
+            )
+            self._captured_logs.append(LogCall(name=name, value=value, options=options))
+            return
         trainer = self._trainer
         if trainer is None or not trainer.is_running or trainer.barebones:
             return

@@ -1,0 +1,92 @@
+"""Compiled training steps: the strategy computes gradients and steps the optimizer in one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import ConflictError
+from dstrat.training.dispatch import overrides
+from dstrat.training.module.train_module import TrainModule
+
+if TYPE_CHECKING:
+    from dstrat.interfaces.compiled_steps import CompiledSteps
+    from dstrat.training.trainer import Trainer
+
+_HOOKS_WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+_METHODS_WITHIN = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
+
+
+class CompiledOptimization:
+    """Runs ``training_step`` of a strategy of which :meth:`compiled_steps` is not None, and counts its steps.
+
+    Nothing of the user's or of dstrat's can run within such a step.  What would is refused here, before anything is
+    compiled.
+
+    Args:
+        trainer: Its strategy is used.
+        module: The user's module.
+        compiled: What one call does.
+
+    Attributes:
+        optimizers: What the module's ``optimizers`` method returns.
+        is_in_backward: Always False, as no other code runs in a backward pass.
+
+    Raises:
+        ConflictError: The module, a callback or an argument of the Trainer needs to run within the step.
+    """
+
+    is_in_backward = False
+
+    def __init__(self, trainer: Trainer, module: TrainModule, compiled: CompiledSteps) -> None:
+        _check(trainer, module, compiled)
+        self.optimizers = trainer.strategy.optimizers
+        self._training_step = trainer.profiled("training_step", trainer.strategy.training_step)
+        self._loop, self._steps = trainer.fit_loop, compiled.optimizer_steps
+
+    def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - within the call
+        """Train on the batches of one call; return what ``training_step`` returned.
+
+        Args:
+            arguments: What ``training_step`` takes.
+            group_size: Always 1.
+            applies: Always True.
+        """
+        outputs = self._training_step(*arguments)
+        self._loop.global_step += self._steps
+        return outputs
+
+
+def _check(trainer: Trainer, module: TrainModule, compiled: CompiledSteps) -> None:
+    name, kind = type(trainer.strategy).__name__, type(module).__name__
+    whole = f"{name} compiles each training step as a whole"
+    if not module.automatic_optimization:
+        raise ConflictError(
+            f"{whole}, and {kind} has automatic_optimization=False: return the loss from training_step, and let the "
+            "step of the optimizer be compiled with it, or choose another strategy"
+        )
+    if trainer.detect_anomaly:
+        raise ConflictError(f"{whole}, in which detect_anomaly=True cannot look at values: leave it out")
+    methods = [f"{kind}.{method}" for method in _METHODS_WITHIN if overrides(module, method, TrainModule)]
+    hooks = [hook for hook in _HOOKS_WITHIN if trainer.dispatch.of(hook)]
+    if within := [*methods, *(f"{hook} (of the module or a callback)" for hook in hooks)]:
+        raise ConflictError(
+            f"{whole}, so that {', '.join(within)} would never be called: leave that out, use on_train_batch_start or "
+            "on_train_batch_end, or choose another strategy"
+        )
+    _check_steps(trainer, name, compiled.optimizer_steps)
+
+
+def _check_steps(trainer: Trainer, name: str, steps: int) -> None:
+    """Raise ConflictError where something has to happen between optimizer steps of one call."""
+    if trainer.max_steps > 0 and trainer.max_steps % steps:
+        raise ConflictError(
+            f"max_steps={trainer.max_steps} cannot be met, as {name} takes {steps} optimizer steps in one call: "
+            f"give a multiple of {steps}"
+        )
+    for config in trainer.strategy.lr_schedulers:
+        if config.interval == "step" and config.frequency % steps:
+            raise ConflictError(
+                f"{type(config.scheduler).__name__} is stepped every {config.frequency} optimizer steps, and {name} "
+                f"takes {steps} in one call with the same learning rate: give its config a frequency that is a "
+                f'multiple of {steps}, or interval="epoch"'
+            )

@@ -1,0 +1,234 @@
+"""Strategies whose training step is compiled: one call consumes several batches and steps the optimizer."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from dstrat import Callback, ProgressBar, SingleDeviceStrategy, TrainModule
+from dstrat.errors import ConflictError
+from dstrat.interfaces.compiled_steps import CompiledSteps
+
+
+class WholeSteps(SingleDeviceStrategy):
+    """Takes ``batches`` batches in each call, and steps ``steps`` times in it."""
+
+    def __init__(self, batches=4, steps=2):
+        super().__init__()
+        self.compiled = CompiledSteps(batches=batches, optimizer_steps=steps)
+
+    def compiled_steps(self):
+        return self.compiled
+
+    def process_dataloader(self, dataloader):
+        size = dataloader.batch_size * self.compiled.batches
+        shuffles = isinstance(dataloader.sampler, torch.utils.data.RandomSampler)
+        return DataLoader(dataloader.dataset, size, shuffle=shuffles, drop_last=True)
+
+    def process_evaluation_dataloader(self, dataloader):
+        return dataloader
+
+    def training_step(self, batch, batch_idx):
+        (optimizer,) = self.optimizers
+        groups = zip(*(part.chunk(self.compiled.optimizer_steps) for part in batch), strict=True)
+        losses = []
+        for group in groups:
+            optimizer.zero_grad()
+            with self.module.capture_logs() as logs:
+                loss = self.module.training_step(group, batch_idx)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            for call in logs:
+                self.module.log(call.name, call.value, **call.options)
+        return torch.stack(losses)
+
+
+class Noting(Callback):
+    def __init__(self):
+        self.indices, self.losses, self.validated = [], [], []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        self.indices.append(batch_idx)
+        self.losses.extend(outputs.reshape(-1).tolist())
+
+    def on_validation_start(self, trainer, module) -> None:
+        self.validated.append(trainer.fit_loop.batches_seen)
+
+
+def samples(count=96, *, batch_size=2, shuffle=False):
+    inputs = torch.randn(count, 8, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size, shuffle=shuffle)
+
+
+@pytest.fixture
+def fit(quiet_trainer, make_line):
+    def run(loader=None, *, strategy=None, module=None, val=None, ckpt_path=None, **options):
+        torch.manual_seed(2)
+        noting = Noting()
+        callbacks = [noting, *options.pop("callbacks", [])]
+        options = {"num_sanity_val_steps": 0, "max_epochs": 1, **options}
+        trainer = quiet_trainer(strategy=strategy or WholeSteps(), callbacks=callbacks, **options)
+        module = module or make_line()
+        trainer.fit(module, loader or samples(), val, ckpt_path=ckpt_path)
+        return trainer, noting, module
+
+    return run
+
+
+def test_batches_steps_and_epochs_are_counted(fit):
+    trainer, noting, _ = fit(max_epochs=2)  # 48 batches of 2 in an epoch, in calls of 4 batches and 2 steps
+    assert trainer.global_step == 48
+    assert trainer.fit_loop.batches_seen == 96
+    assert trainer.num_training_batches == 48
+    assert trainer.current_epoch == 2
+    assert noting.indices == 2 * list(range(0, 48, 4))
+
+
+def test_losses_are_those_of_separate_steps(fit):
+    _, compiled, module = fit()
+    _, separate, other = fit(samples(batch_size=4), strategy=SingleDeviceStrategy())
+    assert compiled.losses == separate.losses
+    assert torch.equal(module.layer.weight, other.layer.weight)
+
+
+def test_logged_values_are_those_of_separate_steps(fit):
+    compiled, _, _ = fit()
+    separate, _, _ = fit(samples(batch_size=4), strategy=SingleDeviceStrategy())
+    assert compiled.callback_metrics["loss"] == separate.callback_metrics["loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [
+        ({}, [48]),
+        ({"val_check_interval": 10}, [12, 20, 32, 40]),
+        ({"val_check_interval": 0.5}, [24, 48]),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 30, "max_epochs": 2}, [32, 60, 92]),
+    ],
+)
+def test_validation_follows_the_call_that_reaches_it(fit, options, batches):
+    _, noting, _ = fit(val=samples(), **options)
+    assert noting.validated == batches
+
+
+def test_limits_count_batches(fit, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer, _, _ = fit(limit_train_batches=10)
+    assert trainer.fit_loop.batches_seen == 8
+    assert "8 training batches rather than 10, as one call of the compiled step takes 4" in caplog.text
+    assert fit(fast_dev_run=1)[0].fit_loop.batches_seen == 4
+
+
+def test_the_estimate_of_steps_is_met(fit, make_line):
+    class Estimating(type(make_line())):
+        def configure_optimizers(self):
+            self.estimate = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    trainer, _, module = fit(module=Estimating(), max_epochs=2, accumulate_grad_batches=2)
+    assert module.estimate == trainer.global_step == 48
+
+
+def test_schedulers_step_after_the_call(fit, make_line):
+    class Scheduled(type(make_line())):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": self.scheduler, "interval": "step", "frequency": self.frequency},
+            }
+
+    module = Scheduled()
+    module.frequency = 4
+    fit(module=module)
+    assert module.scheduler.last_epoch == 6  # of 24 steps
+    module.frequency = 3
+    with pytest.raises(ConflictError, match="StepLR is stepped every 3 optimizer steps, and WholeSteps takes 2"):
+        fit(module=module)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_fit_goes_on_in_the_middle_of_an_epoch(fit, tmp_path, shuffle):
+    whole, noting, module = fit(samples(shuffle=shuffle), max_epochs=2)
+    path = tmp_path / "checkpoint"
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+            if trainer.global_step == 30:
+                trainer.save_checkpoint(path)
+
+    fit(samples(shuffle=shuffle), max_epochs=2, callbacks=[Saves()])
+    trainer, rest, other = fit(samples(shuffle=shuffle), max_epochs=2, ckpt_path=path)
+    assert rest.losses == noting.losses[30:]
+    assert torch.equal(module.layer.weight, other.layer.weight)
+    assert trainer.fit_loop.batches_seen == whole.fit_loop.batches_seen == 96
+
+
+def test_a_position_within_a_call_is_refused(fit, tmp_path):
+    path = tmp_path / "checkpoint"
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(path)
+
+    fit(strategy=SingleDeviceStrategy(), callbacks=[Saves()])
+    with pytest.raises(ConflictError, match="saved after 3 batches of an epoch, and one call of the compiled step"):
+        fit(ckpt_path=path)
+
+
+class WithHook(Callback):
+    def on_after_backward(self, trainer, module) -> None:
+        pass
+
+
+def _manual(module):
+    module.automatic_optimization = False
+
+
+def _steps(module):
+    module.optimizer_step = lambda *args: None
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (_manual, {}, "automatic_optimization=False: return the loss"),
+        (_steps, {}, "Line.optimizer_step would never be called"),
+        (None, {"callbacks": [WithHook()]}, "on_after_backward .* would never be called"),
+        (None, {"detect_anomaly": True}, "detect_anomaly=True cannot look at values"),
+        (None, {"max_steps": 5}, "max_steps=5 cannot be met, as WholeSteps takes 2 optimizer steps in one call"),
+    ],
+)
+def test_what_runs_within_a_step_is_refused(fit, make_line, change, options, message):
+    module = make_line()
+    if change is not None:
+        change(module)
+    with pytest.raises(ConflictError, match=message):
+        fit(module=module, **options)
+
+
+def test_the_progress_bar_counts_batches(fit, capsys):
+    bar = ProgressBar()
+    bar.refresh_rate = 10
+    trainer, _, _ = fit(callbacks=[bar], enable_progress_bar=True)
+    printed = capsys.readouterr()
+    assert "48/48" in printed.err + printed.out
+    assert trainer.global_step == 24
+
+
+def test_logs_are_captured_rather_than_kept(make_line):
+    module = make_line()
+    assert isinstance(module, TrainModule)
+    with module.capture_logs() as logs:
+        module.log("a", 1.0, prog_bar=True, batch_size=3)
+        module.log_dict({"b": 2.0})
+    module.log("c", 3.0)
+    assert [(call.name, call.value) for call in logs] == [("a", 1.0), ("b", 2.0)]
+    assert logs[0].options["prog_bar"] is True
+    assert logs[0].options["batch_size"] == 3

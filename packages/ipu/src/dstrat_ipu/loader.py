@@ -1,0 +1,84 @@
+"""Loaders of which each item is what one call of a compiled model consumes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from dstrat.data.combined_loader import CombinedLoader
+from dstrat.data.division import with_parts
+from dstrat.data.structure import map_leaves
+from dstrat.errors import ConflictError, RequestError
+from dstrat_ipu import runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Sized
+
+_log = logging.getLogger(__name__)
+
+
+def joined(loader: Any, options: Any, purpose: str) -> Any:
+    """Return a loader whose batches hold as many samples as one call consumes, and which leaves an incomplete one out.
+
+    Args:
+        loader: A DataLoader of the batches of one replica, one of poptorch's, or a CombinedLoader of them.
+        options: Of the model, which say how many batches a call consumes.
+        purpose: What it is for, in messages.
+
+    Raises:
+        RequestError: Its batches cannot be joined, or it has too few samples.
+        ConflictError: poptorch's has other options than the model.
+    """
+    if isinstance(loader, CombinedLoader):
+        return CombinedLoader(map_leaves(loader.iterables, lambda one: joined(one, options, purpose)), loader.mode)
+    if isinstance(loader, runtime.poptorch().DataLoader):
+        _check_options(loader.options, options, purpose)
+        return loader
+    factor = options.replication_factor * options.device_iterations * options.Training.gradient_accumulation
+    is_plain = isinstance(loader, DataLoader) and loader.batch_size is not None
+    if not is_plain or not isinstance(loader.batch_sampler, BatchSampler):
+        raise RequestError(
+            f"the {purpose} loader is a {type(loader).__name__}"
+            + (" with a batch sampler or without a batch size" if isinstance(loader, DataLoader) else "")
+            + f", whose batches cannot be joined for calls that consume {factor} each: give a torch DataLoader with a "
+            "batch_size, or poptorch.DataLoader with the options of the model"
+        )
+    size = loader.batch_size * factor
+    if not isinstance(loader.dataset, IterableDataset):
+        _check_samples(loader.sampler, size, loader.batch_size, factor, purpose)
+    own = loader.batch_sampler
+    return with_parts(
+        loader, batch_sampler=BatchSampler(own.sampler, size, drop_last=True), batch_size=size, drop_last=True
+    )
+
+
+def _check_samples(sampler: Sized, size: int, batch_size: int, factor: int, purpose: str) -> None:
+    count = len(sampler)
+    call = f"one call consumes {size} (batch_size={batch_size} times {factor})"
+    if count < size:
+        raise RequestError(
+            f"the {purpose} loader has {count} samples, and {call}: give more data, a smaller batch_size, or fewer "
+            "devices, device_iterations or accumulate_grad_batches"
+        )
+    if count % size:
+        _log.warning(
+            "the last %d of %d samples of the %s loader are left out of each epoch, as %s and shapes are static",
+            count % size,
+            count,
+            purpose,
+            call,
+        )
+
+
+def _check_options(given: Any, wanted: Any, purpose: str) -> None:
+    def values(options: Any) -> tuple[int, int, int]:
+        return (options.replication_factor, options.device_iterations, options.Training.gradient_accumulation)
+
+    if values(given) != values(wanted):
+        names = "replicationFactor, deviceIterations, gradientAccumulation"
+        raise ConflictError(
+            f"the {purpose} loader is a poptorch.DataLoader with ({names}) = {values(given)}, and the model is "
+            f"compiled with {values(wanted)}: give both the same options, or a torch DataLoader"
+        )

@@ -1,0 +1,199 @@
+"""Optimizers whose steps are compiled: poptorch's twin of torch's, and the state that lives on the device.
+
+poptorch reads and writes the state of its own optimizers only, by PopART's names: ``Accl1___<parameter>`` is Adam's
+first moment (graphcore/popart, willow/include/popart/tensornames.hpp; poptorch's tests/optimizers_test.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.errors import ConflictError, RequestError
+from dstrat_ipu import runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+_STEP = "Step___"
+_STATES = {
+    "SGD": {"Accl1___": "momentum_buffer", "Accl___": "momentum_buffer"},
+    "Adam": {"Accl1___": "exp_avg", "Accl2___": "exp_avg_sq", _STEP: "step"},
+    "AdamW": {"Accl1___": "exp_avg", "Accl2___": "exp_avg_sq", _STEP: "step"},
+    "RMSprop": {"Accl1___": "square_avg", "Accl2___": "grad_avg", "Accl3___": "momentum_buffer"},
+}
+_OPTIONS = {
+    "SGD": ("lr", "momentum", "dampening", "weight_decay"),
+    "Adam": ("lr", "betas", "eps", "weight_decay"),
+    "AdamW": ("lr", "betas", "eps", "weight_decay"),
+    "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
+}
+_REFUSED = ("nesterov", "amsgrad", "maximize", "differentiable", "decoupled_weight_decay")
+
+
+class CompiledOptimizer:
+    """The optimizer that a module made, and the one that poptorch compiles.
+
+    Both have the same groups, so that a scheduler changes the learning rates of both; poptorch is told of a change
+    before the next call.
+
+    Args:
+        optimizer: torch's SGD, Adam, AdamW or RMSprop, or poptorch's.
+        max_grad_norm: Largest norm of all gradients, which poptorch clips within the step; None does not clip.
+
+    Attributes:
+        host: An optimizer of torch's class, which has the state when :meth:`fetch` has been called.
+        device: An optimizer of poptorch's class.
+        state_is_pending: Whether the host's state has to be written to the device.
+
+    Raises:
+        RequestError: poptorch has none like it.
+        ConflictError: It clips by itself.
+    """
+
+    def __init__(self, optimizer: Optimizer, max_grad_norm: float | None) -> None:
+        self.kind = _kind_of(optimizer)
+        self.made = optimizer
+        self.state_is_pending = False
+        if isinstance(optimizer, runtime.poptorch().optim.Optimizer):
+            if max_grad_norm is not None:
+                raise ConflictError(
+                    f"gradient_clip_val={max_grad_norm!r} cannot reach poptorch.optim.{self.kind}, which clips within "
+                    f"the compiled step: give it max_grad_norm={max_grad_norm!r}, and leave gradient_clip_val out"
+                )
+            self.device: Any = optimizer
+            self.host: Optimizer = getattr(torch.optim, self.kind)(_groups(optimizer, self.kind))
+        else:
+            self.host, self.device = optimizer, _twin(optimizer, self.kind, max_grad_norm)
+        self.link()
+        self._sent = self._values()
+
+    def link(self) -> None:
+        """Let all have the same groups, also after a state was loaded."""
+        groups = self.host.param_groups if self.host is self.made else self.made.param_groups
+        self.host.param_groups = self.device.param_groups = groups
+
+    def take_groups(self) -> None:
+        """Let all have the groups of the host's optimizer, into which a state was loaded."""
+        self.made.param_groups = self.host.param_groups
+        self.link()
+
+    def has_changed(self) -> bool:
+        """Return whether a learning rate or the like has changed since this was last called."""
+        values = self._values()
+        has_changed, self._sent = values != self._sent, values
+        return has_changed
+
+    def _values(self) -> list[dict[str, Any]]:
+        return [{name: group.get(name) for name in _OPTIONS[self.kind]} for group in self.host.param_groups]
+
+    def fetch(self, module: Module) -> None:
+        """Bring the state from the device to :attr:`host`, where it is newer there.
+
+        Args:
+            module: Has the names of the parameters.
+        """
+        state = self.device.state_dict().get("ipu_state")
+        if state is None or self.state_is_pending:
+            return
+        for name, parameter in _named(self.host, module):
+            found = {key: _of(state, prefix, name) for prefix, key in _STATES[self.kind].items()}
+            values = {key: value.clone() for key, value in found.items() if value is not None}
+            if not values:
+                continue
+            if "step" in values:
+                values["step"] = values["step"].reshape(())
+            elif self.kind == "RMSprop":
+                values["step"] = torch.zeros(())  # torch counts steps, and does not need their number
+            self.host.state[parameter] = values
+
+    def write(self, module: Module) -> None:
+        """Let the device take the state of :attr:`host` the next time that the optimizer is set or attached.
+
+        Args:
+            module: Compiled, as its names on the device are those that poptorch has given them.
+        """
+        template = self.device.state_dict()
+        state = dict(template["ipu_state"] or {})
+        for name, parameter in _named(self.host, module):
+            for prefix, key in _STATES[self.kind].items():
+                value = self.host.state[parameter].get(key)
+                full = next((known for known in state if _is_of(known, prefix, name)), None)
+                if value is not None and full is not None:
+                    state[full] = runtime.plain(value).to(state[full].dtype).reshape(state[full].shape).clone()
+        self.device.set_state_dict({**template, "ipu_state": state})
+        self.state_is_pending = False
+
+    def keep_exactly(self, module: Module, saved: Mapping[Any, Mapping[str, Any]], *, by_name: bool) -> None:
+        """Keep loaded values in their own dtype, as torch has converted them to that of the parameters.
+
+        Args:
+            module: Has the names of the parameters.
+            saved: The state of each parameter, by its name or by its number.
+            by_name: Which of the two.
+        """
+        for number, (name, parameter) in enumerate(_named(self.host, module)):
+            for key, value in saved.get(name if by_name else number, {}).items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    self.host.state[parameter][key] = value.detach().clone()
+        self.state_is_pending = True
+
+
+def _kind_of(optimizer: Optimizer) -> str:
+    for kind in ("SGD", "AdamW", "Adam", "RMSprop"):
+        if isinstance(optimizer, getattr(torch.optim, kind)):
+            break
+    else:
+        raise RequestError(
+            f"poptorch cannot compile the step of {type(optimizer).__name__}: choose SGD, Adam, AdamW or RMSprop of "
+            "torch.optim or poptorch.optim"
+        )
+    for group in optimizer.param_groups:
+        refused = [name for name in _REFUSED if group.get(name) and not (kind == "AdamW" and name == _REFUSED[-1])]
+        if refused:
+            raise RequestError(f"poptorch cannot compile {kind} with {refused[0]}=True: leave it out")
+    return kind
+
+
+def _groups(optimizer: Optimizer, kind: str) -> list[dict[str, Any]]:
+    """Return groups for a new optimizer, with the same parameters and options."""
+    known = _OPTIONS[kind]
+    return [
+        {"params": list(group["params"]), **{name: group[name] for name in known if name in group}}
+        for group in optimizer.param_groups
+    ]
+
+
+def _twin(optimizer: Optimizer, kind: str, max_grad_norm: float | None) -> Any:
+    """Return poptorch's optimizer with the same options; those that are named may change later."""
+    cls = getattr(runtime.poptorch().optim, kind)
+    options = {name: optimizer.defaults[name] for name in _OPTIONS[kind] if name in optimizer.defaults}
+    if max_grad_norm is not None:
+        if kind == "RMSprop" or "max_grad_norm" not in inspect.signature(cls).parameters:
+            raise ConflictError(
+                f"gradient_clip_val={max_grad_norm!r} is not possible with {kind}, as this poptorch has no clipping "
+                "within its step: leave it out, or choose AdamW"
+            )
+        options["max_grad_norm"] = max_grad_norm
+    return cls(_groups(optimizer, kind), **options)
+
+
+def _named(optimizer: Optimizer, module: Module) -> list[tuple[str, Tensor]]:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(names.get(id(parameter), str(index)), parameter) for index, parameter in enumerate(parameters)]
+
+
+def _is_of(known: str, prefix: str, name: str) -> bool:
+    """Return whether a tensor on the device is of a parameter of the module, which is a part of what is compiled."""
+    return known in (f"{prefix}module.{name}", f"{prefix}model.module.{name}")  # as poptorch before 3 had it
+
+
+def _of(state: Mapping[str, Tensor], prefix: str, name: str) -> Tensor | None:
+    return next((value for known, value in state.items() if _is_of(known, prefix, name)), None)

@@ -1,0 +1,433 @@
+"""The strategy that drives all IPUs from one process, with whole training steps compiled by poptorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.compiled_steps import CompiledSteps
+from dstrat_ipu import runtime
+from dstrat_ipu.loader import joined
+from dstrat_ipu.optimizer import CompiledOptimizer
+from dstrat_ipu.step_module import StepModule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.parts import TrainerLike
+    from dstrat.interfaces.precision import Precision
+
+_ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"
+
+
+@dataclasses.dataclass
+class _Compiled:
+    """A step that poptorch compiles in its first call.
+
+    Attributes:
+        step: The step as a module.
+        executor: What ``trainingModel`` or ``inferenceModel`` returned.
+        shapes: Of the tensors of a call, from the first one on.
+    """
+
+    step: StepModule
+    executor: Any
+    shapes: list[tuple[torch.Size, torch.dtype]] = dataclasses.field(default_factory=list)
+
+
+class IPUStrategy(SingleDeviceStrategy):
+    """Training, evaluation and prediction by one process that drives all IPUs, through Graphcore's poptorch.
+
+    poptorch compiles a whole training step: forward pass, backward pass and the optimizer's step.  The module is
+    replicated over the devices, so that a batch of the Trainer has ``devices * batch_size`` samples, as with one
+    process for each device.  One call runs ``device_iterations * accumulate_grad_batches`` batches.
+
+    Weights and the optimizer's state stay on the devices.  They come to the host for checkpoints and when evaluation
+    begins, for which the compiled training leaves the devices; a hook that looks at a parameter copies all of them.
+    Within a step nothing but tensor operations is possible, and shapes are static: incomplete batches are left out.
+
+    Args:
+        accelerator: The hardware.
+        device_iterations: Optimizer steps in one call of training; evaluation runs one batch in a call.
+        autoreport: Whether Poplar writes a report for the PopVision Graph Analyser.
+        autoreport_dir: Its folder; None is the working directory.
+        parallel_devices: The IPUs.
+        cluster_environment: Where the job runs; there is one process.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes and what follows from them.
+        training_opts: ``poptorch.Options`` for training in place of those that follow from the other arguments, such
+            as for a model that is divided over several IPUs.
+        inference_opts: The same for validation, test and prediction.
+    """
+
+    drives_several_devices = True
+    accumulates_gradients = True
+    allows_inference_mode = False  # whose tensors poptorch cannot trace
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        device_iterations: int = 1,
+        autoreport: bool = False,
+        autoreport_dir: str | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        training_opts: Any = None,
+        inference_opts: Any = None,
+    ) -> None:
+        super().__init__(None, accelerator, checkpoint_io, precision_plugin)
+        devices = None if parallel_devices is None else tuple(parallel_devices)
+        self.given_parts = dataclasses.replace(
+            self.given_parts, parallel_devices=devices, cluster_environment=cluster_environment
+        )
+        self.parts = self.given_parts
+        if not isinstance(device_iterations, int) or device_iterations < 1:
+            raise RequestError(f"device_iterations={device_iterations!r} must be an int of at least 1")
+        if autoreport_dir is not None and not autoreport:
+            raise ConflictError(f"autoreport_dir={autoreport_dir!r} needs autoreport=True: pass it too")
+        self.device_iterations = device_iterations
+        self.autoreport, self.autoreport_dir = autoreport, autoreport_dir
+        self._given_training_opts, self._given_inference_opts = training_opts, inference_opts
+        self._training_opts: Any = None
+        self._inference_opts: Any = None
+        self._steps: dict[str, _Compiled] = {}
+        self._classes: list[tuple[Tensor, type]] = []
+        self._optimizer: CompiledOptimizer | None = None
+        self._clip_val: float | None = None
+        self._random_state: list[int] | None = None
+        self._engine_options: str | None = None
+
+    # The devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """The CPU, where poptorch takes batches and leaves results."""
+        return torch.device("cpu")
+
+    @property
+    def num_devices(self) -> int:
+        """Number of IPUs."""
+        return len(self._present(self.parts.parallel_devices, "devices"))
+
+    @property
+    def replication_factor(self) -> int:
+        """Number of replicas of the module in training."""
+        options = self._given_training_opts or self._given_inference_opts
+        return self.num_devices if options is None else int(options.replication_factor)
+
+    @property
+    def training_opts(self) -> Any:
+        """The ``poptorch.Options`` of training, in a fit."""
+        return self._present(self._training_opts, "options for training")
+
+    @property
+    def inference_opts(self) -> Any:
+        """The ``poptorch.Options`` of validation, test and prediction, in a run."""
+        return self._present(self._inference_opts, "options for inference")
+
+    # The life cycle
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.autoreport:
+            self._engine_options = os.environ.get(_ENGINE_OPTIONS)
+            options = {**json.loads(self._engine_options or "{}"), "autoReport.all": "true"}
+            if self.autoreport_dir is not None:
+                Path(self.autoreport_dir).mkdir(parents=True, exist_ok=True)
+                options["autoReport.directory"] = str(self.autoreport_dir)
+            os.environ[_ENGINE_OPTIONS] = json.dumps(options)  # Poplar reads it when a model is compiled
+
+    def setup(self, trainer: TrainerLike) -> None:
+        replicas, accumulation = self.replication_factor, trainer.accumulate_grad_batches
+        self._inference_opts = self._given_inference_opts or runtime.make_options(
+            replicas=replicas, iterations=1, accumulation=1
+        )
+        if trainer.is_fitting:
+            self._training_opts = self._given_training_opts or runtime.make_options(
+                replicas=replicas, iterations=self.device_iterations, accumulation=accumulation
+            )
+            self._check_options(accumulation)
+            self._clip_val = trainer.gradient_clip_val
+            if self._clip_val is not None and trainer.gradient_clip_algorithm != "norm":
+                raise ConflictError(
+                    f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r} is not possible in a step that "
+                    "poptorch compiles, which clips by norm alone: pass 'norm', or clip nothing"
+                )
+        super().setup(trainer)
+
+    def _check_options(self, accumulation: int) -> None:
+        """Raise an error where the user's options say something else than the other arguments."""
+        options, mode = self._training_opts, runtime.output_mode(self._training_opts)
+        given = options.Training.gradient_accumulation
+        if given != accumulation:
+            raise ConflictError(
+                f"training_opts has gradientAccumulation({given}), and the Trainer accumulate_grad_batches="
+                f"{accumulation}: pass accumulate_grad_batches={given}"
+            )
+        if self.device_iterations not in (1, options.device_iterations):
+            raise ConflictError(
+                f"device_iterations={self.device_iterations} and deviceIterations({options.device_iterations}) of "
+                "training_opts exclude each other: leave one of them out"
+            )
+        if mode not in ("All", "Final", "Default"):
+            raise RequestError(
+                f"training_opts has outputMode({mode}), of which no loss of a batch can be told: choose All or Final"
+            )
+
+    def model_to_device(self) -> None:
+        pass  # poptorch copies the weights when it has compiled the first step
+
+    def setup_optimizers(self, trainer: TrainerLike) -> None:
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ConflictError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, and poptorch compiles the step of "
+                "one: put all parameters into groups of a single optimizer"
+            )
+        self._optimizer = CompiledOptimizer(self.optimizers[0], self._clip_val)
+
+    def compiled_steps(self) -> CompiledSteps:
+        if self._training_opts is None:
+            return CompiledSteps()
+        iterations, accumulation = self._shape_of(self._training_opts)[:2]
+        return CompiledSteps(batches=iterations * accumulation, optimizer_steps=iterations)
+
+    @staticmethod
+    def _shape_of(options: Any) -> tuple[int, int, int]:
+        """Return device iterations, accumulated batches and replicas."""
+        iterations, replicas = int(options.device_iterations), int(options.replication_factor)
+        return iterations, int(options.Training.gradient_accumulation), replicas
+
+    def teardown(self) -> None:
+        try:
+            if self._steps:
+                self._fetch()
+            for compiled in self._steps.values():
+                compiled.executor.destroy()
+        finally:
+            runtime.restore_classes(self._classes)
+            self._steps, self._classes, self._optimizer, self._random_state = {}, [], None, None
+            self._training_opts = self._inference_opts = None
+            if self.autoreport:
+                self._restore_engine_options()
+            super().teardown()
+
+    def _restore_engine_options(self) -> None:
+        if self._engine_options is None:
+            os.environ.pop(_ENGINE_OPTIONS, None)
+        else:
+            os.environ[_ENGINE_OPTIONS] = self._engine_options
+
+    # Batches
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return joined(dataloader, self.training_opts, "training")
+
+    def process_evaluation_dataloader(self, dataloader: Any) -> Any:
+        return joined(dataloader, self.inference_opts, "evaluation")
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call of the compiled training: all its batches, and the optimizer's steps."""
+        compiled = self._steps.get("training_step") or self._build_training()
+        self._detach_others(compiled)
+        return self._run(compiled, self._training_opts, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", args, kwargs)
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Let the devices go before and after an evaluation, whose model takes the weights that the host has."""
+        self._detach_others(None)
+        with super().evaluation_context():
+            yield
+        self._detach_others(None)
+
+    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        compiled = self._steps.get(name)
+        if compiled is None:
+            step = StepModule(self.module, name, self.precision_plugin)
+            step.training = self.module.training  # of the wrapper alone, whose module the loop has set
+            self._note_classes()
+            executor = runtime.poptorch().inferenceModel(step, self._inference_opts)
+            compiled = self._steps[name] = _Compiled(step, executor)
+        self._detach_others(compiled)
+        return self._run(compiled, self._inference_opts, args, kwargs)
+
+    def _build_training(self) -> _Compiled:
+        step = StepModule(self.module, "training_step", self.precision_plugin)
+        self._note_classes()
+        executor = runtime.poptorch().trainingModel(step, self._training_opts, self._pair.device)
+        compiled = self._steps["training_step"] = _Compiled(step, executor)
+        return compiled
+
+    def _note_classes(self) -> None:
+        if not self._classes:
+            self._classes = runtime.classes_of(self.module)
+
+    @property
+    def _pair(self) -> CompiledOptimizer:
+        return self._present(self._optimizer, "optimizer")
+
+    def _detach_others(self, compiled: _Compiled | None) -> None:
+        """Let another model have the devices; weights and optimizer state come to the host before."""
+        for other in self._steps.values():
+            if other is not compiled and other.executor.isCompiled() and other.executor.isAttachedToDevice():
+                other.executor.detachFromDevice()
+
+    def _run(self, compiled: _Compiled, options: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        iterations, accumulation, replicas = self._shape_of(options)
+        batches = iterations * accumulation
+        if kwargs:
+            raise MisuseError(f"a compiled step takes its arguments by position, and got {', '.join(kwargs)} by name")
+        tensors = compiled.step.flatten((args[0], *_index_tensors(args[1:], batches, replicas)))
+        self._check_shapes(compiled, tensors, batches * replicas)
+        with runtime.acquiring(self.num_devices):
+            if compiled.step.is_training_step:
+                self._prepare(compiled.executor, tensors)
+            results = compiled.executor(*tensors)
+        outputs = [results] if isinstance(results, torch.Tensor) else list(results or ())
+        returned = 1 if compiled.step.is_training_step and self._returns_last else batches
+        size = len(tensors[0]) // batches if tensors[0].dim() else 1
+        return compiled.step.finish(outputs, batches=returned, replicas=replicas, batch_size=size)
+
+    @property
+    def _returns_last(self) -> bool:
+        return runtime.output_mode(self._training_opts) in ("Final", "Default")
+
+    def _prepare(self, executor: Any, tensors: list[Tensor]) -> None:
+        """Bring what was loaded, and changed learning rates, to the device."""
+        pair = self._pair
+        has_changed = pair.has_changed()
+        if pair.state_is_pending or self._random_state is not None:
+            if not executor.isCompiled():
+                executor.compile(*tensors)
+            if pair.state_is_pending:
+                pair.write(self.module)
+                has_changed = True
+            if self._random_state is not None:
+                executor.rng_state = self._random_state
+                self._random_state = None
+        if has_changed:
+            executor.setOptimizer(pair.device)
+
+    @staticmethod
+    def _check_shapes(compiled: _Compiled, tensors: list[Tensor], factor: int) -> None:
+        """Raise MisuseError where poptorch would, with advice."""
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if not compiled.shapes:
+            odd = [tuple(shape) for shape, _ in shapes if (shape[0] if shape else 1) % factor]
+            if odd or not shapes:
+                raise MisuseError(
+                    f"a tensor of shape {odd[0] if odd else 'nothing'} cannot be divided into the {factor} parts of a "
+                    "call: let each tensor of a batch have the samples along its first dimension"
+                )
+            compiled.shapes = shapes
+        elif shapes != compiled.shapes:
+            new, old = ([tuple(shape) for shape, _ in side] for side in (shapes, compiled.shapes))
+            raise MisuseError(
+                f"a batch has the shapes {new}, and the step was compiled for {old}: graphs are static, so pad samples "
+                "to one size in collate_fn"
+            )
+
+    # State: on the host when somebody looks at it
+
+    def _fetch(self) -> None:
+        """Bring weights and the optimizer's state to the host, where they are newer on the device."""
+        compiled = self._steps.get("training_step")
+        if compiled is None or not compiled.executor.isCompiled():
+            return
+        compiled.executor.copyWeightsToHostIfNeeded()
+        self._pair.fetch(self.module)
+
+    def _state_of_module(self) -> dict[str, Any]:
+        compiled = self._steps.get("training_step")
+        if compiled is not None and compiled.executor.isCompiled():
+            compiled.executor.copyWeightsToHostIfNeeded()
+        return dict(apply_to_tensors(super().module_state_dict(), runtime.plain))
+
+    def module_state_dict(self) -> dict[str, Any]:
+        return self._state_of_module()
+
+    def sharded_module_state(self) -> dict[str, Any]:
+        return self._state_of_module()
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        self._detach_others(None)  # attaching copies the weights of the host to the device
+        super().load_module_state_dict(state, strict)
+
+    def load_sharded_module_state(self, state: dict[str, Any]) -> None:
+        self._detach_others(None)
+        super().load_sharded_module_state(state)
+
+    def _host(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer that has the state on the host, when it is there."""
+        pair = self._pair
+        if optimizer is not pair.made:
+            return optimizer
+        self._fetch()
+        return pair.host
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return super().optimizer_state(self._host(optimizer))
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return super().sharded_optimizer_state(self._host(optimizer))
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        self._detach_others(None)
+        super().load_optimizer_state(self._host(optimizer), state)
+        self._pair.take_groups()
+        self._pair.keep_exactly(self.module, state.get("state", {}), by_name=False)
+
+    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._detach_others(None)
+        super().load_sharded_optimizer_state(self._host(optimizer), state)
+        self._pair.take_groups()
+        self._pair.keep_exactly(self.module, state["state"], by_name=True)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the random numbers of the device, from the first call of training on."""
+        compiled = self._steps.get("training_step")
+        if compiled is None or not compiled.executor.isCompiled():
+            return {} if self._random_state is None else {"ipu_random": self._random_state}
+        state = getattr(compiled.executor, "rng_state", None)  # which poptorch has from 3.2 on
+        return {} if state is None else {"ipu_random": list(state)}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        self._random_state = list(state["ipu_random"]) if "ipu_random" in state else None
+
+
+def _index_tensors(indices: Sequence[int], batches: int, replicas: int) -> Iterator[Tensor]:
+    """Yield the index of each batch of a call, for each replica, and then that of its loader, where there is one.
+
+    As numbers they would be constants of the graph.
+    """
+    for place, index in enumerate(indices):
+        first = torch.arange(index, index + batches) if place == 0 else torch.full((batches,), index)
+        yield first.repeat_interleave(replicas)
