@@ -137,13 +137,23 @@ class RandomState:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain values and a tensor."""
-        return {"python": self.python, "numpy": _plain(self.numpy), "torch": self.torch}
+        """Return it as plain values and tensors, which are written in one go where 1,249 numbers are not."""
+        version, words, gauss = self.python
+        return {
+            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "numpy": None if self.numpy is None else _numpy_state_dict(self.numpy),
+            "torch": self.torch,
+        }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
-        """Return what :meth:`state_dict` described."""
-        return cls(python=_tuples(state["python"]), numpy=_tuples(state["numpy"]), torch=state["torch"])
+        """Return what :meth:`state_dict` described, now or in checkpoints until 2026, which have lists of numbers."""
+        python, numpy = state["python"], state["numpy"]
+        if isinstance(python, dict):
+            python = (python["version"], python["words"].tolist(), python["gauss"])
+        if isinstance(numpy, dict):
+            numpy = (numpy["name"], numpy["words"].tolist(), *numpy["rest"])
+        return cls(python=_tuples(python), numpy=_tuples(numpy), torch=state["torch"])
 
     def restore(self) -> None:
         """Let this process draw the same numbers."""
@@ -155,12 +165,9 @@ class RandomState:
             np.random.set_state(self.numpy)
 
 
-def _plain(numpy_state: Any) -> Any:
-    """Return numpy's state with a list of numbers in place of its array."""
-    if numpy_state is None:
-        return None
-    name, keys, *rest = numpy_state
-    return [name, [int(key) for key in keys], *rest]
+def _numpy_state_dict(state: Any) -> dict[str, Any]:
+    name, words, *rest = state
+    return {"name": name, "words": torch.from_numpy(words.astype("int64")), "rest": rest}
 
 
 def _tuples(state: Any) -> Any:
