@@ -9,7 +9,8 @@ from torch.nn import Module
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute by which a module names what DistributedDataParallel leaves alone."""
 
 
 class StepWatch:
@@ -40,8 +41,8 @@ class StepModule(Module):
         super().__init__()
         self.module = module
         self.watch = StepWatch()
-        if hasattr(module, _IGNORED):
-            setattr(self, _IGNORED, [f"module.{name}" for name in getattr(module, _IGNORED)])
+        if hasattr(module, IGNORED):
+            setattr(self, IGNORED, [f"module.{name}" for name in getattr(module, IGNORED)])
 
     def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step of that name."""
