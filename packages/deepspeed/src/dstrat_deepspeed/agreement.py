@@ -1,4 +1,4 @@
-"""Whether all ranks say the same."""
+"""Agreement check between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy around an engine hands out for checkpoints, and takes back."""
+"""Checkpoint state of a strategy around an engine."""
 
 from __future__ import annotations
 

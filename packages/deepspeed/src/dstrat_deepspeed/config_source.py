@@ -1,4 +1,4 @@
-"""Where a configuration of DeepSpeed comes from: a dict, a JSON file, or the file that the environment names."""
+"""Sources of a DeepSpeed configuration: dict, JSON file, environment."""
 
 from __future__ import annotations
 

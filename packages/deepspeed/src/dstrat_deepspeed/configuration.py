@@ -1,4 +1,4 @@
-"""What a strategy was asked for, and the configuration that DeepSpeed is given for a run, checked step by step."""
+"""DeepSpeed's configuration of a run, from options and the user's own."""
 
 from __future__ import annotations
 

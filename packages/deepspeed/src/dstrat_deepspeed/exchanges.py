@@ -1,4 +1,4 @@
-"""What ranks of stage 3 exchange in a step, which goes wrong without a word where they use different parameters."""
+"""Check that the ranks of stage 3 use the same parameters in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether what the options and the user's configuration ask for goes together, and can be had here."""
+"""Validation of options and of the user's configuration."""
 
 from __future__ import annotations
 

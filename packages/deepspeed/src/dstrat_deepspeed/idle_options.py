@@ -1,4 +1,4 @@
-"""Whether what says how something is offloaded goes with an option by which it is."""
+"""Validation of offloading options that would have no effect."""
 
 from __future__ import annotations
 

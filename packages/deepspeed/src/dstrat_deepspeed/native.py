@@ -1,4 +1,4 @@
-"""What DeepSpeed's own ``save_checkpoint`` has written, as a checkpoint of ours."""
+"""Import of checkpoints of DeepSpeed's ``save_checkpoint``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps in files instead of in memory: read and written in place, in a folder of each run's own."""
+"""Access to state that DeepSpeed swaps to files, in a folder per run."""
 
 from __future__ import annotations
 

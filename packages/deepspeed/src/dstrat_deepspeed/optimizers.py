@@ -1,4 +1,4 @@
-"""Which optimizers DeepSpeed can train with, and the one for the CPU that takes the place of torch's."""
+"""Optimizers that DeepSpeed can train with, and its substitutes on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values an option can have, by the type that its group states."""
+"""Values of an option, by the type that its group states."""
 
 from __future__ import annotations
 

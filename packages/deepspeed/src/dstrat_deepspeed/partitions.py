@@ -1,4 +1,4 @@
-"""Where an engine keeps the weights that its optimizer updates, and to which parameters their elements belong."""
+"""Partitions of an engine's weights, and the parameters of their elements."""
 
 from __future__ import annotations
 

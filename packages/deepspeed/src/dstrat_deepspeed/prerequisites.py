@@ -1,4 +1,4 @@
-"""What DeepSpeed needs to compile the parts that offloading uses, looked for before anything starts."""
+"""Prerequisites for compiling the extensions that offloading uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this distribution offers to dstrat."""
+"""Records of the components of this distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's ``fully_shard`` cannot do with a module or its use, said in words."""
+"""Restrictions of torch's ``fully_shard``, as clear errors."""
 
 from __future__ import annotations
 

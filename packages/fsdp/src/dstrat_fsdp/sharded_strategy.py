@@ -1,4 +1,4 @@
-"""What the strategies that shard a module with ``fully_shard`` have in common."""
+"""Base of the strategies that shard a module with ``fully_shard``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What each process reads of the data, in which order, and how it goes on in the middle of an epoch."""
+"""Data loading: sharding by rank, resuming within an epoch, prefetching."""

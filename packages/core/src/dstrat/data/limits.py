@@ -1,4 +1,4 @@
-"""How many batches of a loader are taken."""
+"""Limits on the number of batches of a loader."""
 
 from __future__ import annotations
 

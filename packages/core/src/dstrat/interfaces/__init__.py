@@ -1,1 +1,1 @@
-"""What to subclass: strategy, accelerator, precision, checkpoint io, cluster environment, launcher."""
+"""Interfaces to subclass: strategy, accelerator, precision, checkpoint io, launcher."""

@@ -1,4 +1,4 @@
-"""Whether weights and the states of optimizers fit what they are loaded into, and what is said where they do not."""
+"""Checks that saved state fits the module or optimizer that loads it."""
 
 from __future__ import annotations
 

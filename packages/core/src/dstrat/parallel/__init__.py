@@ -1,1 +1,1 @@
-"""What strategies over torch.distributed share: the process group, collectives, and their base class."""
+"""Base of strategies over torch.distributed: process group and collectives."""

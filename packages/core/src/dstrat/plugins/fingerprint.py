@@ -1,4 +1,4 @@
-"""What a catalog's answers depend on, as text, so that the ranks of a job can compare theirs."""
+"""Fingerprint of a catalog, which the ranks of a job compare."""
 
 from __future__ import annotations
 

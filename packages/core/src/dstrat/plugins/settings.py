@@ -1,4 +1,4 @@
-"""What the environment variables say about plugins: DSTRAT_DISABLE_PLUGINS, DSTRAT_STRICT_PLUGINS, DSTRAT_PREFER."""
+"""Environment variables for plugins: disabled ones, strict mode, preferred owners."""
 
 from __future__ import annotations
 

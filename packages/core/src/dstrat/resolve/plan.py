@@ -1,4 +1,4 @@
-"""What will run, and why."""
+"""Plan of a run: each choice with its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user said."""
+"""Request of the user, before anything is resolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the kit tells an author what is wrong: what was seen, what was expected, what to do."""
+"""Failure messages of the conformance kit: observed, expected, fix."""
 
 from __future__ import annotations
 

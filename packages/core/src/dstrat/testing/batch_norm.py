@@ -1,4 +1,4 @@
-"""What a training gives whose ranks normalise their own part of each batch, computed by plain torch."""
+"""Reference training in plain torch with batch norm on shards of each batch."""
 
 from __future__ import annotations
 

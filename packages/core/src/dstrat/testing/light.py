@@ -1,4 +1,4 @@
-"""Whether a plugin is light to import: listing all aliases imports every plugin, and must never import torch."""
+"""Check that importing a plugin does not import torch."""
 
 from __future__ import annotations
 

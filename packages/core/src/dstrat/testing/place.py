@@ -1,4 +1,4 @@
-"""Where a function of the kit runs: one rank of a job of warm processes."""
+"""Context of a function of the kit: one rank of a job of warm processes."""
 
 from __future__ import annotations
 

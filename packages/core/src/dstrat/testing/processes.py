@@ -1,4 +1,4 @@
-"""What is left in the process table and in the list of listening sockets."""
+"""Snapshot of the process table and of listening sockets."""
 
 from __future__ import annotations
 

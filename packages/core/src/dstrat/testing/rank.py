@@ -1,4 +1,4 @@
-"""What a warm process does to become a rank of the kit's, and what it sends back."""
+"""Entry point of a warm process that becomes a rank of the kit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a record is complete, and what it says can be true."""
+"""Check of a component's record: complete, and consistent with its class."""
 
 from __future__ import annotations
 

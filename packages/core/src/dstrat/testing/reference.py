@@ -1,4 +1,4 @@
-"""What one device gives: the reference of every comparison, computed once."""
+"""Reference results of one device, computed once."""
 
 from __future__ import annotations
 

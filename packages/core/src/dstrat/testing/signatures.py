@@ -1,4 +1,4 @@
-"""What the constructor of a class takes, with the classes that it inherits from."""
+"""Constructor arguments of a class, including inherited ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user does with a module after its training: runs it without the strategy, and trains it again."""
+"""Scenario of a module after its training: run without the strategy, retrained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a path to a checkpoint means: what reads it, and which one is the last, the best or the newest."""
+"""Resolution of a checkpoint argument: a path, "last", "best" or the newest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of another program lacks of a training that a fit goes on with."""
+"""Defaults for a checkpoint of another program that a fit resumes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a fit that has ended in this process, so that a checkpoint of its end can still be saved."""
+"""Final state of a fit, kept so that it can still be saved."""
 
 from __future__ import annotations
 

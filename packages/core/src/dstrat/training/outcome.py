@@ -1,4 +1,4 @@
-"""What a run brings back to the process that asked for it, when it ran in others."""
+"""Result of a run, sent back to the process that started it."""
 
 from __future__ import annotations
 

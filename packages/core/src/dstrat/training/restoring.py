@@ -1,4 +1,4 @@
-"""How a run continues from a checkpoint."""
+"""Restoration of a run from a checkpoint."""
 
 from __future__ import annotations
 

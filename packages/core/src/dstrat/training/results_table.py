@@ -1,4 +1,4 @@
-"""What a validation or test came to, as a table on stderr."""
+"""Table of the results of a validation or test."""
 
 from __future__ import annotations
 

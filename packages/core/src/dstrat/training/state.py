@@ -1,4 +1,4 @@
-"""What callbacks and modules can ask a Trainer: where this process is, and where the run is."""
+"""State of a Trainer for callbacks and modules: rank, stage, counters."""
 
 from __future__ import annotations
 

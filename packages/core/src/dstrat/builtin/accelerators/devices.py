@@ -1,4 +1,4 @@
-"""What a user's words for devices mean."""
+"""Parsing of requested devices: counts, indices, "auto"."""
 
 from __future__ import annotations
 

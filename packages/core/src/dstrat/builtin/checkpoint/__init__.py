@@ -1,1 +1,1 @@
-"""How checkpoints reach storage."""
+"""Checkpoint ios: portable folders and torch files."""

@@ -1,4 +1,4 @@
-"""Which checkpoint io reads a checkpoint that another program has written, and what to do with such a one."""
+"""Recognition of checkpoints that other programs have written."""
 
 from __future__ import annotations
 

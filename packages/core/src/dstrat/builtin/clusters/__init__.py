@@ -1,1 +1,1 @@
-"""Where a job runs: started by dstrat itself, by torchrun, by a scheduler, or by hand."""
+"""Cluster environments: dstrat's own launcher, torchrun, schedulers, variables."""

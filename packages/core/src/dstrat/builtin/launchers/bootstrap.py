@@ -1,4 +1,4 @@
-"""What a fresh interpreter runs to become a rank.
+"""Bootstrap of a fresh interpreter that becomes a rank.
 
 It is run as a file, with the job's folder, the supervisor's process id, and what to do: a script or a module with its
 arguments, or a function.  Nothing of the user's is imported before the rank is set up.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in one form for folders and for single files."""
+"""Content of a checkpoint, in one form for folders and single files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to say about a checkpoint without loading its tensors."""
+"""Facts about a checkpoint that need none of its tensors."""
 
 from __future__ import annotations
 

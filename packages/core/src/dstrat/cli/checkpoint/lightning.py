@@ -1,4 +1,4 @@
-"""What a checkpoint of PyTorch Lightning holds, under the keys of ours."""
+"""Checkpoints of PyTorch Lightning, under dstrat's keys."""
 
 from __future__ import annotations
 

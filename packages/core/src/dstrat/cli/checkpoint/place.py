@@ -1,4 +1,4 @@
-"""Where a command finds or writes a checkpoint: a path, or the URL of a store."""
+"""Path arguments of commands: local paths and URLs of stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two processes on this machine can add their numbers."""
+"""Check of an all-reduce between two processes of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plugins do not work, or not well."""
+"""Check for plugins that failed or have defects."""
 
 from __future__ import annotations
 

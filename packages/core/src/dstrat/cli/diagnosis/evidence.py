@@ -1,4 +1,4 @@
-"""What the environment says about who started this process, and as which rank."""
+"""Evidence in the environment of launchers and schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What earlier jobs have left behind: processes whose supervisor is gone, and folders."""
+"""Check for orphan processes and stale folders of earlier jobs."""
 
 from __future__ import annotations
 

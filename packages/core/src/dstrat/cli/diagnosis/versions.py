@@ -1,4 +1,4 @@
-"""Which versions are installed."""
+"""Check of installed versions."""
 
 from __future__ import annotations
 

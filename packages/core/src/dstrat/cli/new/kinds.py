@@ -1,4 +1,4 @@
-"""What differs between the packages for the kinds of components."""
+"""Differences between package templates by kind of component."""
 
 from __future__ import annotations
 

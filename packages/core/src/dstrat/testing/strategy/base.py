@@ -1,4 +1,4 @@
-"""What every part of the strategy suite uses: the strategy, its declarations, and jobs of several ranks."""
+"""Base of the strategy suite: the strategy, its declarations, jobs of ranks."""
 
 from __future__ import annotations
 

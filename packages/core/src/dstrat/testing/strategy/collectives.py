@@ -1,4 +1,4 @@
-"""Whether the ranks know where they are, and each collective gives what it should."""
+"""Tests of ranks and collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a strategy trains on the hardware that is here as it does on the processor."""
+"""Tests of training on this machine's hardware against the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an evaluation counts each sample once, also where the ranks have different numbers of them."""
+"""Tests of evaluation: each sample counts once, also with uneven data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether trainings go as users have them: with schedulers, validation in between, and a module that is used again."""
+"""Tests of common trainings: schedulers, validation, a module used twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a job whose rank raises, dies or hangs ends soon, blames that rank and leaves nothing behind."""
+"""Tests of failing ranks: the job ends soon, names the rank, leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a step applies the mean gradient of all ranks and of all accumulated batches, clipped after that."""
+"""Tests of gradients: averaged over ranks and accumulated batches, then clipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a strategy can be taken through its life by anybody, in the order of the interface."""
+"""Tests of the life cycle, in the order of the interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a strategy is a good guest: twice in one interpreter, on the loopback only, and in notebooks as declared."""
+"""Tests of repeated use in one interpreter, of listening sockets, of notebooks."""
 
 from __future__ import annotations
 

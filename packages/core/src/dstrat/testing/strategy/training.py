@@ -1,4 +1,4 @@
-"""Whether a training is that of one device: its losses, its samples, and modules that are not plain."""
+"""Tests of training against one device: losses, samples, unusual modules."""
 
 from __future__ import annotations
 

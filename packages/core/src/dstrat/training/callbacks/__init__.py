@@ -1,1 +1,1 @@
-"""What runs beside a training: checkpoints, progress, and whatever users add."""
+"""Callbacks: checkpoints, progress, early stopping, averaging and more."""

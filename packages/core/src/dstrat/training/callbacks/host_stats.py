@@ -1,4 +1,4 @@
-"""What the machine says of this process: its memory and the processor."""
+"""Memory and processor statistics of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints a ModelCheckpoint keeps: the best, the last, and how the next one is called."""
+"""Retention and names of the checkpoints of a ModelCheckpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module's layers hold: their parameters, and the memory these take."""
+"""Parameters and memory of a module's layers."""
 
 from __future__ import annotations
 

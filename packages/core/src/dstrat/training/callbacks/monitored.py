@@ -1,4 +1,4 @@
-"""When the value that a callback watches is there."""
+"""Lookup of the value that a callback monitors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a loop over batches is, how fast it goes, and how such figures are written."""
+"""Progress of a loop over batches: counts, speed, formatting."""
 
 from __future__ import annotations
 

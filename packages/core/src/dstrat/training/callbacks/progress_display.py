@@ -1,4 +1,4 @@
-"""What a progress bar draws on."""
+"""Displays of a progress bar: terminal and plain output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far an evaluation over one or several loaders is."""
+"""Progress of an evaluation over one or several loaders."""
 
 from __future__ import annotations
 

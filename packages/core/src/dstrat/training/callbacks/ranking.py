@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the best k by a score."""
+"""Ranking of checkpoints: the best k by a score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much is done per second, over the last batches."""
+"""Throughput over the last batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long training takes, and its end when the time is up."""
+"""Time of training, and its end after a limit."""
 
 from __future__ import annotations
 

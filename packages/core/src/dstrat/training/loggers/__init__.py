@@ -1,1 +1,1 @@
-"""Where logged values are written."""
+"""Loggers: CSV, TensorBoard, Weights & Biases, MLflow, Comet."""

@@ -1,4 +1,4 @@
-"""What loggers share that write to a numbered folder."""
+"""Base of loggers that write to a numbered folder."""
 
 from __future__ import annotations
 

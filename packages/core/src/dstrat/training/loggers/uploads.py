@@ -1,4 +1,4 @@
-"""Which checkpoints a logger uploads, and when."""
+"""Selection of the checkpoints that a logger uploads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process keeps for a checkpoint, and how it goes on from there in the middle of an epoch."""
+"""Per-rank resume state: random state and position in the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a fit is: its counters, and which of them a checkpoint keeps."""
+"""Counters of a fit, and those that a checkpoint has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process trains from: its loader, how much of it, and the batches of an epoch."""
+"""Training data of a process: its loader, limits, and batches of an epoch."""
 
 from __future__ import annotations
 

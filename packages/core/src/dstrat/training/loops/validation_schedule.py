@@ -1,4 +1,4 @@
-"""When validation runs during a fit."""
+"""Schedule of validation during a fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes decide together while they train, all after the same step."""
+"""Joint decisions of all ranks, after the same step."""
 
 from __future__ import annotations
 

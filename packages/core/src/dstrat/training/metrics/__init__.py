@@ -1,1 +1,1 @@
-"""What ``self.log`` keeps, how it becomes the value of an epoch, and who reads it."""
+"""Logged values: collection, reduction over an epoch, publication."""

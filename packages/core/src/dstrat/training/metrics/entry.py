@@ -1,4 +1,4 @@
-"""What every kind of logged name has: its options, its names, and the value of the latest step."""
+"""Base of logged values: options, names, value of the latest step."""
 
 from __future__ import annotations
 

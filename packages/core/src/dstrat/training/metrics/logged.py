@@ -1,4 +1,4 @@
-"""What ``self.log`` keeps of one stage of a run: values stay on their device until somebody reads them."""
+"""Logged values of one stage; tensors stay on their device until they are read."""
 
 from __future__ import annotations
 

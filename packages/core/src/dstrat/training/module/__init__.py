@@ -1,1 +1,1 @@
-"""What a user subclasses: the module that is trained, the data module, and the hooks of both."""
+"""Module, data module, and the hooks of both."""

@@ -1,4 +1,4 @@
-"""What leaves a training: copies and pickles, frozen modules, TorchScript and ONNX."""
+"""Copies, pickles, TorchScript and ONNX of a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a module logs values."""
+"""Logging methods of a module."""
 
 from __future__ import annotations
 

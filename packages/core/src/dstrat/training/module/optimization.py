@@ -1,4 +1,4 @@
-"""How a module says what is optimized, and how it optimizes by itself."""
+"""Optimization methods of a module."""
 
 from __future__ import annotations
 

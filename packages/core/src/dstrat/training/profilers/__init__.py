@@ -1,1 +1,1 @@
-"""Where the time of a run goes: profilers that the Trainer starts when it is asked to."""
+"""Profilers that the Trainer starts."""

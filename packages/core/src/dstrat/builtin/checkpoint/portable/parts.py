@@ -1,4 +1,4 @@
-"""Which boxes of a tensor this process holds, whatever way the tensor is distributed."""
+"""Local boxes of tensors, sharded or whole."""
 
 from __future__ import annotations
 

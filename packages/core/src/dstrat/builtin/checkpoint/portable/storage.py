@@ -1,4 +1,4 @@
-"""What is done differently on a disk and in an object store, by the kind of the path."""
+"""Storage operations on disks and in object stores."""
 
 from __future__ import annotations
 
