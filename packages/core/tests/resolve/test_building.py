@@ -9,7 +9,8 @@ import torch
 
 from dstrat.builtin.launchers.external import ExternalLauncher
 from dstrat.builtin.launchers.local import LocalLauncher
-from dstrat.errors import UnknownAliasError
+from dstrat.errors import MisuseError, UnknownAliasError
+from dstrat.interfaces.parts import Parts
 from dstrat.resolve import Request, build, make_plan
 
 FARM = {"FARM": "2", "FARM_RANK": "1"}
@@ -69,6 +70,21 @@ def test_a_strategy_of_the_users_own_receives_what_it_lacks_once_and_keeps_what_
     assert mine.received == 1
     assert (mine.checkpoint_io, mine.precision_plugin) == (shelf, odd)
     assert type(mine.accelerator) is parts["cpu"]
+
+
+@pytest.mark.parametrize("kind", ["alias", "class"])
+def test_parts_that_its_constructor_names_are_constructed_for_it(built, parts, kind):
+    aliases = {"accelerator": "slow", "checkpoint_io": "shelf", "precision_plugin": "odd", "cluster_environment": "farm"}
+    named = {name: alias if kind == "alias" else parts[alias] for name, alias in aliases.items()}
+    strategy = built(FARM, strategy=parts["many"](**named))
+    assert {name: type(getattr(strategy, name)) for name in aliases} == {
+        name: parts[alias] for name, alias in aliases.items()
+    }
+
+
+def test_an_alias_that_nobody_resolved_is_an_error(parts):
+    with pytest.raises(MisuseError, match=r"Many\(checkpoint_io='shelf'\) needs an instance here"):
+        parts["many"](checkpoint_io="shelf").receive(Parts())
 
 
 def test_a_strategy_that_is_used_twice_has_the_parts_of_the_second_time(built, parts):

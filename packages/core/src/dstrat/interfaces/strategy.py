@@ -125,12 +125,24 @@ class Strategy(ABC):
     # The parts
 
     def receive(self, parts: Parts) -> None:
-        """Take the parts that the constructor was not given; those that it was given stay."""
-        given = {
-            field.name: value
-            for field in dataclasses.fields(Parts)
-            if (value := getattr(self.given_parts, field.name)) is not None
-        }
+        """Take the parts that the constructor was not given; those that it was given stay.
+
+        Where the constructor was given an alias or a class, the part that was made of it is taken.
+
+        Raises:
+            MisuseError: Nothing was made of it.
+        """
+        given = {}
+        for field in dataclasses.fields(Parts):
+            value = getattr(self.given_parts, field.name)
+            if isinstance(value, str | type):
+                if getattr(parts, field.name) is None:
+                    raise MisuseError(
+                        f"{type(self).__name__}({field.name}={value!r}) needs an instance here: only Trainer and "
+                        "dstrat.build construct parts from an alias or a class"
+                    )
+            elif value is not None:
+                given[field.name] = value
         self.parts = dataclasses.replace(parts, **given)
 
     @property
