@@ -211,7 +211,7 @@ class XLAFSDPStrategy(XLAStrategy):
 
     def sharded_module_state(self) -> dict[str, Any]:
         """Return copies on the host, where a checkpoint is read; :meth:`load_sharded_module_state` sends them back."""
-        self.mark_step()
+        runtime.settle()
         return {name: self._as_shard(value) for name, value in self._entries().items()}
 
     def load_sharded_module_state(self, state: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ class XLAFSDPStrategy(XLAStrategy):
 
     def module_state_dict(self) -> dict[str, Any]:
         """Return the whole state of the module; collective."""
-        self.mark_step()
+        runtime.settle()
         return {name: self._as_whole(value) for name, value in self._entries().items()}
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -304,7 +304,7 @@ class XLAFSDPStrategy(XLAStrategy):
 
     def _optimizer_state(self, optimizer: Optimizer, convert: Callable[[Tensor, Tensor], Any]) -> dict[str, Any]:
         """Return the state by the names of parameters, with what is sharded like them converted."""
-        self.mark_step()
+        runtime.settle()
         sharded = self._sharded_module
         state = named_state(optimizer, sharded)  # type: ignore[arg-type]  # as above
         parameters = dict(sharded.named_parameters())

@@ -160,6 +160,15 @@ def cut() -> None:
     torch_xla().sync()
 
 
+def settle() -> None:
+    """Let the device run what was recorded, and wait for it; random numbers go on as they would have without this.
+
+    A cut begins another sequence of random numbers, so that reading the state would change the training.
+    """
+    native = torch_xla()._XLAC  # noqa: SLF001 - it has no other name
+    native._xla_sync_live_tensors(native._xla_get_default_device(), [], wait=True)  # noqa: SLF001 - likewise
+
+
 # One process with a virtual device that stands for all devices
 
 
@@ -228,7 +237,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
     if tensor.device.type != "xla" or not sharding_of(tensor).startswith("{devices"):
         return tensor.cpu()
-    torch_xla().sync(wait=True)
+    settle()
     library = torch_xla()._XLAC  # noqa: SLF001 - it has no other name
     shards = library._get_local_shards([tensor])[0]  # noqa: SLF001 - likewise
     replicas = library._get_local_shard_replica_and_indices([tensor])[0]  # noqa: SLF001 - likewise

@@ -208,7 +208,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         return self._on_host(super().sharded_optimizer_state(optimizer))
 
     def _on_host(self, state: dict[str, Any]) -> dict[str, Any]:
-        self.mark_step()
+        runtime.settle()
         return dict(apply_to_tensors(state, self.to_host))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

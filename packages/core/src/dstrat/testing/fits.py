@@ -149,7 +149,7 @@ def make_trainer(place: Place, subject: Subject, work: Fit, callbacks: list[Call
     given = {
         "strategy": subject.make(),
         "accelerator": work.accelerator,
-        "devices": place.world_size,
+        "devices": place.world_size * subject.devices_per_process,
         "precision": work.precision,
         "plugins": plugins,
         "max_epochs": work.epochs,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 DEFAULT_SECONDS = 60.0
-_teams: dict[int, Team] = {}
+_teams: dict[tuple[str, int], Team] = {}
 
 
 def run_job(
@@ -45,14 +45,26 @@ def run_job(
 
 
 def run_in_team(
-    function: Callable[..., Any], world_size: int, *, seconds: float = DEFAULT_SECONDS, **arguments: Any
+    function: Callable[..., Any],
+    world_size: int,
+    *,
+    seconds: float = DEFAULT_SECONDS,
+    team: str = "cpu",
+    **arguments: Any,
 ) -> list[Any]:
     """Do the same in ranks that may have run other functions, and that stay for more; it takes a fraction of the time.
 
     Where one fails the function runs once more in new ranks, and what comes of that counts.
+
+    Args:
+        function: At the top of a module; it gets a Place and the arguments.
+        world_size: Ranks.
+        seconds: How long the job may take.
+        team: Functions of different teams never run in the same ranks.
+        **arguments: Passed to the function; they must pickle.
     """
     __tracebackhide__ = True
-    return _values(_ended_in_team(function, world_size, seconds, arguments), seconds)
+    return _values(_ended_in_team(function, (team, world_size), seconds, arguments), seconds)
 
 
 def run_ranks(
@@ -111,18 +123,18 @@ def _values(ended: Sequence[Ended], seconds: float) -> list[Any]:
 
 
 def _ended_in_team(
-    function: Callable[..., Any], world_size: int, seconds: float, arguments: dict[str, Any]
+    function: Callable[..., Any], key: tuple[str, int], seconds: float, arguments: dict[str, Any]
 ) -> list[Ended]:
-    has_waited = world_size in _teams
-    team = _teams.pop(world_size) if has_waited else Team(world_size)
+    has_waited = key in _teams
+    team = _teams.pop(key) if has_waited else Team(key[1])
     try:
         ended = team.run(function, seconds=seconds, arguments=arguments)
     except BaseException:  # its ranks would wait for ever, and this process at its exit for them
         team.close()
         raise
     if team.is_as_before:
-        _teams[world_size] = team
+        _teams[key] = team
         return ended
     team.close()
     has_failed = first_culprit(ended) is not None
-    return _ended_in_team(function, world_size, seconds, arguments) if has_failed and has_waited else ended
+    return _ended_in_team(function, key, seconds, arguments) if has_failed and has_waited else ended

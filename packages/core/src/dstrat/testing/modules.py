@@ -80,7 +80,8 @@ class Net(TrainModule):
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if self.shape.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=1.0)
-        return torch.optim.AdamW(parameters, lr=0.01)
+        # In float16 the usual eps is 0, and so the root of a small second moment.
+        return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4 if self.shape.precision == "16-true" else 1e-8)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.shape.samples, shuffle=self.shape.shuffle)

@@ -23,7 +23,7 @@ def built(
     request = Request(
         strategy=subject.make(),
         accelerator=accelerator,
-        devices=place.world_size,
+        devices=place.world_size * subject.devices_per_process,
         precision=precision,
         plugins=(*cluster, *plugins),
     )

@@ -62,7 +62,7 @@ def main() -> None:
     trainer = Trainer(
         strategy=subject.make() if subject.options else subject.component.alias,
         accelerator=accelerator,
-        devices=devices,
+        devices=devices * subject.devices_per_process,
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,

@@ -23,11 +23,13 @@ class Subject:
     Attributes:
         component: The record.
         options: Constructor arguments, beside those of the record.
+        devices_per_process: Devices that each process drives.
         configure_model: What the module does in its ``configure_model``, such as splitting layers.
     """
 
     component: Component
     options: Mapping[str, Any] = field(default_factory=dict)
+    devices_per_process: int = 1
     configure_model: Callable[[TrainModule], None] | None = None
 
     @property

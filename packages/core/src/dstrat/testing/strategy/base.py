@@ -32,6 +32,7 @@ class StrategyTests(Suite):
     Attributes:
         world_sizes: Numbers of processes to try.
         accelerator: Where everything runs.
+        devices_per_process: Devices that each process drives.
         gives_losses_of_one_device: Whether the training is that of one device with the same global batches; not so for
             an algorithm that lets its ranks drift apart.
         tolerance: Largest relative difference of losses.
@@ -42,6 +43,7 @@ class StrategyTests(Suite):
     settings = Suite.settings | {
         "accelerator",
         "configure_model",
+        "devices_per_process",
         "gives_losses_of_one_device",
         "seconds",
         "tolerance",
@@ -50,6 +52,7 @@ class StrategyTests(Suite):
 
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
     accelerator: ClassVar[str] = "cpu"
+    devices_per_process: ClassVar[int] = 1
     gives_losses_of_one_device: ClassVar[bool] = True
     tolerance: ClassVar[float] = 1e-5
     seconds: ClassVar[float] = DEFAULT_SECONDS
@@ -80,6 +83,7 @@ class StrategyTests(Suite):
         return Subject(
             component=self.component,
             options=dict(self.options),
+            devices_per_process=self.devices_per_process,
             configure_model=None if configure is StrategyTests.configure_model else configure,
         )
 
@@ -96,22 +100,23 @@ class StrategyTests(Suite):
         """Return what a function returns in each rank, where the strategy can have so many."""
         __tracebackhide__ = True
         self.need_processes(world_size)
-        run = run_job if needs_new_ranks else run_in_team
-        return run(function, world_size, seconds=self.seconds, **arguments)
+        if needs_new_ranks:
+            return run_job(function, world_size, seconds=self.seconds, **arguments)
+        return run_in_team(function, world_size, seconds=self.seconds, team=self.accelerator, **arguments)
 
     def shared_job(self, function: Callable[..., T], world_size: int, **arguments: Any) -> list[T]:
         """Return the same for all tests that ask for the same."""
         __tracebackhide__ = True
-        key = f"{function.__module__}.{function.__qualname__} {world_size} {arguments}"
-        if key not in _shared:
-            try:
-                _shared[key] = self.job(function, world_size, **arguments)
-            except pytest.fail.Exception as failure:  # so that what hangs is waited for once
-                _shared[key] = failure
-        found: list[T] | BaseException = _shared[key]
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        return _shared_result(f"{_key(function, arguments)} {world_size}", self.job, function, world_size, arguments)
+
+    def reference_job(self, function: Callable[..., T], **arguments: Any) -> T:
+        """Return what a function finds on one device, the same for all tests that ask for the same.
+
+        It runs on the processor, in a rank that nothing else runs in: torch learns which devices there are in its
+        first backward pass, so that some accelerators could not be used after it.
+        """
+        __tracebackhide__ = True
+        return _shared_result(f"{_key(function, arguments)} reference", run_in_team, function, 1, arguments)[0]
 
     def collected(self, name: str, world_size: int) -> list[Any]:
         """Return what each rank found, the same for all tests that ask for it."""
@@ -148,3 +153,23 @@ class StrategyTests(Suite):
         """Skip the test where the strategy declares another algorithm."""
         if not self.gives_losses_of_one_device:
             not_declared(f"{self.alias} declares gives_losses_of_one_device = False")
+
+
+def _key(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__} {arguments}"
+
+
+def _shared_result(
+    key: str, run: Callable[..., list[T]], function: Callable[..., T], world_size: int, arguments: dict[str, Any]
+) -> list[T]:
+    """Return what a job gave, which runs once for each key."""
+    __tracebackhide__ = True
+    if key not in _shared:
+        try:
+            _shared[key] = run(function, world_size, **arguments)
+        except pytest.fail.Exception as failure:  # so that what hangs is waited for once
+            _shared[key] = failure
+    found: list[T] | BaseException = _shared[key]
+    if isinstance(found, BaseException):
+        raise found
+    return found

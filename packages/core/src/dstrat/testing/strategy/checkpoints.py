@@ -162,9 +162,9 @@ class Checkpoints(StrategyTests):
         from dstrat.testing.fits import Fit, fit
         from dstrat.testing.jobs import run_in_team
 
-        work = Fit(samples=_SAMPLES, accelerator=self.accelerator, **options)
         if alias == "single_device":
-            return run_in_team(fit, 1, subject=one_device(), work=work)
+            return run_in_team(fit, 1, subject=one_device(), work=Fit(samples=_SAMPLES, **options))
+        work = Fit(samples=_SAMPLES, accelerator=self.accelerator, **options)
         return self.job(fit, world_size, subject=self.subject, work=work)
 
 

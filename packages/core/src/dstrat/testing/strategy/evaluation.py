@@ -41,7 +41,7 @@ class Evaluation(StrategyTests):
         for samples in _SAMPLES:
             found = self._evaluate(world_size, samples)
             self._check_seen([rank[stage][1] for rank in found], stage, samples)
-            expected = self.shared_job(evaluate, 1, subject=one_device(), work=Fit(evaluated=samples))[0][stage][0]
+            expected = self.reference_job(evaluate, subject=one_device(), work=Fit(evaluated=samples))[stage][0]
             for rank, values in enumerate(found):
                 logged = values[stage][0]
                 if logged["samples"] != samples:

@@ -46,7 +46,7 @@ class Gradients(StrategyTests):
         self.need_losses_of_one_device()
         work = self._work(batches=_ACCUMULATE + 1, accumulate=_ACCUMULATE)
         state = self._state_after(work, world_size)
-        possible = self.shared_job(uneven_groups, 1, work=work)[0]
+        possible = self.reference_job(uneven_groups, work=work)
         found = _nearest(possible, state)
         if found != "right":
             fail(
@@ -64,9 +64,9 @@ class Gradients(StrategyTests):
         self.need_losses_of_one_device()
         work = self._work(batches=accumulate, accumulate=accumulate, **clipping)
         state = self._state_after(work, world_size)
-        first = [value for values in self.shared_job(first_values, 1, net="linear")[0].values() for value in values]
+        first = [value for values in self.reference_job(first_values, net="linear").values() for value in values]
         change = [after - before for after, before in zip(state, first, strict=True)]
-        possible = self.shared_job(possible_steps, 1, work=work, readers=self.readers(world_size))[0]
+        possible = self.reference_job(possible_steps, work=work, readers=self.readers(world_size))
         found = _nearest(possible, change)
         if found != "right":
             fail(

@@ -128,7 +128,7 @@ class LifeCycle(StrategyTests):
         found = self.job(
             losses_in_a_loop, world_size, subject=self.subject, accelerator=self.accelerator, steps=_STEPS
         )[0]
-        expected = self.shared_job(reference_losses, 1, steps=_STEPS)[0]
+        expected = self.reference_job(reference_losses, steps=_STEPS)
         for step, (one, other) in enumerate(zip(expected, found, strict=True)):
             if abs(one - other) > self.tolerance * abs(one):
                 fail(

@@ -45,7 +45,7 @@ class Training(StrategyTests):
         self.need_losses_of_one_device()
         fitted = self._fit(pair, net="normed", samples=_FEW)
         work = Fit(net="normed", samples=_FEW)
-        losses, statistics = self.shared_job(with_own_statistics, 1, work=work, readers=self.readers(pair))[0]
+        losses, statistics = self.reference_job(with_own_statistics, work=work, readers=self.readers(pair))
         found = {name: values for name, values in fitted[0].state.items() if name in statistics}
         if not _close(self._losses(fitted), losses, self.tolerance):
             fail(
