@@ -9,10 +9,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 from xla_fit import Counting, Counts, Regression, data, losses_of, trainer
 
 from dstrat import OwnLoop, TrainModule, build
+from dstrat.data.combined_loader import CombinedLoader
+from dstrat.data.division import with_parts
+from dstrat.data.samplers import RankBatchSampler
 from dstrat.errors import MisuseError
 from dstrat.loggers import CSVLogger
 
@@ -123,16 +126,31 @@ def test_an_own_loop_compiles_nothing_after_its_first_steps():
     assert (counted.compiled, counted.cut, counted.copied) == (0, 45, 0)
 
 
-def test_a_smaller_last_batch_is_logged(caplog):
+LOADERS = {
+    "batch size": lambda rows: data(rows),
+    "batch sampler": lambda rows: DataLoader(data(rows).dataset, batch_sampler=BatchSampler(range(rows), 8, False)),
+    "one of several": lambda rows: CombinedLoader([data(24), data(rows)], "min_size"),
+    "divided evaluation": lambda rows: with_parts(
+        data(rows), batch_sampler=RankBatchSampler(BatchSampler(range(rows), 8, False), None, num_replicas=2, rank=0)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", LOADERS)
+def test_a_smaller_last_batch_is_logged(caplog, way):
+    strategy = trainer().strategy
     with caplog.at_level(logging.WARNING):
-        trainer().fit(Regression(), data(20))
+        strategy.process_dataloader(LOADERS[way](24))
+    assert not caplog.messages
+    with caplog.at_level(logging.WARNING):
+        strategy.process_dataloader(LOADERS[way](20))
     assert "the last batch of a loader has 4 samples and the others 8" in caplog.text
 
 
-def test_batches_that_are_all_alike_are_not(caplog):
+def test_a_fit_logs_a_smaller_last_batch(caplog):
     with caplog.at_level(logging.WARNING):
-        trainer().fit(Regression(), data(24))
-    assert "last batch" not in caplog.text
+        trainer(limit_train_batches=1).fit(Regression(), data(20))
+    assert "the last batch of a loader has 4 samples and the others 8" in caplog.text
 
 
 # Batches

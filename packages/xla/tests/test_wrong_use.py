@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
+import torch
 from xla_fit import ON_XLA, trainer
 
+from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.errors import ConflictError, DeviceError, MissingRequirementError
+from dstrat.interfaces.parts import Parts
 from dstrat.resolve import Request, make_plan
 from dstrat_xla import XLAStrategy
 
@@ -25,6 +30,18 @@ def test_the_same_holds_for_processes_that_torchrun_started(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConflictError, match="collectives for 2 processes"):
         trainer(strategy="xla", devices=2)
+
+
+@pytest.mark.parametrize(("kind", "is_possible"), [("v3-8", False), ("v4-8", True)])
+def test_tpus_with_two_devices_in_a_process_need_spmd(monkeypatch, kind, is_possible):
+    for name, value in {"PJRT_DEVICE": "TPU", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": kind}.items():
+        monkeypatch.setenv(name, value)
+    parts = Parts(
+        parallel_devices=(torch.device("xla", 0), torch.device("xla", 1)), cluster_environment=LocalEnvironment({})
+    )
+    expected = pytest.raises(ConflictError, match="choose 'xla_spmd', which drives all devices from one process")
+    with nullcontext() if is_possible else expected:
+        XLAStrategy().receive(parts)
 
 
 def test_torchrun_without_an_address_is_an_error():

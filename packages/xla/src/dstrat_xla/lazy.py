@@ -6,8 +6,10 @@ import logging
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler
 
+from dstrat.data.combined_loader import CombinedLoader
+from dstrat.data.samplers import RankBatchSampler, RepeatedBatches
 from dstrat.interfaces.batch import apply_to_tensors, move_to_device
 from dstrat.interfaces.strategy import Strategy
 from dstrat_xla import runtime
@@ -124,13 +126,13 @@ class LazySteps(Strategy):
         return iter(Prefetcher(items, move, self.root_device))
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        if (size := _size_of_last_batch(dataloader)) is not None and self.is_global_zero:
-            _log.warning(
-                "the last batch of a loader has %d samples and the others %d, and XLA compiles a graph for each shape: "
-                "pass drop_last=True, or data that fills all batches",
-                size,
-                dataloader.batch_size,
-            )
+        for loader in dataloader.flattened if isinstance(dataloader, CombinedLoader) else [dataloader]:
+            if (sizes := _uneven_sizes(loader)) is not None and self.is_global_zero:
+                _log.warning(
+                    "the last batch of a loader has %d samples and the others %d, and XLA compiles a graph for each "
+                    "shape: pass drop_last=True, or data that fills all batches",
+                    *sizes,
+                )
         return super().process_dataloader(dataloader)
 
 
@@ -147,11 +149,15 @@ def ties_kept(module: Module) -> Iterator[None]:
             layer.register_parameter(name, getattr(first, first_name))
 
 
-def _size_of_last_batch(loader: Any) -> int | None:
-    """Return how many samples the last batch has where these are fewer; None where that is not so, or not known."""
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.drop_last:
+def _uneven_sizes(loader: Any) -> tuple[int, int] | None:
+    """Return the sizes of the last batch and of the others; None where they are the same, or not known."""
+    batches = getattr(loader, "batch_sampler", None)
+    while isinstance(batches, RankBatchSampler | RepeatedBatches):  # of an evaluation that processes share
+        batches = batches.batches
+    if not isinstance(batches, BatchSampler) or batches.drop_last:
         return None
     try:
-        return len(loader.sampler) % loader.batch_size or None  # type: ignore[arg-type]  # which may have no length
+        size = len(batches.sampler) % batches.batch_size  # type: ignore[arg-type]  # which may have no length
     except TypeError:
         return None
+    return (size, batches.batch_size) if size else None

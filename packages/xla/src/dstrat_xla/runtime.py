@@ -99,6 +99,14 @@ def num_devices() -> int:
     return len(torch_xla().devices())
 
 
+def devices_per_process() -> int:
+    """Return the number of devices that a process has where several share a machine, without starting the runtime."""
+    if pjrt_device() != "TPU":
+        return 1
+    torch_xla()
+    return int(importlib.import_module("torch_xla._internal.tpu").num_logical_cores_per_chip())
+
+
 def start_in_rank(local_rank: int, num_processes: int) -> None:
     """Start the runtime in one of several processes of this machine, each with one device.
 

@@ -117,6 +117,11 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
                 f"({runtime.PJRT_DEVICE}=CPU) has not: choose 'xla_spmd', devices=1, or for tests "
                 "XLAStrategy(reduce_on_host=True)"
             )
+        if num_processes > 1 and (count := runtime.devices_per_process()) > 1:
+            raise ConflictError(
+                f"strategy 'xla' drives one device in each process, and a process of this TPU (v2 or v3) has {count}: "
+                "choose 'xla_spmd', which drives all devices from one process"
+            )
 
     @property
     def root_device(self) -> torch.device:

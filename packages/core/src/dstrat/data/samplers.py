@@ -86,18 +86,19 @@ class RankBatchSampler(Sampler[Any]):
         rank: Rank of this process.
 
     Attributes:
+        batches: As they were given.
         order: As it was given.
     """
 
     def __init__(self, batches: Any, order: Order, *, num_replicas: int, rank: int) -> None:
-        self._batches, self.order = batches, order
+        self.batches, self.order = batches, order
         self._num_replicas, self._rank = num_replicas, rank
 
     def __len__(self) -> int:
-        return len(range(self._rank, len(self._batches), self._num_replicas))
+        return len(range(self._rank, len(self.batches), self._num_replicas))
 
     def __iter__(self) -> Iterator[Any]:
-        for index, batch in enumerate(self._batches):
+        for index, batch in enumerate(self.batches):
             if index % self._num_replicas == self._rank:
                 yield batch
 
@@ -108,17 +109,20 @@ class RepeatedBatches(Sampler[Any]):
     Args:
         batches: A batch sampler that is not empty.
         count: Number of batches.
+
+    Attributes:
+        batches: As they were given.
     """
 
     def __init__(self, batches: Any, count: int) -> None:
-        self._batches = batches
+        self.batches = batches
         self._count = count
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Any]:
-        endless = itertools.chain.from_iterable(itertools.repeat(self._batches))
+        endless = itertools.chain.from_iterable(itertools.repeat(self.batches))
         return itertools.islice(endless, self._count)
 
 
