@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.cli.diagnosis.all_reduce import check_all_reduce
 from dstrat.cli.diagnosis.broken import check_plugins
+from dstrat.cli.diagnosis.devices import check_devices
 from dstrat.cli.diagnosis.evidence import check_evidence
 from dstrat.cli.diagnosis.leftovers import check_leftovers
 from dstrat.plugins.catalog import Catalog
+from dstrat.plugins.component import Component
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -43,6 +46,21 @@ def test_it_reports_on_everything_and_exits_with_1_where_there_is_a_problem(inst
     assert findings["accelerator cpu"]["text"].endswith("collectives by gloo")
     assert findings[f"process {orphan.pid}"]["state"] == "problem"
     assert report.returncode == 1
+
+
+class Asleep(CPUAccelerator):
+    def is_available(self):
+        return False
+
+    def hint_unavailable(self):
+        return "the key is off; turn it"
+
+
+def test_an_accelerator_says_why_it_is_not_there():
+    catalog = Catalog({})
+    catalog.register(Component(kind="accelerator", alias="asleep", target=Asleep, summary=""))
+    (finding,) = [finding for finding in check_devices(catalog) if finding.subject == "accelerator asleep"]
+    assert finding.text == "not on this machine: the key is off; turn it"
 
 
 # The all-reduce

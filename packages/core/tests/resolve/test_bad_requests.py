@@ -35,6 +35,15 @@ TORCHRUN = {
 }
 SBATCH = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}
 
+
+def _asleep(accelerator):
+    class Asleep(accelerator):
+        def hint_unavailable(self):
+            return "the key is off; turn it"
+
+    return Asleep()
+
+
 # words, environment, error, what its message says
 BAD = {
     # aliases
@@ -117,6 +126,12 @@ BAD = {
         {},
         DeviceError,
         "accelerator 'gone' from this process is not available. Available on this machine: 'fast', ",
+    ),
+    "an accelerator that says why it is not there": (
+        {"accelerator": lambda parts: _asleep(parts["gone"])},
+        {},
+        DeviceError,
+        "accelerator Asleep is not available: the key is off; turn it. Available on this machine: 'fast', ",
     ),
     "an accelerator that cannot tell": (
         {"accelerator": "cracked"},

@@ -74,7 +74,12 @@ def test_a_strategy_of_the_users_own_receives_what_it_lacks_once_and_keeps_what_
 
 @pytest.mark.parametrize("kind", ["alias", "class"])
 def test_parts_that_its_constructor_names_are_constructed_for_it(built, parts, kind):
-    aliases = {"accelerator": "slow", "checkpoint_io": "shelf", "precision_plugin": "odd", "cluster_environment": "farm"}
+    aliases = {
+        "accelerator": "slow",
+        "checkpoint_io": "shelf",
+        "precision_plugin": "odd",
+        "cluster_environment": "farm",
+    }
     named = {name: alias if kind == "alias" else parts[alias] for name, alias in aliases.items()}
     strategy = built(FARM, strategy=parts["many"](**named))
     assert {name: type(getattr(strategy, name)) for name in aliases} == {
