@@ -201,6 +201,7 @@ def xla(session: nox.Session) -> None:
     core = [ROOT / "packages" / "core" / "tests" / name for name in CORE_ON_OLDER_TORCH]
     others = [ROOT / "packages" / name / "tests" for name in ("core", "ddp", "fsdp")] if run_all else core
     environ = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU", NEWER_TORCH: str(workspace() / "python")}
+    environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiling takes longer than running what the tests do
     marked = ("-m", f"{DEFAULT} and not wheels")
     if session.posargs and not run_all:
         run(session, programs, "pytest", *marked, *session.posargs, **environ)

@@ -44,8 +44,8 @@ MODULES = (
     "fsdp",
     "zero",
 )
-WHEN_ASKED = ("loop_instructions",)
-"""Takes ten minutes, and valgrind."""
+WHEN_ASKED = ("loop_instructions", "xla_steps")
+"""The first takes ten minutes, and valgrind; the second an environment with torch_xla."""
 
 RESULTS = Path(__file__).parent / "results"
 
