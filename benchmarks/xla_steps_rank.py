@@ -8,9 +8,8 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch_xla
 from torch.utils.data import DataLoader
 from torch_xla import runtime
@@ -114,7 +113,7 @@ def train_with_dstrat(task: Task, devices: int, on_step: Callable[[int], None]) 
     trainer.fit(Module(task, on_step), loader_of(task))
 
 
-def loader_of(task: Task) -> DataLoader[tuple[torch.Tensor, ...]]:
+def loader_of(task: Task) -> DataLoader[Any]:
     """Return a loader of the task's data."""
     return DataLoader(task.dataset(1), batch_size=task.workload.batch_size, shuffle=True)
 

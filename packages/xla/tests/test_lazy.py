@@ -127,7 +127,7 @@ def test_an_own_loop_compiles_nothing_after_its_first_steps():
 
 
 LOADERS = {
-    "batch size": lambda rows: data(rows),
+    "batch size": data,
     "batch sampler": lambda rows: DataLoader(data(rows).dataset, batch_sampler=BatchSampler(range(rows), 8, False)),
     "one of several": lambda rows: CombinedLoader([data(24), data(rows)], "min_size"),
     "divided evaluation": lambda rows: with_parts(
