@@ -116,7 +116,8 @@ class StrategyTests(Suite):
         first backward pass, so that some accelerators could not be used after it.
         """
         __tracebackhide__ = True
-        return _shared_result(f"{_key(function, arguments)} reference", run_in_team, function, 1, arguments)[0]
+        found: T = _shared_result(f"{_key(function, arguments)} reference", run_in_team, function, 1, arguments)[0]
+        return found
 
     def collected(self, name: str, world_size: int) -> list[Any]:
         """Return what each rank found, the same for all tests that ask for it."""
