@@ -84,6 +84,10 @@ class CompiledOptimizer:
         self.made.param_groups = self.host.param_groups
         self.link()
 
+    def note_step(self) -> None:
+        """Let torch's schedulers know that the optimizer has stepped, or they would warn that it has not."""
+        self.made._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what torch's own step sets
+
     def has_changed(self) -> bool:
         """Return whether a learning rate or the like has changed since this was last called."""
         values = self._values()
@@ -103,8 +107,8 @@ class CompiledOptimizer:
         if state is None or self.state_is_pending:
             return
         for name, parameter in _named(self.host, module):
-            found = {key: _of(state, prefix, name) for prefix, key in _STATES[self.kind].items()}
-            values = {key: value.clone() for key, value in found.items() if value is not None}
+            found = [(key, _of(state, prefix, name)) for prefix, key in _STATES[self.kind].items()]
+            values = {key: value.clone() for key, value in found if value is not None}
             if not values:
                 continue
             if "step" in values:

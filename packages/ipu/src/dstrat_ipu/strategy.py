@@ -311,6 +311,8 @@ class IPUStrategy(SingleDeviceStrategy):
             if compiled.step.is_training_step:
                 self._prepare(compiled.executor, tensors)
             results = compiled.executor(*tensors)
+        if compiled.step.is_training_step:
+            self._pair.note_step()
         outputs = [results] if isinstance(results, torch.Tensor) else list(results or ())
         returned = 1 if compiled.step.is_training_step and self._returns_last else batches
         size = len(tensors[0]) // batches if tensors[0].dim() else 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import enum
 
+import torch
+
 
 class OutputMode(enum.IntEnum):
     """Which results of a call come back to the host (python/enums.py)."""
@@ -209,6 +211,7 @@ class Options(_Group):
         return self.set(connection_type=kind)
 
     def randomSeed(self, seed):
+        torch.manual_seed(seed)  # as the vendor's does
         return self.set(random_seed=seed)
 
     def setExecutionStrategy(self, strategy):
