@@ -9,6 +9,7 @@ import torch
 from xla_fit import ON_XLA, trainer
 
 from dstrat.builtin.clusters.local import LocalEnvironment
+from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, DeviceError, MissingRequirementError
 from dstrat.interfaces.parts import Parts
 from dstrat.resolve import Request, make_plan
@@ -55,6 +56,11 @@ def test_torchrun_without_an_address_is_an_error():
 def test_a_single_device_strategy_takes_no_two():
     with pytest.raises(ConflictError, match="at most 1 device"):
         plan(strategy="single_xla", accelerator="xla", devices=2)
+
+
+def test_a_strategy_that_never_cuts_the_graph_is_refused():
+    with pytest.raises(ConflictError, match="where 'single_xla' serves 'single_device': give strategy='single_xla'"):
+        plan(strategy=SingleDeviceStrategy(), accelerator="xla", devices=1)
 
 
 def test_more_devices_than_can_be_had_are_an_error():

@@ -8,6 +8,7 @@ from types import FunctionType
 import pytest
 import torch
 
+from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import (
     BrokenComponentError,
     ClusterError,
@@ -21,6 +22,7 @@ from dstrat.errors import (
     UnknownAliasError,
 )
 from dstrat.plugins.catalog import Catalog
+from dstrat.plugins.component import Component
 from dstrat.resolve import Request, make_plan
 
 TORCHRUN = {
@@ -376,6 +378,16 @@ def request_of(words, parts):
 def test_a_request_is_refused(words, environ, error, message, catalog, parts):
     with pytest.raises(error, match=re.escape(message)):
         make_plan(request_of(words, parts), catalog=catalog, environ=environ, interactive=False)
+
+
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy, SingleDeviceStrategy()])
+def test_the_class_of_an_alias_that_another_strategy_serves_is_refused(strategy, parts):
+    catalog = Catalog({})
+    own = {"device_type": "meta", "strategies": {"single_device": "pair"}}
+    catalog.register(Component(kind="accelerator", alias="lazy", target=parts["fast"], summary="", **own))
+    message = "strategy SingleDeviceStrategy cannot run on accelerator 'lazy' from this process, where 'pair' serves "
+    with pytest.raises(ConflictError, match=re.escape(f"{message}'single_device': give strategy='pair'")):
+        make_plan(Request(strategy=strategy, accelerator="lazy", devices=1), catalog=catalog, environ={})
 
 
 @pytest.mark.parametrize("strategy", ["many", "many_spawn"])

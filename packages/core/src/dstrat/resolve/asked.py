@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dstrat.errors import CatalogError
+from dstrat.errors import CatalogError, ConflictError
 from dstrat.resolve.ability import ability_of
 from dstrat.resolve.given import written
 from dstrat.resolve.part import constructed_strategy
@@ -51,12 +51,14 @@ class AskedStrategy:
 
         Raises:
             CatalogError: Its alias, or that of what serves it there, cannot be used.
+            ConflictError: It is a class or an instance, and the accelerator names another strategy for its alias.
             MisuseError: It cannot be constructed.
         """
         alias = self.substitute(accelerator.part)
         if alias is None:
             if self.part is None:
                 raise self.error or CatalogError(f"strategy {self.names} cannot be used")
+            _check_not_served(self.part, accelerator.part)
             return self.part, "asked for"
         reason = f"serves {self.names[0]!r} on accelerator {accelerator.part.name!r}"
         try:
@@ -85,6 +87,21 @@ def asked_strategy(value: object, catalog: Catalog) -> AskedStrategy | None:
             raise
         return AskedStrategy(names=names, part=None, error=error)
     return AskedStrategy(names=names, part=part)
+
+
+def _check_not_served(part: Part[Strategy], accelerator: Part[Any]) -> None:
+    """Refuse the class of an alias that another strategy serves on the accelerator, where it would not work.
+
+    Naming the owner of an alias insists on its strategy.
+    """
+    if part.catalog_name:
+        return
+    served = accelerator.record.strategies.get(part.alias) if accelerator.record is not None else None
+    if served is not None:
+        raise ConflictError(
+            f"{part.title} cannot run on {accelerator.title}, where {served!r} serves {part.alias!r}: "
+            f"give strategy={served!r}, or an instance of its class"
+        )
 
 
 def _names(value: object, catalog: Catalog) -> tuple[str, ...]:

@@ -63,7 +63,8 @@ class Devices(StrategyTests):
         is_meant = not strategy.accelerators or bool({*offer.names, *hardware.groups} & {*strategy.accelerators})
         has_type = not strategy.device_types or hardware.device_type in (None, *strategy.device_types)
         can_communicate = not strategy.uses_torch_distributed or hardware.supports_torch_distributed is not False
-        return is_meant and has_type and can_communicate
+        is_served = strategy.alias in hardware.strategies  # by another strategy
+        return is_meant and has_type and can_communicate and not is_served
 
 
 def count_devices(place: Place, names: Sequence[str]) -> dict[str, int]:  # noqa: ARG001 - every job's function takes it
