@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,6 +229,18 @@ def test_a_report_is_asked_for_while_the_run_lasts(tmp_path, monkeypatch):
     }
     assert (tmp_path / "reports").is_dir()
     assert os.environ["POPLAR_ENGINE_OPTIONS"] == '{"debug.allowOutOfMemory": "true"}'
+
+
+def test_the_program_of_the_readme_runs():
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    program = text.split("```python\n")[1].split("```")[0].split("if __name__")
+    scope = {"__name__": "readme"}
+    exec(program[0], scope)
+    inputs = torch.randn(512, 8)
+    dataset = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    trainer = make_trainer(devices=8, max_epochs=2)
+    trainer.fit(scope["Net"](), torch.utils.data.DataLoader(dataset, batch_size=8))
+    assert trainer.global_step == 16
 
 
 # Counts, beside a loop written by hand on the same simulator

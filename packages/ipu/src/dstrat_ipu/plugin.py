@@ -5,7 +5,8 @@ from __future__ import annotations
 from dstrat.plugins.component import Component
 from dstrat.plugins.hookspec import hookimpl
 
-_REQUIRES = ("poptorch>=3.0",)  # of Graphcore's SDK, which fits one version of torch each
+_REQUIRES = ("poptorch>=3.0",)  # each fits one version of torch
+_FROM_SDK = ("--no-index", "--find-links=FOLDER_OF_GRAPHCORES_SDK")  # no index has it, and anybody may take its name
 
 _IPU = Component(
     kind="accelerator",
@@ -13,6 +14,7 @@ _IPU = Component(
     target="dstrat_ipu.accelerator:IPUAccelerator",
     summary="Graphcore's IPUs, through poptorch",
     requires=_REQUIRES,
+    pip_options=_FROM_SDK,
     device_type="ipu",
     process_group_backend="none",
     supports_torch_distributed=False,
@@ -26,6 +28,7 @@ _STRATEGY = Component(
     target="dstrat_ipu.strategy:IPUStrategy",
     summary="one process for all IPUs, whole training steps compiled by poptorch",
     requires=_REQUIRES,
+    pip_options=_FROM_SDK,
     auto=110,  # before single_device, which cannot run anything on an IPU
     accelerators=("ipu",),
     precisions=("32-true", "16-true"),
