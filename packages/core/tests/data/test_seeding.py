@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dstrat import seed_everything
 from dstrat.data.loaders import prepare_evaluation_loader, prepare_training_loader
+from dstrat.data.random_state import RandomState
 from dstrat.errors import RequestError
 
 
@@ -25,6 +26,14 @@ def test_everything_draws_the_same_again():
     assert drawn() == first
     seed_everything(8)
     assert not set(drawn()) & set(first)
+
+
+def test_a_state_that_was_loaded_can_be_saved_again():
+    state = RandomState.capture()
+    first = drawn()
+    again = RandomState.from_state_dict(state.state_dict())
+    RandomState.from_state_dict(again.state_dict()).restore()
+    assert drawn() == first
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.5, float("inf"), "one", [1]])

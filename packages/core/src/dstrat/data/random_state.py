@@ -167,7 +167,8 @@ class RandomState:
 
 def _numpy_state_dict(state: Any) -> dict[str, Any]:
     name, words, *rest = state
-    return {"name": name, "words": torch.from_numpy(words.astype("int64")), "rest": rest}
+    words = words if isinstance(words, tuple) else words.tolist()  # a tuple where it has been loaded from a checkpoint
+    return {"name": name, "words": torch.tensor(words), "rest": rest}
 
 
 def _tuples(state: Any) -> Any:
