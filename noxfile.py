@@ -225,7 +225,7 @@ def hpu(session: nox.Session) -> None:
     install = ("--python", str(programs / "python"), "install", "--quiet", "--no-build-isolation", "--no-deps")
     run(session, bootstrap(), "pip", *install, "--target", str(folder), str(tests_of_hpu / "simulator"))
     environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
-    run(session, programs, "python", "-m", "habana_frameworks.torch._extension", **environ)
+    run(session, programs, "python", str(folder / "habana_frameworks" / "torch" / "_extension.py"))
     marked = ("-m", f"{DEFAULT} and not wheels")
     run(session, programs, "pytest", *marked, *(session.posargs or [*workers(), str(tests_of_hpu)]), **environ)
 

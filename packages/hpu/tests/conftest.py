@@ -22,6 +22,13 @@ if HAS_SIMULATOR:
     atexit.register(shutil.rmtree, os.environ["HABANA_SIMULATOR_MACHINE"], ignore_errors=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def loaded_before_autograd():
+    """Load the simulator before the first backward pass on the CPU, as torch loads the vendor's plugin by itself."""
+    if HAS_SIMULATOR:
+        import habana_frameworks.torch  # noqa: F401 - later, gradients of the device fail
+
+
 @pytest.fixture(autouse=True)
 def gaudi(request):
     """Skip what cannot run here, and say why."""

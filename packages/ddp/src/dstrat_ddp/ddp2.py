@@ -38,7 +38,7 @@ class DDP2Strategy(DDPStrategy):
         self.start_method = None
 
     @property
-    def root_device(self) -> torch.device:
+    def assigned_device(self) -> torch.device:
         return self.parallel_devices[0]
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import distributed_c10d
@@ -115,8 +116,11 @@ def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], 
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     # Made public, and the old name deprecated, by torch 2.15.
     set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # noqa: SLF001
-    for dimension in range(len(shape)):
-        set_timeout(timeout, mesh.get_group(dimension))
+    with warnings.catch_warnings():
+        # Groups of other backends than NCCL and gloo keep the timeout that they opened with.
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported", category=UserWarning)
+        for dimension in range(len(shape)):
+            set_timeout(timeout, mesh.get_group(dimension))
     return mesh
 
 

@@ -129,6 +129,7 @@ class ModelParallelStrategy(ShardedStrategy):
             reshard_after_forward=True,
             precision_policy=precision_policy(None, self.precision_plugin),
             offload_policy=offload_policy(None, self.root_device),
+            sums_gradients=not self.accelerator.averages_in_collectives,
         )
 
     def _blocks(self) -> list[Module]:

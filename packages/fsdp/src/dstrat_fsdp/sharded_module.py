@@ -40,6 +40,7 @@ class Sharding:
         gathers_early: Whether a block is gathered while the gradients of the one after it are still computed.
         input_dtype: The dtype to which a step's floating-point tensors are cast; None leaves them as they are.
         buffer_dtype: The dtype of floating-point buffers in steps; None leaves them as they are.
+        sums_gradients: Whether gradients are summed and then divided, for backends without a mean.
     """
 
     mesh: DeviceMesh
@@ -49,6 +50,7 @@ class Sharding:
     gathers_early: bool = True
     input_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
+    sums_gradients: bool = False
 
     def apply_to(self, part: Module) -> FSDPModule:
         """Shard what of a module is not sharded yet, as one unit that is gathered together."""
@@ -106,6 +108,9 @@ class ShardedModule:
         if around_steps:
             sharding.apply_to_root(self.root)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
+        if sharding.sums_gradients:
+            for unit in self._units:
+                unit.set_force_sum_reduction_for_comms(True)
         check_dtypes(self._units, module)
         # Training keeps these gathered after their forward, for a backward pass that evaluation does not have.
         self._kept_in_training = own if sharding.reshard_after_forward is False else []

@@ -169,6 +169,7 @@ class FSDPStrategy(ShardedStrategy):
             gathers_early=self._gathers_early,
             input_dtype=input_dtype(self._mixed_precision, self.precision_plugin),
             buffer_dtype=getattr(self._mixed_precision, "buffer_dtype", None),
+            sums_gradients=not self.accelerator.averages_in_collectives,
         )
 
     def _blocks(self) -> list[Module]:

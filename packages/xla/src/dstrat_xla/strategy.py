@@ -128,6 +128,10 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
         """The device of this process, which sees no other one where there are several processes."""
         return self.parallel_devices[0] if self.world_size == 1 else torch.device("xla", 0)
 
+    @property
+    def assigned_device(self) -> torch.device:
+        return self.root_device
+
     # The life cycle
 
     def setup_environment(self) -> None:

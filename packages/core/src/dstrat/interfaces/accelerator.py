@@ -46,6 +46,9 @@ class Accelerator(ABC):
     devices_share_process: bool = True
     """Whether one process can drive several devices of this hardware."""
 
+    averages_in_collectives: bool = True
+    """Whether the backend of its collectives has a mean; strategies sum and divide where it has none."""
+
     @abstractmethod
     def is_available(self) -> bool:
         """Return whether this machine has such hardware and torch can use it."""
@@ -70,6 +73,15 @@ class Accelerator(ABC):
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
         """Return one ``torch.device`` for each index."""
 
+    def device_in_process(self, device: torch.device) -> torch.device:
+        """Return the device as the process that it belongs to calls it.
+
+        Args:
+            device: One of :meth:`get_parallel_devices`; hardware that shows each process a single device calls it
+                ``"type:0"``, whichever it is.
+        """
+        return device
+
     def supports_dtype(self, dtype: torch.dtype) -> bool:  # noqa: ARG002 - most hardware computes in all dtypes
         """Return whether the hardware computes in this floating-point dtype."""
         return True
@@ -79,7 +91,11 @@ class Accelerator(ABC):
         return None
 
     def setup(self, device: torch.device | None = None) -> None:
-        """Make the device ready in this process; ``None`` means the only one there is."""
+        """Make the device ready in this process.
+
+        Args:
+            device: One of :meth:`get_parallel_devices`; None means the only one there is.
+        """
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - not all hardware counts
         """Return what the hardware reports of itself, such as bytes of memory in use, by name."""

@@ -182,6 +182,11 @@ class Strategy(ABC):
         """The device of this process."""
 
     @property
+    def assigned_device(self) -> torch.device:
+        """The device of the plan for this process, as the machine counts them; :attr:`root_device` is its name here."""
+        return self.root_device
+
+    @property
     @abstractmethod
     def is_global_zero(self) -> bool:
         """Whether this process has global rank 0."""
@@ -254,7 +259,7 @@ class Strategy(ABC):
 
     def setup_environment(self) -> None:
         """Make the device ready and open communication, before any hook of the module runs."""
-        self.accelerator.setup(self.root_device)
+        self.accelerator.setup(self.assigned_device)
 
     def setup(self, trainer: TrainerLike) -> None:
         """Make the module ready to run: precision, device, wrapping, optimizers."""

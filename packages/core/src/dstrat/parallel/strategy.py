@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_BACKENDS_OF_HOSTS = ("gloo", "mpi")  # of torch's own
+
 
 class ParallelStrategy(Strategy):
     """A strategy with one process per device, communicating through torch.distributed.
@@ -111,9 +113,14 @@ class ParallelStrategy(Strategy):
         return self._present(self.parts.cluster_environment, "cluster environment")
 
     @property
+    def assigned_device(self) -> torch.device:
+        return self.parallel_devices[self.local_rank]
+
+    @property
     def root_device(self) -> torch.device:
         if self._root_device is None:  # asked for with every batch, and found by reading the environment
-            self._root_device = self.parallel_devices[self.local_rank]
+            accelerator, device = self.parts.accelerator, self.assigned_device
+            self._root_device = device if accelerator is None else accelerator.device_in_process(device)
         return self._root_device
 
     @property
@@ -196,8 +203,10 @@ class ParallelStrategy(Strategy):
         return broadcast_object(obj, src=src)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - torch's takes none
-        if self.root_device.type == "cuda":
-            dist.barrier(device_ids=[self.root_device.index])
+        device = self.root_device
+        # Else torch guesses the device of a group that carries the device's tensors, and warns.
+        if device.index is not None and dist.get_backend() not in _BACKENDS_OF_HOSTS:
+            dist.barrier(device_ids=[device.index])
         else:
             dist.barrier()
 

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from dstrat_fsdp import DDPSpawnShardedStrategy as DDPSpawnShardedStrategy
     from dstrat_fsdp import FSDPStrategy as FSDPStrategy
     from dstrat_fsdp import ModelParallelStrategy as ModelParallelStrategy
+    from dstrat_hpu import HPUAccelerator as HPUAccelerator
+    from dstrat_hpu import HPUDDPStrategy as HPUDDPStrategy
+    from dstrat_hpu import HPUFSDPStrategy as HPUFSDPStrategy
+    from dstrat_hpu import HPUParallelStrategy as HPUParallelStrategy
+    from dstrat_hpu import SingleHPUStrategy as SingleHPUStrategy
     from dstrat_xla import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
     from dstrat_xla import SingleTPUStrategy as SingleTPUStrategy
     from dstrat_xla import TPUAccelerator as TPUAccelerator
@@ -76,7 +81,10 @@ _STRATEGIES = {
     "fsdp_native_full_shard_offload": "dstrat-fsdp",
     "hivemind": "dstrat-hivemind",
     "horovod": "dstrat-horovod",
-    "hpu_parallel": "dstrat-hpu",
+    "hpu_ddp": "dstrat-hpu[ddp]",
+    "hpu_deepspeed": "dstrat-hpu",
+    "hpu_fsdp": "dstrat-hpu[fsdp]",
+    "hpu_parallel": "dstrat-hpu[ddp]",
     "hpu_single": "dstrat-hpu",
     "ipu_strategy": "dstrat-ipu",
     "model_parallel": "dstrat-fsdp",
@@ -110,7 +118,9 @@ _STRATEGY_CLASSES = {
     "DataParallelStrategy": "dstrat-ddp",
     "DeepSpeedStrategy": "dstrat-deepspeed",
     "FSDPStrategy": "dstrat-fsdp",
-    "HPUParallelStrategy": "dstrat-hpu",
+    "HPUDDPStrategy": "dstrat-hpu[ddp]",
+    "HPUFSDPStrategy": "dstrat-hpu[fsdp]",
+    "HPUParallelStrategy": "dstrat-hpu[ddp]",
     "HivemindStrategy": "dstrat-hivemind",
     "HorovodStrategy": "dstrat-horovod",
     "IPUStrategy": "dstrat-ipu",

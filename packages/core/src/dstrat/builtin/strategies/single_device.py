@@ -41,8 +41,13 @@ class SingleDeviceStrategy(Strategy):
             self.parts = self.given_parts
 
     @property
-    def root_device(self) -> torch.device:
+    def assigned_device(self) -> torch.device:
         return self._present(self.parts.parallel_devices, "device")[0]
+
+    @property
+    def root_device(self) -> torch.device:
+        accelerator, device = self.parts.accelerator, self.assigned_device
+        return device if accelerator is None else accelerator.device_in_process(device)
 
     @property
     def is_global_zero(self) -> bool:

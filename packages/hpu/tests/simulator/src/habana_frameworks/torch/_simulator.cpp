@@ -7,6 +7,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/HPUHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -523,6 +524,22 @@ TORCH_LIBRARY_IMPL(aten, HPU, m) {
   m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
 }
 
+// What has a kernel for the CPU runs it as a whole.  Otherwise torch would call another form of the operation, with
+// memory that it allocates for the result.
+void run_all_on_cpu() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::HPU, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    const auto operation = dispatcher.findOp(name);
+    if (!operation.has_value() || !operation->hasSchema()) continue;
+    if (!operation->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    if (operation->hasKernelForDispatchKey(c10::DispatchKey::HPU)) continue;
+    const std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+    library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  }
+}
+
 }  // namespace
 
 // Autocast, with torch's own lists of operations
@@ -808,6 +825,7 @@ TORCH_LIBRARY_IMPL(c10d, HPU, m) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  run_all_on_cpu();
   m.def("configure", [](const std::string& machine, int devices, bool lazy) {
     settings.machine = machine;
     settings.devices = devices;

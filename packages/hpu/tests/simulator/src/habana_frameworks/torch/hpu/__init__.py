@@ -97,8 +97,7 @@ def synchronize(device=None) -> None:
 
 def set_device(device) -> None:
     """Choose the module of this process, before it acquires one."""
-    index = 0 if device is None else getattr(torch.device(device), "index", device)
-    index = 0 if index is None else index
+    index = device if isinstance(device, int) else torch.device(device or "hpu").index or 0
     visible = os.environ.get(HABANA_VISIBLE_MODULES_VAR) or "0,1,2,3,4,5,6,7"
     modules = [int(module) for module in visible.split(",")]
     current = int(os.environ.get(HLS_MODULE_ID_VAR, "-1"))

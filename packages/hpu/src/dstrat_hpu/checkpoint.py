@@ -1,0 +1,24 @@
+"""Checkpoints in one file each, with tensors of the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.interfaces.batch import apply_to_tensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+
+class HPUCheckpointIO(TorchCheckpointIO):
+    """One file for each checkpoint, with tensors on the CPU, so that it loads where there is no Gaudi."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        super().save_checkpoint(apply_to_tensors(checkpoint, _on_host), path)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.cpu()

@@ -1,0 +1,103 @@
+"""Records of the components of this distribution."""
+
+from __future__ import annotations
+
+from dstrat.plugins.component import Component
+from dstrat.plugins.hookspec import hookimpl
+
+_VENDOR = "habana-torch-plugin"  # of the vendor's own index and images; on PyPI there is none
+_ACCELERATORS = ("hpu",)
+_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+
+_HPU = Component(
+    kind="accelerator",
+    alias="hpu",
+    target="dstrat_hpu.accelerator:HPUAccelerator",
+    summary="Intel Gaudi, one device in each process",
+    requires=(_VENDOR,),
+    auto=55,
+    device_type="hpu",
+    process_group_backend="hccl",
+    supports_torch_distributed=True,
+    devices_share_process=False,
+    # Strategies of others would let the device record step after step, and run it when a value is read.
+    strategies={
+        "single_device": "hpu_single",
+        "ddp": "hpu_parallel",
+        "fsdp": "hpu_fsdp",
+        "hpu_deepspeed": "deepspeed",
+    },
+)
+
+_SINGLE = Component(
+    kind="strategy",
+    alias="hpu_single",
+    target="dstrat_hpu.strategy:SingleHPUStrategy",
+    summary="one process on one Gaudi",
+    requires=(_VENDOR,),
+    auto=110,  # before single_device, which never ends a graph
+    accelerators=_ACCELERATORS,
+    precisions=(*_PRECISIONS, "fp8"),
+    uses_torch_distributed=False,
+    drives_several_devices=False,
+    starts_processes=False,
+    notebook_safe=True,
+    multi_node=False,
+)
+
+_PARALLEL = Component(
+    kind="strategy",
+    alias="hpu_parallel",
+    target="dstrat_hpu.parallel:HPUParallelStrategy",
+    summary="ddp over hccl: one process per Gaudi, gradients averaged during the backward pass",
+    synonyms=("hpu_ddp",),
+    requires=(_VENDOR, "dstrat-ddp>=0.1,<0.2"),
+    options={"start_method": "popen"},
+    auto=105,
+    accelerators=_ACCELERATORS,
+    precisions=(*_PRECISIONS, "fp8"),
+    uses_torch_distributed=True,
+    drives_several_devices=False,
+    starts_processes=True,
+    notebook_safe=False,
+    multi_node=True,
+)
+
+_FSDP = Component(
+    kind="strategy",
+    alias="hpu_fsdp",
+    target="dstrat_hpu.fsdp:HPUFSDPStrategy",
+    summary="fsdp over hccl: parameters, gradients and optimizer state sharded over all Gaudis",
+    requires=(_VENDOR, "dstrat-fsdp>=0.1,<0.2"),
+    options={"start_method": "popen"},
+    accelerators=_ACCELERATORS,
+    precisions=_PRECISIONS,
+    uses_torch_distributed=True,
+    drives_several_devices=False,
+    starts_processes=True,
+    notebook_safe=False,
+    multi_node=True,
+)
+
+_FP8 = Component(
+    kind="precision",
+    alias="fp8",
+    target="dstrat_hpu.precision:HPUPrecisionPlugin",
+    summary="Gaudi's transformer engine: products in 8 bits, everything else as with bf16-mixed",
+    requires=(_VENDOR,),
+    options={"precision": "fp8"},
+)
+
+_FILES = Component(
+    kind="checkpoint_io",
+    alias="hpu",
+    target="dstrat_hpu.checkpoint:HPUCheckpointIO",
+    summary="one file with tensors of the CPU; the portable format is the default here too",
+    requires=(_VENDOR,),
+)
+
+
+@hookimpl
+def dstrat_components() -> list[Component]:
+    """Return the components of the family."""
+    return [_HPU, _SINGLE, _PARALLEL, _FSDP, _FP8, _FILES]

@@ -1,0 +1,201 @@
+"""One Gaudi, simulated: losses of the CPU, graphs and copies of a hand-written loop, exact resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hpu_fit import ON_CPU, Counting, Regression, SavesAt, counters, data, fitted, losses_of, since, trainer
+from torch import nn
+
+from dstrat import OwnLoop, SingleDeviceStrategy, TrainModule, build, seed_everything
+from dstrat.callbacks import DeviceStatsMonitor
+from dstrat.loggers import CSVLogger
+from dstrat.plugins.io import TorchCheckpointIO
+from dstrat_hpu import HPUCheckpointIO
+
+IOS = {"portable": None, "hpu": HPUCheckpointIO}
+WAYS = {
+    "plain": {},
+    "accumulating": {"accumulate_grad_batches": 4},
+    "clipping": {"gradient_clip_val": 0.1},
+    "accumulating and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_are_those_of_the_cpu(way):
+    expected = losses_of(fitted(**ON_CPU, **WAYS[way]))
+    assert expected[15:].mean() < expected[:5].mean()
+    assert len(expected) == 20
+    torch.testing.assert_close(losses_of(fitted(**WAYS[way])), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
+def test_precisions_give_the_losses_of_the_cpu_in_them(precision, dtype):
+    module = fitted(precision=precision)
+    assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+    expected = losses_of(fitted(precision=precision, **ON_CPU))
+    torch.testing.assert_close(losses_of(module), expected, rtol=0.05, atol=0.05)
+    assert not torch.equal(losses_of(module).float(), losses_of(fitted()))
+
+
+def test_the_module_comes_back_to_the_cpu():
+    assert {parameter.device.type for parameter in fitted().parameters()} == {"cpu"}
+
+
+# Graphs and copies, which the simulator counts
+
+
+def loop_by_hand(steps=20, accumulate=1):
+    """Count what the vendor's guide to training does in each step, after the first."""
+    import habana_frameworks.torch.core as htcore
+
+    module = Regression(logs=False).to("hpu")
+    optimizer = module.configure_optimizers()
+    batches = list(data(8 * steps * accumulate))
+    htcore.mark_step()
+    for step in range(steps):
+        optimizer.zero_grad()
+        for inputs, targets in batches[step * accumulate : (step + 1) * accumulate]:
+            loss = nn.functional.mse_loss(module(inputs.to("hpu")), targets.to("hpu"))
+            (loss / accumulate if accumulate > 1 else loss).backward()
+            htcore.mark_step()
+        optimizer.step()
+        htcore.mark_step()
+        if step == 0:
+            before = counters()
+    return since(before)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_step_costs_what_it_costs_by_hand(accumulate):
+    counting = Counting()
+    fitted(Regression(logs=False), data(8 * 20 * accumulate), callbacks=[counting], accumulate_grad_batches=accumulate)
+    assert counting.per_step(accumulate - 1, -1) == loop_by_hand(accumulate=accumulate)
+
+
+def test_logging_and_the_bar_cost_one_copy_for_each_interval(tmp_path):
+    plain, logging = Counting(), Counting()
+    fitted(Regression(logs=False), data(8 * 41), callbacks=[plain])
+    fitted(
+        Regression(),
+        data(8 * 41),
+        callbacks=[logging],
+        logger=CSVLogger(tmp_path),
+        enable_progress_bar=True,
+        log_every_n_steps=10,
+    )
+    without, found = plain.per_step(0, -1), logging.per_step(0, -1)
+    assert without["to_host"] == 0
+    assert without["graphs"] == 80
+    # 10, 20, 30 and 40 are logged.  The bar is not drawn here, as nobody watches.
+    assert found["to_host"] == 4
+    assert found["graphs"] - without["graphs"] <= 4
+    assert found["to_device"] == without["to_device"]
+
+
+def test_validation_costs_one_graph_for_each_batch():
+    plain, validating = Counting(), Counting()
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    seed_everything(3, verbose=False)
+    trainer(callbacks=[plain], **options).fit(Regression(), data())
+    trainer(callbacks=[validating], **options).fit(Regression(), data(), data(40))
+    per_epoch = [
+        {name: one.batches[59][name] - one.batches[39][name] for name in one.batches[0]} for one in (plain, validating)
+    ]
+    more = {name: per_epoch[1][name] - per_epoch[0][name] for name in per_epoch[0]}
+    assert more["compiled"] == 0
+    assert 10 <= more["to_device"] <= 12  # two tensors for each of five batches
+    assert 5 <= more["graphs"] <= 8
+
+
+def test_eager_mode_marks_no_steps(monkeypatch):
+    expected = losses_of(fitted())
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    before = counters()
+    module = fitted()
+    assert since(before)["graphs"] <= len(list(module.parameters()))  # which are read when they come back
+    torch.testing.assert_close(losses_of(module), expected)
+
+
+def test_manual_optimization_ends_its_graphs():
+    class Adversaries(TrainModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(16, 1), nn.Linear(16, 1)
+
+        def training_step(self, batch, batch_idx):
+            for part, optimizer in zip((self.one, self.other), self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(nn.functional.mse_loss(part(batch[0]), batch[1]))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.one, self.other)]
+
+    counting = Counting()
+    trainer(callbacks=[counting]).fit(Adversaries(), data())
+    assert counting.per_step(0, -1)["graphs"] == 4 * 19
+    assert counting.per_step(0, -1)["compiled"] == 0
+
+
+def test_an_own_loop_ends_its_graphs():
+    def train(loop):
+        module = nn.Linear(16, 1)
+        loop.setup(module, lambda module: torch.optim.Adam(module.parameters()))
+        counts = []
+        for batch in loop.training_loader(data(400)):
+            loop.backward(loop.compute(nn.functional.mse_loss, module(batch[0]), batch[1]))
+            loop.step()
+            counts.append(counters())
+        return {name: counts[-1][name] - counts[1][name] for name in counts[0]}  # Adam makes its state first
+
+    counted = OwnLoop(build(strategy="hpu_single", accelerator="hpu", devices=1)).launch(train)
+    assert (counted["graphs"], counted["compiled"], counted["to_host"]) == (96, 0, 0)
+
+
+def test_a_general_strategy_gives_the_same_losses():
+    expected = losses_of(fitted())
+    found = losses_of(fitted(strategy=SingleDeviceStrategy()))
+    torch.testing.assert_close(found, expected)
+
+
+# Resume, random numbers and statistics
+
+
+@pytest.mark.parametrize("io", ["portable", "hpu"])
+def test_resume_equals_never_having_stopped(tmp_path, io):
+    path = str(tmp_path / "checkpoint")
+    whole = fitted(
+        Regression(dropout=0.2),
+        data(shuffle=True),
+        callbacks=[SavesAt(9, path)],
+        plugins=IOS[io] and IOS[io](),
+        max_epochs=2,
+    )
+    resumed = fitted(
+        Regression(dropout=0.2), data(shuffle=True), ckpt_path=path, plugins=IOS[io] and IOS[io](), max_epochs=2
+    )
+    assert torch.equal(losses_of(resumed), losses_of(whole)[9:])
+    for one, other in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("io", ["portable", "hpu"])
+def test_checkpoints_move_to_and_from_the_cpu(tmp_path, io):
+    expected = losses_of(fitted(**ON_CPU))
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    fitted(callbacks=[SavesAt(7, there)], plugins=IOS[io] and IOS[io]())
+    on_cpu = fitted(ckpt_path=there, callbacks=[SavesAt(14, back)], plugins=IOS[io] and TorchCheckpointIO(), **ON_CPU)
+    on_hpu = fitted(ckpt_path=back, plugins=IOS[io] and IOS[io]())
+    torch.testing.assert_close(losses_of(on_cpu), expected[7:], rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses_of(on_hpu), expected[14:], rtol=1e-5, atol=0)
+
+
+def test_statistics_of_the_device_are_logged(tmp_path):
+    logger = CSVLogger(tmp_path)
+    fitted(callbacks=[DeviceStatsMonitor()], logger=logger, log_every_n_steps=5)
+    (logged,) = tmp_path.rglob("metrics.csv")
+    assert "memory_used" in logged.read_text()
