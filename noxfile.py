@@ -239,8 +239,9 @@ def neighbours(session: nox.Session) -> None:
     beside = ("--no-build-isolation", "--constraint=constraints.txt", *editable, *requirements)
     inputs = (CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in tested))
     programs = environment("neighbours", BUILD_TOOLS, beside, pip=bootstrap() / "pip", inputs=inputs)
-    folder = str(ROOT / "tests" / "neighbours")
-    run(session, programs, "python", "-m", "pytest", "--noconftest", *(session.posargs or [folder]))
+    all_tests = (*workers("loadgroup"), str(ROOT / "tests" / "neighbours"))
+    arguments = session.posargs or all_tests
+    run(session, programs, "python", "-m", "pytest", "--noconftest", *arguments, OMP_NUM_THREADS="1")
 
 
 @nox.session
@@ -255,10 +256,10 @@ def builds(session: nox.Session) -> None:
     run(session, workspace(), "pytest", "-m", "builds", *(session.posargs or [str(tests_of_deepspeed)]))
 
 
-def workers() -> list[str]:
+def workers(distribution: str = "worksteal") -> list[str]:
     """Return pytest's options for running everything: two processes more than cores, as many tests wait for others."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [f"--numprocesses={cores + 2}", "--dist=worksteal"]
+    return [f"--numprocesses={cores + 2}", f"--dist={distribution}"]
 
 
 @nox.session

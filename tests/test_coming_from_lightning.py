@@ -120,3 +120,14 @@ def test_arguments_have_the_positions_of_lightning_or_are_passed_by_name(name: s
             theirs = [renamed().get(argument, argument) for argument in by_position(wanted)]
             here = by_position(arguments(function))[: len(theirs)]
             assert here == theirs[: len(here)], f"{name}.{method}"
+
+
+def test_classes_whose_later_arguments_have_names_only_are_listed() -> None:
+    found = set()
+    for name in NAMES.keys() - CHECKS_ITS_FIRST_ARGUMENT:
+        if (kind := ours(name)) is not None:
+            has, theirs = arguments(kind), by_position(NAMES[name]["arguments"])
+            later = theirs[len(by_position(has)) :]
+            found |= {name for argument in later if renamed().get(argument, argument) in has}
+    listed = re.search(r"The later arguments of (.*) are passed by name only", PAGE.read_text(encoding="utf-8"))
+    assert found == (set(re.findall(r"`(\w+)`", listed[1])) if listed else set())

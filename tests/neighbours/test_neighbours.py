@@ -13,6 +13,7 @@ import pexpect
 import pytest
 
 pytestmark = pytest.mark.neighbours
+LANGUAGE_MODELS = pytest.mark.xdist_group("language models")  # which share the training on one process
 HERE = Path(__file__).parent
 MINUTES = 600  # seconds; the imports alone take ten
 
@@ -41,6 +42,7 @@ def train(folder: Path, strategy: str, devices: int) -> Any:
     return json.loads((folder / "seen.json").read_text())
 
 
+@LANGUAGE_MODELS
 @pytest.mark.timeout(MINUTES)
 def test_transformers_and_adapters_train_in_a_terminal_with_dill_and_datasets(language_model: Any) -> None:
     for name, seen in language_model.items():
@@ -50,6 +52,7 @@ def test_transformers_and_adapters_train_in_a_terminal_with_dill_and_datasets(la
         assert seen["kept"]
 
 
+@LANGUAGE_MODELS
 @pytest.mark.timeout(2 * MINUTES)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_train_transformers_and_adapters_as_one_does(

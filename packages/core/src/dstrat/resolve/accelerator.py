@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dstrat.errors import BrokenComponentError, ConflictError, DeviceError
+from dstrat.errors import BrokenComponentError, ConflictError, DeviceError, DstratError
 from dstrat.plugins.facts import contradiction
-from dstrat.resolve.ability import Hardware, ability_of
+from dstrat.resolve.ability import Hardware, ability_of, ability_of_offer
 from dstrat.resolve.chosen import Chosen, chosen_as_given
 from dstrat.resolve.part import automatic_parts, usable_parts
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.offer import Offer
     from dstrat.resolve.asked import AskedStrategy
@@ -124,7 +125,8 @@ def _best(asked: str, parts: Iterator[Part[Accelerator]], catalog: Catalog, load
     if available and load.asked is not None and load.asked.error is not None:
         raise load.asked.error
     if available:
-        raise ConflictError(_nothing_fits(asked, [Hardware(part=part, live=live) for part, live in available], load))
+        hardware = [Hardware(part=part, live=live) for part, live in available]
+        raise ConflictError(_nothing_fits(asked, hardware, load, catalog))
     members = "; ".join(f"{name!r} {absence}" for name, absence in absences.items()) or "none can be loaded"
     raise DeviceError(f"accelerator={asked!r} finds none: {members}. {_what_is_there(catalog)}")
 
@@ -139,7 +141,7 @@ def _reason(asked: str, best: Part[Accelerator], available: list[Part[Accelerato
     return f"the best {kind} that the strategy runs on; {others} would be available too"
 
 
-def _nothing_fits(asked: str, available: list[Hardware], load: Load) -> str:
+def _nothing_fits(asked: str, available: list[Hardware], load: Load, catalog: Catalog) -> str:
     machine = f"accelerator={asked!r} can be {_listed([hardware.name for hardware in available])} on this machine"
     strategy = load.asked.part if load.asked is not None else None
     if strategy is None or load.device_type is not None:
@@ -147,7 +149,22 @@ def _nothing_fits(asked: str, available: list[Hardware], load: Load) -> str:
     ability = ability_of(strategy)
     only = f"runs on {_listed(ability.accelerators)} only" if ability.accelerators else None
     why = only or ability.misfit(available[0])
-    return f"{machine}, and {strategy.title} {why}: choose another strategy"
+    return f"{machine}, and {strategy.title} {why}: choose another strategy{_relatives(strategy, available, catalog)}"
+
+
+def _relatives(strategy: Part[Strategy], available: list[Hardware], catalog: Catalog) -> str:
+    """List the general aliases of the strategy's package that run on some hardware."""
+    names = []
+    for offer in sorted(catalog.offers("strategy"), key=lambda offer: len(offer.component.requires)):
+        record = offer.component
+        if record.options.keys() <= {"start_method"} and offer.owner_label == strategy.owner:
+            try:
+                runs = any(ability_of_offer(offer, catalog).runs_on(hardware) for hardware in available)
+                if runs and not catalog.missing_requirements(offer):
+                    names.append(record.alias)
+            except DstratError:  # its class or its requirements are wrong, which is said where it is chosen
+                continue
+    return f" ({_listed(names[:4])})" if names and strategy.owner else ""
 
 
 def _listed(names: list[str] | tuple[str, ...]) -> str:

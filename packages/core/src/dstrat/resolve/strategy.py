@@ -63,7 +63,8 @@ def choose_strategy(
     found = first_obstacle(ability_of(asked), situation)
     if found is not None:
         _check_processes(found, situation)
-        raise found.error(f"{asked.title} {found.problem}: {found.cure}{_alternatives(catalog, situation)}")
+        others = _alternatives(catalog, situation, package=_package(asked))
+        raise found.error(f"{asked.title} {found.problem}: {found.cure}{others}")
     return ChosenStrategy(part=asked, reason=reason)
 
 
@@ -126,10 +127,16 @@ def _need(situation: Situation) -> str:
     return devices if situation.num_nodes == 1 else f"{devices} on each of {situation.num_nodes} machines"
 
 
-def _alternatives(catalog: Catalog, situation: Situation) -> str:
-    """List the aliases that fit, those that may be chosen automatically first."""
+def _package(part: Part[Strategy]) -> str:
+    """Return the Python package of a strategy."""
+    home = part.cls.__module__ if part.record is None else part.record.target_name
+    return home.partition(".")[0].partition(":")[0]
+
+
+def _alternatives(catalog: Catalog, situation: Situation, *, package: str | None = None) -> str:
+    """List the aliases that fit: those of a package first, then automatic choices and those that require little."""
     fitting = [offer.component for offer in catalog.offers("strategy") if _fits(offer, catalog, situation)]
-    fitting.sort(key=lambda component: component.auto is None)
+    fitting.sort(key=lambda c: (not c.target_name.startswith(f"{package}."), c.auto is None, len(c.requires)))
     plain = [component for component in fitting if not any(_extends(component, other) for other in fitting)]
     named = ", ".join(repr(component.alias) for component in plain[:_MOST_ALIASES])
     return f" ({named})" if named else ""

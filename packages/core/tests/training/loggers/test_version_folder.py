@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dstrat.errors import RequestError
+from dstrat.errors import LoggerError, RequestError
 from dstrat.training.loggers.version_folder import VersionFolder
 
 CLAIM = """
@@ -63,3 +63,9 @@ def test_without_a_root_the_working_directory_is_used(tmp_path, monkeypatch):
 def test_a_version_of_another_kind_is_refused(version):
     with pytest.raises(RequestError, match=r"version=.* must be a number, a folder's name, or None"):
         VersionFolder("logs", version)
+
+
+@pytest.mark.parametrize(("name", "version"), [("a" * 300, None), ("logs", "b" * 300)])
+def test_a_name_that_is_too_long_says_what_to_choose(tmp_path, name, version):
+    with pytest.raises(LoggerError, match=r"[Ff]ile name too long: .*choose another save_dir, name or version"):
+        VersionFolder(name, version).claim(tmp_path)

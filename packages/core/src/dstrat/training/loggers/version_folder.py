@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dstrat.errors import RequestError
+from dstrat.errors import LoggerError, RequestError
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -45,11 +45,20 @@ class VersionFolder:
 
         Args:
             root: Holds everything; None is the working directory.
+
+        Raises:
+            LoggerError: The system refuses it, as a name that is too long.
         """
         if self.claimed is None:
             parent = Path(root or Path.cwd()) / self.name
-            parent.mkdir(parents=True, exist_ok=True)
-            self.claimed = _next_version(parent) if self._version is None else _given_version(parent, self._version)
+            try:
+                parent.mkdir(parents=True, exist_ok=True)
+                self.claimed = _next_version(parent) if self._version is None else _given_version(parent, self._version)
+            except OSError as error:
+                raise LoggerError(
+                    f"the folder of a logger cannot be made ({error.strerror}: {str(error.filename)!r}): choose "
+                    "another save_dir, name or version"
+                ) from error
         return self.claimed
 
     def join(self, folder: Path | None) -> None:
