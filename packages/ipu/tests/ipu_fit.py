@@ -21,9 +21,10 @@ ON_IPU = {"accelerator": "ipu", "devices": 1}
 class Regression(TrainModule):
     """Learns a sum; its losses come with the outputs of each call."""
 
-    def __init__(self, *, dropout=0.0, optimizer="AdamW", scheduled=False, **options):
+    def __init__(self, *, dropout=0.0, normalizes=False, optimizer="AdamW", scheduled=False, **options):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 1))
+        norm = nn.BatchNorm1d(32) if normalizes else nn.ReLU()
+        self.net = nn.Sequential(nn.Linear(16, 32), norm, nn.Dropout(dropout), nn.Linear(32, 1))
         self.optimizer, self.options, self.scheduled, self.losses = optimizer, options, scheduled, []
 
     def training_step(self, batch, batch_idx):

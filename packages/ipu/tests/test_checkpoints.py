@@ -34,8 +34,9 @@ def same(state, other):
         ({"devices": 2}, {"dropout": 0.3, "scheduled": "step"}),
         ({"devices": 2, "accumulate_grad_batches": 2}, {"optimizer": "SGD", "momentum": 0.9}),
         ({"precision": "16-true"}, {"optimizer": "Adam"}),
+        ({"devices": 1}, {"normalizes": True}),
     ],
-    ids=["dropout", "momentum", "half"],
+    ids=["dropout", "momentum", "half", "buffers"],
 )
 def test_resume_equals_never_having_stopped(tmp_path, plugins, options, module):
     path = tmp_path / "checkpoint"

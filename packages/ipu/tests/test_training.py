@@ -58,6 +58,18 @@ def test_schedulers_reach_the_device(interval):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
+def test_a_loss_that_poptorch_does_not_know_is_marked():
+    class Written(Regression):
+        def training_step(self, batch, batch_idx):
+            return {"loss": (self.net(batch[0]) - batch[1]).square().mean(), "size": batch[1].sum()}
+
+    losses = []
+    for where in (ON_CPU, {"devices": 2}):
+        seed_everything(3, verbose=False)
+        losses.append(fit(Written(), data(batch_size=8 // where["devices"]), **where)[0].losses)
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=0)
+
+
 def test_learning_rates_and_losses_are_written(tmp_path):
     logger = CSVLogger(tmp_path, name="", version="")
     monitor = LearningRateMonitor("step")
@@ -98,9 +110,32 @@ def test_validation_has_the_trained_weights():
     assert math.isclose(float(trainer.callback_metrics["bias"]), float(module.net[3].bias.detach()), rel_tol=1e-6)
 
 
+def test_nobody_holds_the_devices_around_an_evaluation(simulator):
+    held = []
+
+    class Looking(Callback):
+        def on_validation_start(self, trainer, module) -> None:
+            held.append(dict(simulator.hardware._held))
+
+        def on_train_epoch_end(self, trainer, module) -> None:
+            held.append(dict(simulator.hardware._held))
+
+    fit(made(), data(), val=data(32), callbacks=[Looking()], max_epochs=2)
+    assert held == [{}] * 5  # the sanity check begins as well
+
+
+def test_statistics_of_batches_come_back_from_the_device():
+    modules = [fit(made(normalizes=True), data(), **where)[0] for where in (ON_CPU, {})]
+    expected, found = map(state_of, modules)
+    for name in ("net.1.running_mean", "net.1.running_var"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
+    assert found["net.1.num_batches_tracked"] == 20
+
+
 def test_weights_come_back_as_plain_parameters():
-    module, _ = fit(made())
+    module, _ = fit(made(normalizes=True))
     assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
+    assert {type(buffer) for buffer in module.buffers()} == {torch.Tensor}
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
     assert len(module.losses) == 20
 

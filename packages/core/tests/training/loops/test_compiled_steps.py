@@ -214,9 +214,17 @@ def test_what_runs_within_a_step_is_refused(fit, make_line, change, options, mes
 
 
 def test_the_progress_bar_counts_batches(fit, capsys):
-    bar = ProgressBar()
-    bar.refresh_rate = 10
-    trainer, _, _ = fit(callbacks=[bar], enable_progress_bar=True)
+    updates = []
+
+    class Counting(ProgressBar):
+        refresh_rate = 10
+
+        def _update(self, trainer):
+            updates.append(trainer.fit_loop.batches_done)
+            super()._update(trainer)
+
+    trainer, _, _ = fit(callbacks=[Counting(refresh_seconds=0)], enable_progress_bar=True)
+    assert [done for done in updates if 0 < done < 48] == [12, 20, 32, 40]
     printed = capsys.readouterr()
     assert "48/48" in printed.err + printed.out
     assert trainer.global_step == 24

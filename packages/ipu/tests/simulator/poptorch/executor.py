@@ -91,9 +91,25 @@ class PoplarExecutor:
             def __reduce_ex__(self, protocol):
                 raise poptorch_error("a parameter of a wrapped model would be loaded where there is poptorch only")
 
+        class PoptorchBuffer(torch.Tensor):
+            def __getattribute__(self, name):
+                copy_if_needed()
+                return super().__getattribute__(name)
+
+            @classmethod
+            def __torch_function__(cls, func, types, args=(), kwargs=None):
+                copy_if_needed()
+                return super().__torch_function__(func, types, args, kwargs or {})
+
+            __reduce_ex__ = PoptorchParameter.__reduce_ex__
+
         PoptorchModel.__name__ = f"Poptorch{type(self._user_model).__name__}"
         for parameter in self._user_model.parameters():
             parameter.__class__ = PoptorchParameter
+        for buffer in self._user_model.buffers():
+            if type(buffer) is not torch.Tensor:
+                raise poptorch_error(f"All buffers must be an instance of torch.Tensor (Got {type(buffer)})")
+            buffer.__class__ = PoptorchBuffer
         self._user_model.__class__ = PoptorchModel
 
     def _unwrap(self):
@@ -102,6 +118,9 @@ class PoplarExecutor:
         for parameter in self._user_model.parameters():
             if type(parameter).__name__ == "PoptorchParameter":
                 parameter.__class__ = torch.nn.Parameter
+        for buffer in self._user_model.buffers():
+            if type(buffer).__name__ == "PoptorchBuffer":
+                buffer.__class__ = torch.Tensor
 
     def __getattr__(self, name):
         return getattr(self.__dict__["_user_model"], name)
