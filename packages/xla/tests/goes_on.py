@@ -1,39 +1,42 @@
-"""A program that trains up to a step, from a checkpoint of another strategy or torch, and saves one."""
+"""A program that goes on with trainings of XLA under strategies of torch.distributed, on another torch, and saves them.
 
-import argparse
+Its argument is a JSON object: ``max_steps``, and ``moves``, each with ``strategy``, ``start`` and ``checkpoint``.
+"""
 
-from xla_fit import QUIET, Regression, data
+import json
+import sys
 
-from dstrat import Callback, Trainer, seed_everything
+from xla_fit import QUIET, Regression, Saving, data
+
+from dstrat import Trainer, seed_everything
+from dstrat_ddp import DDPStrategy
+from dstrat_deepspeed import DeepSpeedStrategy
+from dstrat_fsdp import FSDPStrategy
+
+RANKS = 2
 
 
-class Saving(Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_end(self, trainer, module):
-        trainer.save_checkpoint(self.path)
+def made(strategy):
+    """Return a strategy whose ranks are copies of this process, so that they cost no imports."""
+    if strategy == "deepspeed":
+        return DeepSpeedStrategy(stage=2, start_method="fork")
+    return {"ddp": DDPStrategy, "fsdp": FSDPStrategy}[strategy](start_method="fork")
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", required=True)
-    parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--max-steps", type=int, required=True)
-    parser.add_argument("--start", required=True)
-    parser.add_argument("--checkpoint", required=True)
-    asked = parser.parse_args()
-    seed_everything(3, verbose=False)
-    trainer = Trainer(
-        **QUIET,
-        strategy=asked.strategy,
-        accelerator="cpu",
-        devices=asked.devices,
-        max_epochs=-1,
-        max_steps=asked.max_steps,
-        callbacks=[Saving(asked.checkpoint)],
-    )
-    trainer.fit(Regression(scheduled=True), data(batch_size=8 // asked.devices, shuffle=False), ckpt_path=asked.start)
+    asked = json.loads(sys.argv[1])
+    for move in asked["moves"]:
+        seed_everything(3, verbose=False)
+        trainer = Trainer(
+            **QUIET,
+            strategy=made(move["strategy"]),
+            accelerator="cpu",
+            devices=RANKS,
+            max_epochs=-1,
+            max_steps=asked["max_steps"],
+            callbacks=[Saving(move["checkpoint"])],
+        )
+        trainer.fit(Regression(scheduled=True), data(batch_size=8 // RANKS, shuffle=False), ckpt_path=move["start"])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from xla_fit import ON_CPU, Regression, data, trainer
+from packages.xla.tests.rank_fits import begin
+from tests.ranks import in_ranks
+from xla_fit import ON_CPU, Regression, Saving, data, trainer
 
 from dstrat import seed_everything
-from dstrat_xla import XLACheckpointIO
+from dstrat_xla import XLACheckpointIO, XLASPMDStrategy
 
-NEWER = "DSTRAT_TEST_NEWER_TORCH"
+PYTHON = os.environ.get("DSTRAT_TEST_NEWER_TORCH", sys.executable)
 STOP, STEPS = 25, 40
 
 
@@ -45,29 +48,66 @@ def test_a_file_of_xla_loads_without_it(tmp_path):
     assert {tensor.device.type for tensor in tensors} == {"cpu"}
 
 
-def go_on(python, **arguments):
-    asked = [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    program = Path(__file__).with_name("goes_on.py")
-    subprocess.run([python, program, *asked], check=True, env=environ, timeout=170)
+# To strategies of torch.distributed, on a newer torch where there is one, and back
+
+FIRST, SECOND, LAST = 5, 12, 24  # optimizer steps; an epoch has 20
+OTHERS = ("ddp", "fsdp", "deepspeed")
+ORIGINS = {
+    "single_xla": ("single_xla", 1),
+    "xla_spmd": (XLASPMDStrategy(mesh_shape={"data": 2, "fsdp": 2}), 4),
+    "xla_fsdp": ("xla_fsdp", 1),
+}
 
 
-def pythons():
-    newer = os.environ.get(NEWER)
-    reason = f"{NEWER} names no Python with another torch: python3 noxfile.py -s xla"
-    return [
-        pytest.param(sys.executable, id="same torch"),
-        pytest.param(newer, id="newer torch", marks=[] if newer else pytest.mark.skip(reason=reason)),
+def on_xla(cluster, strategy, devices, max_steps, legs):
+    """Train up to a step, once for each pair of a checkpoint to start from and one to save; return parameters."""
+    begin(devices)
+    found = []
+    for start, save in legs:
+        seed_everything(3, verbose=False)
+        module = Regression(scheduled=True)
+        fit = trainer(
+            strategy=strategy,
+            devices=devices,
+            max_epochs=-1,
+            max_steps=max_steps,
+            callbacks=[Saving(save)] if save else [],
+        )
+        fit.fit(module, data(shuffle=False), ckpt_path=start)
+        found.append({name: value.tolist() for name, value in module.state_dict().items()})
+    return found
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory):
+    """Parameters of trainings that began on XLA, went on elsewhere and ended on XLA, by both strategies."""
+    folder = tmp_path_factory.mktemp("moved")
+    first = {origin: str(folder / origin) for origin in ORIGINS}
+    second = {(origin, other): str(folder / f"{origin} {other}") for origin in ORIGINS for other in OTHERS}
+    for origin, (strategy, devices) in ORIGINS.items():
+        in_ranks(on_xla, 1, strategy=strategy, devices=devices, max_steps=FIRST, legs=[(None, first[origin])])
+    moves = [
+        {"strategy": other, "start": first[origin], "checkpoint": path} for (origin, other), path in second.items()
     ]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    program = [PYTHON, Path(__file__).with_name("goes_on.py"), json.dumps({"max_steps": SECOND, "moves": moves})]
+    subprocess.run(program, check=True, env={**environ, "DS_ACCELERATOR": "cpu"}, timeout=300)
+    found = {}
+    for origin, (strategy, devices) in ORIGINS.items():
+        legs = [(second[origin, other], None) for other in OTHERS]
+        (ended,) = in_ranks(on_xla, 1, strategy=strategy, devices=devices, max_steps=LAST, legs=legs)
+        found |= {(origin, other): parameters for other, parameters in zip(OTHERS, ended, strict=True)}
+    return found
 
 
-@pytest.mark.parametrize("python", pythons())
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_training_moves_to_other_strategies_and_back(tmp_path, python, strategy):
-    reference = trained(STEPS, shuffle=False, **ON_CPU)
-    trained(15, shuffle=False, save=tmp_path / "first")
-    others = {"strategy": strategy, "devices": 2, "start": tmp_path / "first", "checkpoint": tmp_path / "second"}
-    go_on(python, max_steps=STOP, **others)
-    back = trained(STEPS, shuffle=False, ckpt_path=tmp_path / "second")
-    for name, value in reference.items():
-        torch.testing.assert_close(back[name], value, rtol=1e-5, atol=1e-6)
+@pytest.fixture(scope="module")
+def never_moved():
+    return trained(LAST, shuffle=False, **ON_CPU)
+
+
+@pytest.mark.timeout(400)  # of which the fixture takes a minute on an idle machine
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_a_training_moves_to_other_strategies_and_back(moved, never_moved, origin, other):
+    for name, value in never_moved.items():
+        torch.testing.assert_close(torch.tensor(moved[origin, other][name]), value, rtol=1e-5, atol=1e-6)

@@ -57,6 +57,18 @@ class Counting(Callback):
         self.epochs.append(Counts.now())
 
 
+class Saving(Callback):
+    """Saves a checkpoint when training ends."""
+
+    saves_checkpoints = True
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_end(self, trainer, module):
+        trainer.save_checkpoint(self.path)
+
+
 class Regression(TrainModule):
     """Learns a sum; keeps its losses on the device until a test reads them."""
 
