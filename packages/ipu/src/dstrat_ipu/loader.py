@@ -72,13 +72,13 @@ def _check_samples(sampler: Sized, size: int, batch_size: int, factor: int, purp
         )
 
 
-def _check_options(given: Any, wanted: Any, purpose: str) -> None:
+def _check_options(of_loader: Any, wanted: Any, purpose: str) -> None:
     def values(options: Any) -> tuple[int, int, int]:
         return (options.replication_factor, options.device_iterations, options.Training.gradient_accumulation)
 
-    if values(given) != values(wanted):
+    if values(of_loader) != values(wanted):
         names = "replicationFactor, deviceIterations, gradientAccumulation"
         raise ConflictError(
-            f"the {purpose} loader is a poptorch.DataLoader with ({names}) = {values(given)}, and the model is "
+            f"the {purpose} loader is a poptorch.DataLoader with ({names}) = {values(of_loader)}, and the model is "
             f"compiled with {values(wanted)}: give both the same options, or a torch DataLoader"
         )

@@ -107,8 +107,8 @@ class CompiledOptimizer:
         if state is None or self.state_is_pending:
             return
         for name, parameter in _named(self.host, module):
-            found = [(key, _of(state, prefix, name)) for prefix, key in _STATES[self.kind].items()]
-            values = {key: value.clone() for key, value in found if value is not None}
+            pairs = [(key, _of(state, prefix, name)) for prefix, key in _STATES[self.kind].items()]
+            values = {key: value.clone() for key, value in pairs if value is not None}
             if not values:
                 continue
             if "step" in values:

@@ -84,29 +84,29 @@ class StepModule(Module):
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """Run the step; return its outputs and what it logs."""
-        given = iter(tensors)
-        arguments = [apply_to_tensors(argument, lambda _: next(given)) for argument in self._traced.arguments]
+        values = iter(tensors)
+        arguments = [apply_to_tensors(argument, lambda _: next(values)) for argument in self._traced.arguments]
         with self.module.capture_logs() as logs, self._precision.forward_context():  # type: ignore[operator]
             outputs = getattr(self.module, self._name)(*arguments)
         if self.is_training_step:
             outputs = _with_final_loss(outputs)
-        found: list[Tensor] = []
+        tensors_out: list[Tensor] = []
 
         def note(tensor: Tensor) -> Tensor:
-            found.append(tensor)
+            tensors_out.append(tensor)
             return tensor
 
         apply_to_tensors(outputs, note)
         traced = self._traced
         traced.outputs = apply_to_tensors(outputs, lambda _: torch.empty(0))
-        traced.num_outputs, traced.logs = len(found), []
+        traced.num_outputs, traced.logs = len(tensors_out), []
         for call in logs:
             _check_logged(call, self._name)
             is_tensor = isinstance(call.value, Tensor)
-            traced.logs.append((call, len(found) if is_tensor else None))
+            traced.logs.append((call, len(tensors_out) if is_tensor else None))
             if is_tensor:
-                found.append(call.value.detach().reshape(()))
-        return found
+                tensors_out.append(call.value.detach().reshape(()))
+        return tensors_out
 
     def finish(self, results: Sequence[Tensor], *, batches: int, replicas: int, batch_size: int) -> Any:
         """Log the values of a call, and return what the step has returned, with the tensors of all batches.
@@ -125,8 +125,8 @@ class StepModule(Module):
                 self.module.log(  # type: ignore[operator]  # the user's module
                     call.name, value, batch_size=batch_size if own is None else own * replicas, **options
                 )
-        given = iter(results[: self._traced.num_outputs])
-        outputs = apply_to_tensors(self._traced.outputs, lambda _: next(given))
+        tensors = iter(results[: self._traced.num_outputs])
+        outputs = apply_to_tensors(self._traced.outputs, lambda _: next(tensors))
         return _with_loss_per_batch(outputs, batches, replicas) if self.is_training_step else outputs
 
 

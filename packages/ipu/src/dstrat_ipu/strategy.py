@@ -104,7 +104,7 @@ class IPUStrategy(SingleDeviceStrategy):
             raise ConflictError(f"autoreport_dir={autoreport_dir!r} needs autoreport=True: pass it too")
         self.device_iterations = device_iterations
         self.autoreport, self.autoreport_dir = autoreport, autoreport_dir
-        self._given_training_opts, self._given_inference_opts = training_opts, inference_opts
+        self._user_training_opts, self._user_inference_opts = training_opts, inference_opts
         self._training_opts: Any = None
         self._inference_opts: Any = None
         self._steps: dict[str, _Compiled] = {}
@@ -129,7 +129,7 @@ class IPUStrategy(SingleDeviceStrategy):
     @property
     def replication_factor(self) -> int:
         """Number of replicas of the module in training."""
-        options = self._given_training_opts or self._given_inference_opts
+        options = self._user_training_opts or self._user_inference_opts
         return self.num_devices if options is None else int(options.replication_factor)
 
     @property
@@ -156,11 +156,11 @@ class IPUStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: TrainerLike) -> None:
         replicas, accumulation = self.replication_factor, trainer.accumulate_grad_batches
-        self._inference_opts = self._given_inference_opts or runtime.make_options(
+        self._inference_opts = self._user_inference_opts or runtime.make_options(
             replicas=replicas, iterations=1, accumulation=1
         )
         if trainer.is_fitting:
-            self._training_opts = self._given_training_opts or runtime.make_options(
+            self._training_opts = self._user_training_opts or runtime.make_options(
                 replicas=replicas, iterations=self.device_iterations, accumulation=accumulation
             )
             self._check_options(accumulation)
@@ -175,11 +175,11 @@ class IPUStrategy(SingleDeviceStrategy):
     def _check_options(self, accumulation: int) -> None:
         """Raise an error where the user's options say something else than the other arguments."""
         options, mode = self._training_opts, runtime.output_mode(self._training_opts)
-        given = options.Training.gradient_accumulation
-        if given != accumulation:
+        in_options = options.Training.gradient_accumulation
+        if in_options != accumulation:
             raise ConflictError(
-                f"training_opts has gradientAccumulation({given}), and the Trainer accumulate_grad_batches="
-                f"{accumulation}: pass accumulate_grad_batches={given}"
+                f"training_opts has gradientAccumulation({in_options}), and the Trainer accumulate_grad_batches="
+                f"{accumulation}: pass accumulate_grad_batches={in_options}"
             )
         if self.device_iterations not in (1, options.device_iterations):
             raise ConflictError(
