@@ -23,9 +23,11 @@ if HAS_SIMULATOR:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def loaded_before_autograd():
+def loaded_before_autograd(warm_fork_server):
     """Load the simulator before the first backward pass on the CPU, as torch loads the vendor's plugin by itself."""
     if HAS_SIMULATOR:
+        # Ranks have the machine of the fork server, which runs already: this process keeps its device until it ends.
+        os.environ["HABANA_SIMULATOR_MACHINE"] += "/of-pytest"
         import habana_frameworks.torch  # noqa: F401 - later, gradients of the device fail
 
 

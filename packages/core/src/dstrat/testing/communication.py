@@ -36,7 +36,8 @@ def sum_over_ranks(place: Place, component: Component, options: dict[str, Any]) 
     backend = accelerator.process_group_backend
     open_process_group(place.cluster, backend=backend, timeout=timedelta(seconds=60))
     try:
-        return float(reduce_tensor(torch.tensor([place.rank + 1.0], device=device), reduce_op="sum"))
+        number = torch.tensor([place.rank + 1.0], device=accelerator.device_in_process(device))
+        return float(reduce_tensor(number, reduce_op="sum"))
     finally:
         close_process_group()
         accelerator.teardown()
