@@ -9,9 +9,10 @@ from torch import nn
 
 from dstrat import OwnLoop, SingleDeviceStrategy, TrainModule, build, seed_everything
 from dstrat.callbacks import DeviceStatsMonitor
+from dstrat.errors import ConflictError
 from dstrat.loggers import CSVLogger
 from dstrat.plugins.io import TorchCheckpointIO
-from dstrat_hpu import HPUCheckpointIO
+from dstrat_hpu import HPUCheckpointIO, HPUParallelStrategy, SingleHPUStrategy
 
 IOS = {"portable": None, "hpu": HPUCheckpointIO}
 WAYS = {
@@ -156,10 +157,11 @@ def test_an_own_loop_ends_its_graphs():
     assert (counted["graphs"], counted["compiled"], counted["to_host"]) == (96, 0, 0)
 
 
-def test_a_general_strategy_gives_the_same_losses():
-    expected = losses_of(fitted())
-    found = losses_of(fitted(strategy=SingleDeviceStrategy()))
-    torch.testing.assert_close(found, expected)
+def test_a_general_strategy_that_ends_no_graphs_is_refused():
+    with pytest.raises(ConflictError, match="where 'hpu_single' serves 'single_device'"):
+        trainer(strategy=SingleDeviceStrategy())
+    assert trainer(strategy=SingleHPUStrategy()).strategy.root_device == torch.device("hpu", 0)
+    assert trainer(strategy=HPUParallelStrategy(static_graph=True), devices=2).world_size == 2
 
 
 # Resume, random numbers and statistics
