@@ -80,6 +80,13 @@ def test_memory_in_use_is_counted():
     assert torch.hpu.memory_allocated() == before
 
 
+def test_pinned_memory_of_the_host_stays_pinned():
+    values = torch.ones(3).pin_memory()
+    assert values.is_pinned()
+    assert values.pin_memory() is values
+    assert not torch.ones(3).is_pinned()
+
+
 HOLDING = """
 import sys
 import torch, habana_frameworks.torch

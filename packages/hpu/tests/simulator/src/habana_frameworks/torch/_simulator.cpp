@@ -138,6 +138,34 @@ struct DeviceAllocator final : c10::Allocator {
 } allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::HPU, &allocator)
 
+// Memory of the host that the device can read: it is only marked
+
+std::mutex pinned_mutex;
+std::unordered_set<const void*> pinned;
+
+struct PinnedAllocator final : c10::Allocator {
+  struct Pinned {
+    c10::DataPtr memory;
+  };
+  c10::DataPtr allocate(size_t bytes) override {
+    auto* block = new Pinned{c10::GetCPUAllocator()->allocate(bytes)};
+    void* data = block->memory.get();
+    const std::lock_guard<std::mutex> guard(pinned_mutex);
+    pinned.insert(data);
+    return {data, block, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  static void release(void* context) {
+    auto* block = static_cast<Pinned*>(context);
+    {
+      const std::lock_guard<std::mutex> guard(pinned_mutex);
+      pinned.erase(block->memory.get());
+    }
+    delete block;
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+} pinned_allocator;
+
 // Random numbers: a state of the device, apart from that of the CPU
 
 struct DeviceGenerator final : c10::GeneratorImpl {
@@ -180,8 +208,11 @@ struct HPUHooks final : at::HPUHooksInterface {
   c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(settings.devices); }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   c10::Device getDeviceFromPtr(void*) const override { return kDevice; }
-  bool isPinnedPtr(const void*) const override { return false; }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  bool isPinnedPtr(const void* data) const override {
+    const std::lock_guard<std::mutex> guard(pinned_mutex);
+    return pinned.count(data) != 0;
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::make_generator<DeviceGenerator>(); }
 };
