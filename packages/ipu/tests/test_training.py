@@ -183,6 +183,17 @@ def test_the_index_of_a_batch_is_not_a_constant():
     assert float(trainer.callback_metrics["index"]) == 19
 
 
+def test_evaluation_counts_the_batches_of_each_call(simulator):
+    class Indexing(Regression):
+        def predict_step(self, batch, batch_idx):
+            return batch_idx
+
+    options = simulator.Options().replicationFactor(2).deviceIterations(2)
+    trainer = make_trainer(strategy=IPUStrategy(inference_opts=options), devices=2)
+    indices = trainer.predict(Indexing(), data(64, batch_size=8, shuffle=False))
+    assert [one.tolist() for one in indices] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+
+
 def test_poptorch_loaders_are_taken_as_they_are(simulator):
     options = simulator.Options().replicationFactor(2).deviceIterations(2).outputMode(simulator.OutputMode.All)
     dataset = data().dataset
@@ -210,10 +221,11 @@ def test_a_pipeline_trains_as_on_one_device(simulator):
 
     training = simulator.Options().replicationFactor(4).outputMode(simulator.OutputMode.All)
     training.Training.gradientAccumulation(4)
-    strategy = IPUStrategy(training_opts=training, inference_opts=simulator.Options().deviceIterations(2))
+    inference = simulator.Options().replicationFactor(4).deviceIterations(2)
+    strategy = IPUStrategy(training_opts=training, inference_opts=inference)
     seed_everything(3, verbose=False)
     module, trainer = fit(
-        Pipeline(), data(640, batch_size=8), val=data(16), strategy=strategy, devices=8, accumulate_grad_batches=4
+        Pipeline(), data(640, batch_size=8), val=data(64), strategy=strategy, devices=8, accumulate_grad_batches=4
     )
     expected = fit(made(), data(640, batch_size=32), **ON_CPU, accumulate_grad_batches=4)[0].losses
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(expected), rtol=1e-5, atol=0)

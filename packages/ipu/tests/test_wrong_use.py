@@ -1,9 +1,11 @@
-"""What users are told before anything is compiled; on the simulator."""
+"""Errors that users get before anything is compiled; on the simulator."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
+import logging
 import subprocess
 import sys
 
@@ -159,6 +161,41 @@ def test_batches_of_several_shapes_are_refused_with_advice():
         fit(Cutting(), loader)
 
 
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            lambda x, y: {"x": x, "y": y},
+            lambda x, y: {"y": y, "x": x},
+            r"dict\(y: Tensor, x: Tensor\), and the step was compiled for dict\(x: Tensor, y: Tensor\)",
+        ),
+        (Pair, lambda x, y: {"x": x, "y": y}, r"dict\(.*compiled for Pair\("),
+        (lambda x, y: [x, {"y": y}], lambda x, y: [x, [y]], r"list\(Tensor, list\(Tensor\)\)"),
+    ],
+    ids=["order", "type", "nested"],
+)
+def test_batches_of_several_structures_are_refused(first, second, message):
+    """They have the same shapes, so that inputs and targets would swap."""
+    calls = iter([first, second])
+
+    def collate(samples):
+        return next(calls)(torch.zeros(4, 16), torch.ones(4, 16))
+
+    class Anything(Regression):
+        def training_step(self, batch, batch_idx):
+            return self.net(torch.zeros(4, 16)).mean()
+
+    loader = torch.utils.data.DataLoader(data(8).dataset, batch_size=4, collate_fn=collate)
+    with pytest.raises(MisuseError, match=message):
+        fit(Anything(), loader)
+
+
 class Stream:
     def __iter__(self):
         return iter([(torch.zeros(4, 16), torch.zeros(4, 1))])
@@ -186,6 +223,21 @@ def test_a_step_without_a_loss_is_refused(returned):
 
     with pytest.raises(MisuseError, match="as its loss, and a compiled step needs one number"):
         fit(Without())
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_logged_numbers_are_refused_with_the_hook(step):
+    class Frozen(Regression):
+        pass
+
+    def log_epoch(self, batch, batch_idx):
+        self.log("epoch", self.current_epoch)
+        return getattr(Regression, step)(self, batch, batch_idx)
+
+    setattr(Frozen, step, log_epoch)
+    hook = "on_train_batch" if step == "training_step" else "on_validation_batch"
+    with pytest.raises(MisuseError, match=rf"log\('epoch'\) got 0 within {step}.*log it in {hook}_start or {hook}_end"):
+        fit(Frozen(), val=data(16))
 
 
 def test_metric_objects_are_refused_with_the_way_out():
@@ -218,12 +270,35 @@ def test_options_that_contradict_the_trainer_are_refused(simulator, compiled):
     with pytest.raises(ConflictError, match=r"device_iterations=3 and deviceIterations\(2\)"):
         fit(strategy=IPUStrategy(device_iterations=3, training_opts=simulator.Options().deviceIterations(2)))
     summed = simulator.Options().outputMode(simulator.OutputMode.Sum)
-    with pytest.raises(RequestError, match=r"outputMode\(Sum\), of which no loss of a batch can be told"):
+    with pytest.raises(RequestError, match=r"outputMode\(Sum\), which has no loss of a single batch"):
         fit(strategy=IPUStrategy(training_opts=summed))
     other = simulator.DataLoader(simulator.Options().replicationFactor(4), data().dataset, 4)
     with pytest.raises(ConflictError, match="give both the same options, or a torch DataLoader"):
         fit(made(), other, devices=2)
     assert compiled() == 0
+
+
+@pytest.mark.parametrize("name", ["training_opts", "inference_opts"])
+def test_more_replicas_than_devices_are_refused(simulator, compiled, name):
+    options = simulator.Options().replicationFactor(8)
+    with pytest.raises(ConflictError, match=rf"{name} has replicationFactor\(8\), and devices=4.*pass devices=8"):
+        fit(strategy=IPUStrategy(**{name: options}), devices=4)
+    assert compiled() == 0
+
+
+def test_different_replication_of_evaluation_is_refused(simulator, compiled):
+    both = [simulator.Options().replicationFactor(count) for count in (4, 2)]
+    with pytest.raises(ConflictError, match=r"replicationFactor\(4\), and inference_opts replicationFactor\(2\)"):
+        fit(strategy=IPUStrategy(training_opts=both[0], inference_opts=both[1]), devices=4)
+    assert compiled() == 0
+
+
+def test_idle_devices_are_logged(simulator, caplog):
+    with caplog.at_level(logging.WARNING):
+        fit(made(), data(16), strategy=IPUStrategy(training_opts=simulator.Options().replicationFactor(2)), devices=4)
+    assert (
+        "replicationFactor(2) with devices=4: a module that poptorch.Block or BeginBlock does not divide" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +337,7 @@ def test_a_loop_of_ones_own_is_refused():
         loop.launch(lambda loop: loop.setup(torch.nn.Linear(1, 1), lambda net: torch.optim.SGD(net.parameters(), 0.1)))
 
 
-def test_no_ipu_is_told_with_a_reason(monkeypatch):
+def test_no_ipu_has_a_reason(monkeypatch):
     monkeypatch.setenv("POPTORCH_SIMULATED_IPUS", "0")
     with pytest.raises(DeviceError, match="poptorch sees no IPU: see what gc-info -l lists"):
         make_trainer()

@@ -25,6 +25,7 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "max": Tensor.amax,
     "min": Tensor.amin,
 }
+_HOOKS = {"training_step": "on_train_batch", "validation_step": "on_validation_batch", "test_step": "on_test_batch"}
 _PLAIN = (Tensor, str, bytes, int, float, complex, bool, type(None))
 
 
@@ -34,15 +35,19 @@ class _Traced:
 
     Attributes:
         arguments: Of the step, of which the structure counts.
+        structure: Types and keys of the first arguments, of which every call must have the same.
         outputs: What the step returned, with placeholders for tensors.
         num_outputs: Number of its tensors.
-        logs: What was logged, each with its index among the outputs of the graph, or None for a constant.
+        dtypes: Of all outputs of the graph.
+        logs: What was logged, each with its index among the outputs of the graph.
     """
 
     arguments: tuple[Any, ...] = ()
+    structure: Any = None
     outputs: Any = None
     num_outputs: int = 0
-    logs: list[tuple[Any, int | None]] = dataclasses.field(default_factory=list)
+    dtypes: list[torch.dtype] = dataclasses.field(default_factory=list)
+    logs: list[tuple[Any, int]] = dataclasses.field(default_factory=list)
 
 
 class StepModule(Module):
@@ -68,7 +73,8 @@ class StepModule(Module):
         """Return the tensors of a step's arguments, whose structure must be that of every call.
 
         Raises:
-            MisuseError: There is something else that may change from batch to batch.
+            MisuseError: There is something else that may change from batch to batch, or the first call had other
+                types or keys, or these in another order.
         """
         tensors: list[Tensor] = []
 
@@ -76,8 +82,16 @@ class StepModule(Module):
             tensors.append(tensor)
             return tensor
 
+        structure = tuple(_structure_of(argument) for argument in arguments)
+        if self._traced.structure is None:
+            self._traced.structure = structure
+        elif structure != self._traced.structure:  # the tensors would go to the wrong names of the traced step
+            new, old = (_described(side[0]) for side in (structure, self._traced.structure))
+            raise MisuseError(
+                f"a batch is {new}, and the step was compiled for {old}: let collate_fn return the same types, with "
+                "the same keys in the same order, for each batch"
+            )
         for argument in arguments:
-            _check_tensors_only(argument)
             apply_to_tensors(argument, note)
         self._traced.arguments = arguments
         return tensors
@@ -86,7 +100,7 @@ class StepModule(Module):
         """Run the step; return its outputs and what it logs."""
         values = iter(tensors)
         arguments = [apply_to_tensors(argument, lambda _: next(values)) for argument in self._traced.arguments]
-        with self.module.capture_logs() as logs, self._precision.forward_context():  # type: ignore[operator]
+        with self.module.capture_logs() as logs, self._precision.forward_context():  # type: ignore[operator]  # the user's
             outputs = getattr(self.module, self._name)(*arguments)
         if self.is_training_step:
             outputs = _with_final_loss(outputs)
@@ -102,10 +116,8 @@ class StepModule(Module):
         traced.num_outputs, traced.logs = len(tensors_out), []
         for call in logs:
             _check_logged(call, self._name)
-            is_tensor = isinstance(call.value, Tensor)
-            traced.logs.append((call, len(tensors_out) if is_tensor else None))
-            if is_tensor:
-                tensors_out.append(call.value.detach().reshape(()))
+            traced.logs.append((call, len(tensors_out)))
+            tensors_out.append(call.value.detach().reshape(()))
         return tensors_out
 
     def finish(self, results: Sequence[Tensor], *, batches: int, replicas: int, batch_size: int) -> Any:
@@ -120,11 +132,10 @@ class StepModule(Module):
         for call, index in self._traced.logs:
             values = _reduced(call, index, results, batches, replicas)
             options = dict(call.options)
-            own = options.pop("batch_size")
+            logged_size = options.pop("batch_size")
             for value in values:
-                self.module.log(  # type: ignore[operator]  # the user's module
-                    call.name, value, batch_size=batch_size if own is None else own * replicas, **options
-                )
+                size = batch_size if logged_size is None else logged_size * replicas
+                self.module.log(call.name, value, batch_size=size, **options)  # type: ignore[operator]  # the user's
         tensors = iter(results[: self._traced.num_outputs])
         outputs = apply_to_tensors(self._traced.outputs, lambda _: next(tensors))
         return _with_loss_per_batch(outputs, batches, replicas) if self.is_training_step else outputs
@@ -159,33 +170,50 @@ def _with_loss_per_batch(outputs: Any, batches: int, replicas: int) -> Any:
     return _replaced_loss(outputs, loss[0] if batches == 1 else loss)
 
 
-def _reduced(call: Any, index: int | None, results: Sequence[Tensor], batches: int, replicas: int) -> list[Any]:
+def _reduced(call: Any, index: int, results: Sequence[Tensor], batches: int, replicas: int) -> list[Tensor]:
     """Return a logged value of each batch, over all replicas as over all processes of other strategies."""
-    if index is None:
-        return [call.value] * batches
     reduction = call.options["reduce_fx"]
     name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
     reduce = _REDUCTIONS.get({"amax": "max", "amin": "min"}.get(name, name), Tensor.mean)
     return list(reduce(results[index].reshape(batches, replicas), 1).unbind())
 
 
-def _check_tensors_only(argument: Any) -> None:
-    """Raise MisuseError where an argument has values that would be constants of the graph."""
-    values: Any = ()
+def _structure_of(argument: Any) -> Any:
+    """Return the types and keys of an argument, without its tensors.
+
+    Raises:
+        MisuseError: It has values that would be constants of the graph.
+    """
+    if argument is None:
+        return None
+    if isinstance(argument, Tensor):
+        return Tensor
     if isinstance(argument, Mapping):
-        values = argument.values()
+        names, values = list(argument), list(argument.values())
     elif isinstance(argument, list | tuple):
-        values = argument
+        names, values = list(range(len(argument))), list(argument)
     elif dataclasses.is_dataclass(argument) and not isinstance(argument, type):
-        values = [getattr(argument, field.name) for field in dataclasses.fields(argument)]
-    elif not isinstance(argument, Tensor) and argument is not None:
-        kind = type(argument).__name__
+        names = [field.name for field in dataclasses.fields(argument)]
+        values = [getattr(argument, name) for name in names]
+    else:
         raise MisuseError(
-            f"a batch has a value of the type {kind}, which would be the same in every call of a compiled step: let "
-            "collate_fn return tensors alone, with the samples along their first dimension"
+            f"a batch has a value of the type {type(argument).__name__}, which would be the same in every call of a "
+            "compiled step: let collate_fn return tensors alone, with the samples along their first dimension"
         )
-    for value in values:
-        _check_tensors_only(value)
+    return (type(argument), tuple(names), tuple(map(_structure_of, values)))
+
+
+def _described(structure: Any) -> str:
+    """Return a structure as users write it, such as ``dict(x: Tensor, y: Tensor)``."""
+    if not isinstance(structure, tuple):
+        return "None" if structure is None else "Tensor"
+    kind, names, parts = structure
+    is_sequence = issubclass(kind, list | tuple)
+    shown = [
+        _described(part) if is_sequence else f"{name}: {_described(part)}"
+        for name, part in zip(names, parts, strict=True)
+    ]
+    return f"{kind.__name__}({', '.join(shown)})"
 
 
 def _check_logged(call: Any, step: str) -> None:
@@ -196,6 +224,12 @@ def _check_logged(call: Any, step: str) -> None:
         raise MisuseError(
             f"log({call.name!r}) got a {type(value).__name__} within {step}, whose state a compiled step cannot keep: "
             "return what it needs from the step, and update and log it in the hook at the end of the batch"
+        )
+    if not isinstance(value, Tensor):
+        hook = _HOOKS[step]
+        raise MisuseError(
+            f"log({call.name!r}) got {value!r} within {step}, which a compiled step would log with this value for "
+            f"ever: log it in {hook}_start or {hook}_end, or a tensor that the step computes"
         )
     if isinstance(call.options["batch_size"], Tensor):
         raise MisuseError(f"log({call.name!r}, batch_size=...) got a tensor: give a number, such as len(inputs)")

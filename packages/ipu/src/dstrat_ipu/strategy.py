@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.parts import TrainerLike
     from dstrat.interfaces.precision import Precision
 
+_log = logging.getLogger(__name__)
 _ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"
 
 
@@ -63,7 +65,8 @@ class IPUStrategy(SingleDeviceStrategy):
 
     Args:
         accelerator: The hardware.
-        device_iterations: Optimizer steps in one call of training; evaluation runs one batch in a call.
+        device_iterations: Optimizer steps in one call of training; evaluation runs one batch in a call, unless
+            ``inference_opts`` says otherwise.
         autoreport: Whether Poplar writes a report for the PopVision Graph Analyser.
         autoreport_dir: Its folder; None is the working directory.
         parallel_devices: The IPUs.
@@ -72,7 +75,9 @@ class IPUStrategy(SingleDeviceStrategy):
         precision_plugin: The dtypes and what follows from them.
         training_opts: ``poptorch.Options`` for training in place of those that follow from the other arguments, such
             as for a model that is divided over several IPUs.
-        inference_opts: The same for validation, test and prediction.
+        inference_opts: The same for validation, test and prediction, with the same number of replicas.  With
+            ``deviceIterations(n)`` a call runs n batches: the ``batch_idx`` in a step counts batches, and
+            ``limit_val_batches`` (and its like) and the hooks around a batch count calls.
     """
 
     drives_several_devices = True
@@ -155,6 +160,7 @@ class IPUStrategy(SingleDeviceStrategy):
             os.environ[_ENGINE_OPTIONS] = json.dumps(options)  # Poplar reads it when a model is compiled
 
     def setup(self, trainer: TrainerLike) -> None:
+        self._check_replicas()
         replicas, accumulation = self.replication_factor, trainer.accumulate_grad_batches
         self._inference_opts = self._user_inference_opts or runtime.make_options(
             replicas=replicas, iterations=1, accumulation=1
@@ -172,6 +178,31 @@ class IPUStrategy(SingleDeviceStrategy):
                 )
         super().setup(trainer)
 
+    def _check_replicas(self) -> None:
+        """Raise an error where the user's options say more replicas than there are devices, or two numbers of them."""
+        both = {"training_opts": self._user_training_opts, "inference_opts": self._user_inference_opts}
+        factors = {name: int(options.replication_factor) for name, options in both.items() if options is not None}
+        for name, factor in factors.items():
+            if factor > self.num_devices:
+                raise ConflictError(
+                    f"{name} has replicationFactor({factor}), and devices={self.num_devices}: each replica needs at "
+                    f"least an IPU, so pass devices={factor} or more, or a smaller replicationFactor"
+                )
+        if len(set(factors.values())) > 1:
+            raise ConflictError(
+                f"training_opts has replicationFactor({factors['training_opts']}), and inference_opts "
+                f"replicationFactor({factors['inference_opts']}), so that a batch would have other sizes in "
+                "evaluation: give both the same"
+            )
+        if self.replication_factor < self.num_devices:
+            _log.warning(
+                "replicationFactor(%d) with devices=%d: a module that poptorch.Block or BeginBlock does not divide "
+                "uses %d IPUs, and the others stay idle",
+                self.replication_factor,
+                self.num_devices,
+                self.replication_factor,
+            )
+
     def _check_options(self, accumulation: int) -> None:
         """Raise an error where the user's options say something else than the other arguments."""
         options, mode = self._training_opts, runtime.output_mode(self._training_opts)
@@ -188,7 +219,7 @@ class IPUStrategy(SingleDeviceStrategy):
             )
         if mode not in ("All", "Final", "Default"):
             raise RequestError(
-                f"training_opts has outputMode({mode}), of which no loss of a batch can be told: choose All or Final"
+                f"training_opts has outputMode({mode}), which has no loss of a single batch: choose All or Final"
             )
 
     def model_to_device(self) -> None:
@@ -305,7 +336,10 @@ class IPUStrategy(SingleDeviceStrategy):
         batches = iterations * accumulation
         if kwargs:
             raise MisuseError(f"a compiled step takes its arguments by position, and got {', '.join(kwargs)} by name")
-        tensors = compiled.step.flatten((args[0], *_index_tensors(args[1:], batches, replicas)))
+        indices = args[1:]
+        if indices and not compiled.step.is_training_step:
+            indices = (indices[0] * batches, *indices[1:])  # the evaluation loop counts calls, that of training batches
+        tensors = compiled.step.flatten((args[0], *_index_tensors(indices, batches, replicas)))
         self._check_shapes(compiled, tensors, batches * replicas)
         with runtime.acquiring(self.num_devices):
             if compiled.step.is_training_step:
@@ -430,6 +464,6 @@ def _index_tensors(indices: Sequence[int], batches: int, replicas: int) -> Itera
 
     As numbers they would be constants of the graph.
     """
-    for place, index in enumerate(indices):
-        first = torch.arange(index, index + batches) if place == 0 else torch.full((batches,), index)
+    for position, index in enumerate(indices):
+        first = torch.arange(index, index + batches) if position == 0 else torch.full((batches,), index)
         yield first.repeat_interleave(replicas)
