@@ -44,6 +44,44 @@ def test_torch_optimizers_step_as_on_one_device(name):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        ({"optimizer": "SGD"}, {"lr"}),
+        ({"optimizer": "SGD", "momentum": 0.9}, {"lr", "momentum"}),
+        ({"betas": (0.8, 0.999)}, {"lr", "betas"}),
+    ],
+)
+def test_only_options_that_differ_are_variable_on_the_device(simulator, monkeypatch, module, named):
+    calls, cls = [], getattr(simulator.optim, module.get("optimizer", "AdamW"))
+    plain = cls.__init__
+
+    def record(self, params, **options):
+        calls.append(set(options))
+        plain(self, params, **options)
+
+    monkeypatch.setattr(cls, "__init__", record)
+    fit(made(**module), data(16))
+    assert calls == [named]
+
+
+def test_devices_are_released_where_weights_cannot_be_fetched(simulator, monkeypatch):
+    class Failing(IPUStrategy):
+        def _fetch(self):
+            raise RuntimeError("the link is down")
+
+    destroy = simulator.PoplarExecutor.destroy
+
+    def destroy_and_fail(self):
+        destroy(self)
+        raise RuntimeError("nor can it be destroyed")
+
+    monkeypatch.setattr(simulator.PoplarExecutor, "destroy", destroy_and_fail)
+    with pytest.raises(RuntimeError, match="the link is down"):
+        fit(made(), data(16), val=data(16), strategy=Failing())
+    assert not simulator.hardware._held
+
+
 def test_gradients_are_clipped_within_the_step():
     clipped = [fit(made(), data(), gradient_clip_val=0.1, **where)[0].losses for where in (ON_CPU, {})]
     torch.testing.assert_close(torch.tensor(clipped[1]), torch.tensor(clipped[0]), rtol=1e-5, atol=0)

@@ -262,6 +262,25 @@ def test_arguments_are_checked(arguments, error, message):
         IPUStrategy(**arguments)
 
 
+@pytest.mark.parametrize("text", ["{autoReport", "[1]"])
+def test_engine_options_that_are_no_json_object_are_named(monkeypatch, compiled, text):
+    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", text)
+    with pytest.raises(RequestError, match=r"POPLAR_ENGINE_OPTIONS=.* is no JSON object"):
+        fit(strategy=IPUStrategy(autoreport=True))
+    assert compiled() == 0
+
+
+def test_samplers_without_a_length_are_refused(compiled):
+    class Endless(torch.utils.data.Sampler):
+        def __iter__(self):
+            return iter(range(16))
+
+    loader = torch.utils.data.DataLoader(data().dataset, batch_size=8, sampler=Endless())
+    with pytest.raises(RequestError, match="sampler of the training loader, a Endless, has no length"):
+        fit(made(), loader)
+    assert compiled() == 0
+
+
 def test_options_that_contradict_the_trainer_are_refused(simulator, compiled):
     options = simulator.Options()
     options.Training.gradientAccumulation(4)
@@ -346,7 +365,10 @@ def test_no_ipu_has_a_reason(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (None, "poptorch is not installed: install the wheel of Graphcore's SDK"),
+        (
+            None,
+            "poptorch is not installed: dstrat needs torch 2.9 .* releases of poptorch load with torch 2.0.1 or older",
+        ),
         ("assert False, 'only works with torch==2.0.1'", "cannot be loaded with torch .*only works with torch==2.0.1"),
         ("import popart_that_is_not_there", "poptorch cannot be imported .*popart_that_is_not_there"),
     ],

@@ -48,14 +48,18 @@ def joined(loader: Any, options: Any, purpose: str) -> Any:
     size = loader.batch_size * factor
     if not isinstance(loader.dataset, IterableDataset):
         _check_samples(loader.sampler, size, loader.batch_size, factor, purpose)
-    own = loader.batch_sampler
-    return with_parts(
-        loader, batch_sampler=BatchSampler(own.sampler, size, drop_last=True), batch_size=size, drop_last=True
-    )
+    batches = BatchSampler(loader.batch_sampler.sampler, size, drop_last=True)
+    return with_parts(loader, batch_sampler=batches, batch_size=size, drop_last=True)
 
 
 def _check_samples(sampler: Sized, size: int, batch_size: int, factor: int, purpose: str) -> None:
-    count = len(sampler)
+    try:
+        count = len(sampler)
+    except (TypeError, NotImplementedError) as error:
+        raise RequestError(
+            f"the sampler of the {purpose} loader, a {type(sampler).__name__}, has no length, which says what does not "
+            "fill a call: give it __len__, or the loader an IterableDataset"
+        ) from error
     call = f"one call consumes {size} (batch_size={batch_size} times {factor})"
     if count < size:
         raise RequestError(

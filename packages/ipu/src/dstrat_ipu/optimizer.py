@@ -40,8 +40,8 @@ _REFUSED = ("nesterov", "amsgrad", "maximize", "differentiable", "decoupled_weig
 class CompiledOptimizer:
     """The optimizer that a module made, and the one that poptorch compiles.
 
-    Both have the same groups, so that a scheduler changes the learning rates of both; poptorch is told of a change
-    before the next call.
+    Both have the same groups, so that a scheduler changes the learning rates of both; a change is sent to the
+    device before the next call.
 
     Args:
         optimizer: torch's SGD, Adam, AdamW or RMSprop, or poptorch's.
@@ -59,7 +59,7 @@ class CompiledOptimizer:
 
     def __init__(self, optimizer: Optimizer, max_grad_norm: float | None) -> None:
         self.kind = _kind_of(optimizer)
-        self.made = optimizer
+        self.user_optimizer = optimizer
         self.state_is_pending = False
         if isinstance(optimizer, runtime.poptorch().optim.Optimizer):
             if max_grad_norm is not None:
@@ -76,17 +76,17 @@ class CompiledOptimizer:
 
     def link(self) -> None:
         """Let all have the same groups, also after a state was loaded."""
-        groups = self.host.param_groups if self.host is self.made else self.made.param_groups
+        groups = self.host.param_groups if self.host is self.user_optimizer else self.user_optimizer.param_groups
         self.host.param_groups = self.device.param_groups = groups
 
     def take_groups(self) -> None:
         """Let all have the groups of the host's optimizer, into which a state was loaded."""
-        self.made.param_groups = self.host.param_groups
+        self.user_optimizer.param_groups = self.host.param_groups
         self.link()
 
     def note_step(self) -> None:
         """Let torch's schedulers know that the optimizer has stepped, or they would warn that it has not."""
-        self.made._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what torch's own step sets
+        self.user_optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what torch's own step sets
 
     def has_changed(self) -> bool:
         """Return whether a learning rate or the like has changed since this was last called."""
@@ -175,9 +175,19 @@ def _groups(optimizer: Optimizer, kind: str) -> list[dict[str, Any]]:
 
 
 def _twin(optimizer: Optimizer, kind: str, max_grad_norm: float | None) -> Any:
-    """Return poptorch's optimizer with the same options; those that are named may change later."""
+    """Return poptorch's optimizer with the same options.
+
+    Those that are named may change from step to step, and the others are constants of the graph; which are named also
+    decides which of PopART's variants of SGD is compiled.
+    """
     cls = getattr(runtime.poptorch().optim, kind)
-    options = {name: optimizer.defaults[name] for name in _OPTIONS[kind] if name in optimizer.defaults}
+    parameters = inspect.signature(getattr(torch.optim, kind)).parameters
+    options = {
+        name: optimizer.defaults[name]
+        for name in _OPTIONS[kind]
+        if name in optimizer.defaults
+        and (name == "lr" or any(values.get(name) != parameters[name].default for values in _values_in(optimizer)))
+    }
     if max_grad_norm is not None:
         if kind == "RMSprop" or "max_grad_norm" not in inspect.signature(cls).parameters:
             raise ConflictError(
@@ -186,6 +196,10 @@ def _twin(optimizer: Optimizer, kind: str, max_grad_norm: float | None) -> Any:
             )
         options["max_grad_norm"] = max_grad_norm
     return cls(_groups(optimizer, kind), **options)
+
+
+def _values_in(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [optimizer.defaults, *optimizer.param_groups]
 
 
 def _named(optimizer: Optimizer, module: Module) -> list[tuple[str, Tensor]]:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 _MOST_IPUS = 4096
-_SDK = "install the wheel of Graphcore's SDK with the torch that it names, and source the SDK's enable scripts"
+_SDK = (
+    "dstrat needs torch 2.9 or later, and Graphcore's releases of poptorch load with torch 2.0.1 or older alone, so "
+    "that it takes a build of poptorch's source for this torch, and the enable scripts of the Poplar SDK sourced"
+)
 
 
 def poptorch() -> Any:

@@ -153,7 +153,7 @@ class IPUStrategy(SingleDeviceStrategy):
         super().setup_environment()
         if self.autoreport:
             self._engine_options = os.environ.get(_ENGINE_OPTIONS)
-            options = {**json.loads(self._engine_options or "{}"), "autoReport.all": "true"}
+            options = {**_engine_options_of(self._engine_options), "autoReport.all": "true"}
             if self.autoreport_dir is not None:
                 Path(self.autoreport_dir).mkdir(parents=True, exist_ok=True)
                 options["autoReport.directory"] = str(self.autoreport_dir)
@@ -248,10 +248,7 @@ class IPUStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         try:
-            if self._steps:
-                self._fetch()
-            for compiled in self._steps.values():
-                compiled.executor.destroy()
+            self._leave_devices()
         finally:
             runtime.restore_classes(self._classes)
             self._steps, self._classes, self._optimizer, self._random_state = {}, [], None, None
@@ -259,6 +256,20 @@ class IPUStrategy(SingleDeviceStrategy):
             if self.autoreport:
                 self._restore_engine_options()
             super().teardown()
+
+    def _leave_devices(self) -> None:
+        """Fetch the state and destroy all models, also where one of these fails; raise the first error."""
+        first: Exception | None = None
+        for action in (self._fetch, *(compiled.executor.destroy for compiled in self._steps.values())):
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001, PERF203 - whatever fails, the other models must go too
+                if first is None:
+                    first = error
+                else:
+                    _log.warning("while the devices were left: %s: %s", type(error).__name__, error)
+        if first is not None:
+            raise first
 
     def _restore_engine_options(self) -> None:
         if self._engine_options is None:
@@ -424,7 +435,7 @@ class IPUStrategy(SingleDeviceStrategy):
     def _host(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that has the state on the host, when it is there."""
         pair = self._pair
-        if optimizer is not pair.made:
+        if optimizer is not pair.user_optimizer:
             return optimizer
         self._fetch()
         return pair.host
@@ -451,12 +462,37 @@ class IPUStrategy(SingleDeviceStrategy):
         """Return the random numbers of the device, from the first call of training on."""
         compiled = self._steps.get("training_step")
         if compiled is None or not compiled.executor.isCompiled():
-            return {} if self._random_state is None else {"ipu_random": self._random_state}
+            return {} if self._random_state is None else self._packed(self._random_state)
         state = getattr(compiled.executor, "rng_state", None)  # which poptorch has from 3.2 on
-        return {} if state is None else {"ipu_random": list(state)}
+        return {} if state is None else self._packed(state)
+
+    def _packed(self, random_state: Sequence[int]) -> dict[str, Any]:
+        return {"ipu_random": list(random_state), "ipu_replicas": self.replication_factor}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        self._random_state = list(state["ipu_random"]) if "ipu_random" in state else None
+        self._random_state = None
+        if "ipu_random" not in state:
+            return
+        replicas = state.get("ipu_replicas", self.replication_factor)  # which older checkpoints lack
+        if replicas != self.replication_factor:
+            _log.warning(
+                "the checkpoint has random numbers of %d replicas, and this run has %d: they start anew from the seed",
+                replicas,
+                self.replication_factor,
+            )
+            return
+        self._random_state = list(state["ipu_random"])
+
+
+def _engine_options_of(text: str | None) -> dict[str, Any]:
+    """Return Poplar's options as the environment has them."""
+    try:
+        options = json.loads(text or "{}")
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise RequestError(f"{_ENGINE_OPTIONS}={text!r} is no JSON object, which Poplar needs: mend or unset it")
+    return options
 
 
 def _index_tensors(indices: Sequence[int], batches: int, replicas: int) -> Iterator[Tensor]:
