@@ -229,6 +229,7 @@ def test_evaluation_counts_the_batches_of_each_call(simulator):
     options = simulator.Options().replicationFactor(2).deviceIterations(2)
     trainer = make_trainer(strategy=IPUStrategy(inference_opts=options), devices=2)
     indices = trainer.predict(Indexing(), data(64, batch_size=8, shuffle=False))
+    assert {one.dtype for one in indices} == {torch.int64}  # which comes from the device as int32
     assert [one.tolist() for one in indices] == [[0, 0, 1, 1], [2, 2, 3, 3]]
 
 

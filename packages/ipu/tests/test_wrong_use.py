@@ -240,6 +240,16 @@ def test_logged_numbers_are_refused_with_the_hook(step):
         fit(Frozen(), val=data(16))
 
 
+def test_a_second_loss_is_refused_with_advice():
+    class Second(Regression):
+        def training_step(self, batch, batch_idx):
+            self.log("l1", torch.nn.functional.l1_loss(self.net(batch[0]), batch[1]))
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisuseError, match=r"log such a value from plain operations, as \(a - b\)\.abs\(\)\.mean\(\)"):
+        fit(Second(), data(16))
+
+
 def test_metric_objects_are_refused_with_the_way_out():
     class Measuring(Regression):
         def training_step(self, batch, batch_idx):

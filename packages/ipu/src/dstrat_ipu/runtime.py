@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.errors import DeviceError
+from dstrat.errors import DeviceError, MisuseError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,9 +104,15 @@ def restore_classes(tensors: list[tuple[Tensor, type]]) -> None:
 
 @contextmanager
 def acquiring(num_devices: int) -> Iterator[None]:
-    """Explain errors about IPUs that are in use."""
+    """Explain errors about IPUs that are in use, and about losses beside the one that is returned."""
     try:
         yield
     except RuntimeError as error:  # the base of poptorch.Error
+        if "Multiple independent losses" in str(error):
+            raise MisuseError(
+                "training_step computes one of torch's losses beside the one that it returns, and poptorch takes each "
+                "for a final loss: log such a value from plain operations, as (a - b).abs().mean() rather than "
+                "l1_loss(a, b)"
+            ) from error
         check_acquired(error, num_devices)
         raise

@@ -26,6 +26,7 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "min": Tensor.amin,
 }
 _HOOKS = {"training_step": "on_train_batch", "validation_step": "on_validation_batch", "test_step": "on_test_batch"}
+_PLACEHOLDER = torch.empty(0)  # made here, as a tensor that is made while poptorch traces would be on the device
 _PLAIN = (Tensor, str, bytes, int, float, complex, bool, type(None))
 
 
@@ -112,12 +113,13 @@ class StepModule(Module):
 
         apply_to_tensors(outputs, note)
         traced = self._traced
-        traced.outputs = apply_to_tensors(outputs, lambda _: torch.empty(0))
+        traced.outputs = apply_to_tensors(outputs, lambda _: _PLACEHOLDER)
         traced.num_outputs, traced.logs = len(tensors_out), []
         for call in logs:
             _check_logged(call, self._name)
             traced.logs.append((call, len(tensors_out)))
             tensors_out.append(call.value.detach().reshape(()))
+        traced.dtypes = [tensor.dtype for tensor in tensors_out]
         return tensors_out
 
     def finish(self, results: Sequence[Tensor], *, batches: int, replicas: int, batch_size: int) -> Any:
@@ -129,6 +131,8 @@ class StepModule(Module):
             replicas: Number of replicas that share a batch.
             batch_size: Number of samples in each batch, over all replicas.
         """
+        dtypes = self._traced.dtypes  # int64 and float64 come back as int32 and float32
+        results = [result.to(dtype) for result, dtype in zip(results, dtypes, strict=True)]
         for call, index in self._traced.logs:
             values = _reduced(call, index, results, batches, replicas)
             options = dict(call.options)

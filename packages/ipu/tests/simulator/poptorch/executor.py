@@ -411,17 +411,18 @@ class Executable:
     def _gradients(self, trace, outputs, weights):
         if not self._training:
             return []
-        found = trace.final or trace.losses
-        if not found:
+        losses = [*trace.losses, *trace.final]  # each of torch's losses is an identity loss too
+        if not losses:
             raise Error("Couldn't find a loss in graph!")
-        if len(found) != 1:
+        independent = [one for one in losses if not any(_feeds(one, other) for other in losses if other is not one)]
+        if len(independent) != 1:
             raise Error(
                 "Multiple independent losses found in graph. Graph must have one final loss. "
                 "Wrap final graph loss in poptorch.identityLoss."
             )
-        if not any(one is found[0] for one in outputs):
+        if not any(one is independent[0] for one in outputs):
             raise Error("the loss is not among the model's outputs: a training model must return it")
-        return torch.autograd.grad(found[0], weights, allow_unused=True)
+        return torch.autograd.grad(independent[0], weights, allow_unused=True)
 
     def weight(self, name):
         """Return a weight or buffer on the device, of the first replica."""
@@ -459,7 +460,8 @@ class Executable:
                 if self._training:
                     self.optimizer.step({name: total * self._scale for name, total in totals.items()})
             self._save_rng()
-        return pytree.tree_unflatten([self._returned(one) for one in zip(*results, strict=True)], self._output_spec)
+        returned = [_narrowed(self._returned(one)) for one in zip(*results, strict=True)]
+        return pytree.tree_unflatten(returned, self._output_spec)
 
     def _run_one(self, leaves, replica, totals):
         buffers = self._buffers[replica]
@@ -495,6 +497,23 @@ class Executable:
 
     def _save_rng(self):
         self.rng_state = torch.get_rng_state().tolist()
+
+
+def _feeds(loss, other):
+    """Return whether one loss is computed from another one."""
+    seen, waiting = set(), [other.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(before for before, _ in node.next_functions)
+    return loss.grad_fn in seen
+
+
+def _narrowed(tensor):
+    """Return a result as the device has it, which knows no numbers of 64 bits."""
+    narrow = {torch.int64: torch.int32, torch.float64: torch.float32}
+    return tensor.to(narrow.get(tensor.dtype, tensor.dtype))
 
 
 def _leaves(args):
