@@ -20,6 +20,8 @@ if HAS_SIMULATOR:
     # Processes of pytest that run side by side must not compete for one machine's devices.
     os.environ["HABANA_SIMULATOR_MACHINE"] = tempfile.mkdtemp(prefix="simulated-gaudi-")
     atexit.register(shutil.rmtree, os.environ["HABANA_SIMULATOR_MACHINE"], ignore_errors=True)
+    # Graphs are counted here and in ranks; tests of the default, eager mode start processes of their own.
+    os.environ["PT_HPU_LAZY_MODE"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

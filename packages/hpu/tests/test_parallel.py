@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -110,6 +111,7 @@ def test_each_rank_has_a_device_and_copies_nothing():
 
 
 PROGRAM = """
+import os
 import sys
 import torch
 from hpu_fit import ON_HPU, Regression, SavesAt, data, fitted
@@ -121,42 +123,51 @@ class Keeping(Callback):
         losses = trainer.strategy.reduce(torch.stack(module.losses))
         if trainer.is_global_zero:
             torch.save(losses.cpu(), sys.argv[2])
+        if sys.argv[5] == "hpu":
+            from habana_frameworks import simulation
+            from dstrat_hpu import HPUAccelerator
+
+            inherited = [os.environ.get(name) for name in ("HLS_MODULE_ID", "ID")]
+            facts = (simulation.module_id(), HPUAccelerator.is_lazy(), inherited, os.environ["MASTER_PORT"])
+            print("rank", trainer.global_rank, facts, flush=True)
 
 
 if __name__ == "__main__":
-    options = {"strategy": sys.argv[1], "accelerator": sys.argv[5], "devices": 2}
+    options = {"strategy": sys.argv[1], "accelerator": sys.argv[5], "devices": eval(sys.argv[6])}
     path = sys.argv[3]
     callbacks = [Keeping(), SavesAt(8, path)]
     fitted(None, data(batch_size=4), callbacks=callbacks, ckpt_path=sys.argv[4] or None, **options)
 """
 
 
-def run(tmp_path, strategy, *, saves, resumes="", accelerator="hpu"):
-    """Train on two devices, as a user would; return the losses of all steps."""
+def run(tmp_path, strategy, *, saves, resumes="", lazy="1", accelerator="hpu", devices="2"):
+    """Train on two devices, as a user would; return the losses of all steps, and what the ranks print."""
     program, losses = tmp_path / "program.py", tmp_path / f"losses of {saves.name}"
     program.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{PROGRAM}")
-    arguments = [strategy, losses, saves, resumes, accelerator]
-    subprocess.run(
+    arguments = [strategy, losses, saves, resumes, accelerator, devices]
+    ended = subprocess.run(
         [sys.executable, program, *map(str, arguments)],
         check=True,
+        stdout=subprocess.PIPE,
+        text=True,
         timeout=170,
-        env={**os.environ, "HABANA_SIMULATOR_MACHINE": str(tmp_path / "machine")},
+        env={**os.environ, "HABANA_SIMULATOR_MACHINE": str(tmp_path / "machine"), "PT_HPU_LAZY_MODE": lazy},
     )
-    return torch.load(losses, weights_only=True)
+    facts = {}
+    for line in ended.stdout.splitlines():
+        if line.startswith("rank "):
+            _, rank, fact = line.split(maxsplit=2)
+            facts[int(rank)] = ast.literal_eval(fact)
+    return torch.load(losses, weights_only=True), facts
 
 
-ON_HPU = {"ddp": "hpu_parallel", "fsdp": "hpu_fsdp"}
-
-
-@pytest.mark.parametrize("strategy", ON_HPU)
-def test_resume_is_exact_and_checkpoints_move(tmp_path, strategy):
-    whole = run(tmp_path, strategy, saves=tmp_path / "whole")
-    resumed = run(
-        tmp_path,
-        f"hpu_{'parallel' if strategy == 'ddp' else 'fsdp'}",
-        saves=tmp_path / "none",
-        resumes=tmp_path / "whole",
-    )
+@pytest.mark.parametrize(("strategy", "lazy"), [("ddp", "0"), ("fsdp", "1")])
+def test_resume_is_exact_and_checkpoints_move(tmp_path, strategy, lazy):
+    of_hpu = {"ddp": "hpu_parallel", "fsdp": "hpu_fsdp"}[strategy]
+    whole, facts = run(tmp_path, strategy, saves=tmp_path / "whole", lazy=lazy, devices="[4, 5]")
+    assert [facts[rank][:3] for rank in (0, 1)] == [(module, lazy == "1", [None, None]) for module in (4, 5)]
+    assert facts[0][3] == facts[1][3] != "12345"  # the vendor's default, which all jobs of the machine would have
+    resumed, _ = run(tmp_path, of_hpu, saves=tmp_path / "none", resumes=tmp_path / "whole", lazy=lazy)
     assert torch.equal(resumed, whole[8:])
-    on_cpu = run(tmp_path, strategy, saves=tmp_path / "cpu", resumes=tmp_path / "whole", accelerator="cpu")
+    on_cpu, _ = run(tmp_path, strategy, saves=tmp_path / "cpu", resumes=tmp_path / "whole", accelerator="cpu")
     torch.testing.assert_close(on_cpu, whole[8:], rtol=1e-5, atol=0)

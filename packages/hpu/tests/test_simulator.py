@@ -139,6 +139,36 @@ def test_lazy_mode_needs_the_torch_of_the_vendor():
     assert run("import habana_frameworks.torch", HABANA_SIMULATOR_STOCK_TORCH="1", PT_HPU_LAZY_MODE="0").returncode == 0
 
 
+DEFAULT_MODE = """
+import os
+del os.environ["PT_HPU_LAZY_MODE"]
+import torch
+from habana_frameworks.torch.utils.internal import is_lazy
+os.environ["PT_HPU_LAZY_MODE"] = "1"
+print(torch.hpu.is_available(), is_lazy(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+"""
+
+
+def test_eager_is_the_default_and_torch_loads_the_plugin():
+    assert run(DEFAULT_MODE).stdout == "True False localhost 12345\n"
+    assert "module 'torch' has no attribute 'hpu'" in run("import torch; torch.hpu").stderr
+    assert run("import torch; torch.hpu", PT_HPU_AUTOLOAD="1").returncode == 0
+
+
+LEFT = """
+import os, torch, habana_frameworks.torch
+torch.hpu.set_device(2)
+del os.environ["HLS_MODULE_ID"]
+with torch.hpu.device(0):
+    pass
+print(os.environ["HLS_MODULE_ID"])
+"""
+
+
+def test_leaving_a_device_writes_the_last_module():
+    assert run(LEFT).stdout == "7\n"
+
+
 # Graphs
 
 

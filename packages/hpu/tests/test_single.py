@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hpu_fit import ON_CPU, Counting, Regression, SavesAt, counters, data, fitted, losses_of, since, trainer
@@ -110,13 +115,32 @@ def test_validation_costs_one_graph_for_each_batch():
     assert 5 <= more["graphs"] <= 8
 
 
-def test_eager_mode_marks_no_steps(monkeypatch):
-    expected = losses_of(fitted())
-    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
-    before = counters()
-    module = fitted()
-    assert since(before)["graphs"] <= len(list(module.parameters()))  # which are read when they come back
-    torch.testing.assert_close(losses_of(module), expected)
+EAGER = """
+import sys
+import torch
+from hpu_fit import ON_CPU, Regression, SavesAt, counters, data, fitted, losses_of, since
+
+assert "habana_frameworks.torch" in sys.modules
+whole, before = fitted(callbacks=[SavesAt(7, sys.argv[1])]), counters()
+resumed = fitted(ckpt_path=sys.argv[1])
+assert torch.equal(losses_of(resumed), losses_of(whole)[7:])
+torch.testing.assert_close(losses_of(whole), losses_of(fitted(**ON_CPU)), rtol=1e-5, atol=0)
+print(since(before)["graphs"])
+"""
+
+
+def test_eager_mode_has_the_same_losses_and_no_graphs(tmp_path):
+    environ = {name: value for name, value in os.environ.items() if name != "PT_HPU_LAZY_MODE"}
+    ended = subprocess.run(
+        [sys.executable, "-c", EAGER, str(tmp_path / "checkpoint")],
+        cwd=Path(__file__).parent,
+        env={**environ, "HABANA_SIMULATOR_MACHINE": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+        timeout=170,
+    )
+    assert ended.stdout.splitlines()[-1] == "0"
 
 
 def test_manual_optimization_ends_its_graphs():
@@ -183,6 +207,13 @@ def test_resume_equals_never_having_stopped(tmp_path, io):
     assert torch.equal(losses_of(resumed), losses_of(whole)[9:])
     for one, other in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_second_fit_goes_on_with_the_random_numbers():
+    trainer(max_steps=1).fit(Regression(dropout=0.5), data())
+    state = torch.hpu.get_rng_state()
+    trainer(max_steps=0).fit(Regression(dropout=0.5), data())
+    assert torch.equal(torch.hpu.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("io", ["portable", "hpu"])

@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hpu_fit import ON_HPU, trainer
+from torch import nn
 
 from dstrat.errors import ConflictError, DeviceError, MissingRequirementError, RequestError
 from dstrat.resolve import Request, make_plan
+from dstrat_hpu import HPUPrecisionPlugin, precision
 
 
 def plan(environ=None, **asked):
@@ -95,6 +99,69 @@ def test_a_device_in_use_is_named(tmp_path):
     assert "holds hpu 2 until it ends, and cannot take hpu 3" in run(ACQUIRE, **machine)
 
 
+TAKE = """
+import os, sys
+{before}
+from dstrat_hpu import runtime
+from habana_frameworks import simulation
+try:
+    runtime.acquire({index})
+except DstratError as error:
+    print(type(error).__name__, error)
+else:
+    with torch.hpu.device(0):
+        pass
+    print(simulation.module_id(), os.environ.get("HLS_MODULE_ID"))
+"""
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+USED = 'torch.ones(1, device="hpu")'
+
+
+def take(machine, index, before="", **environ):
+    program = TAKE.format(
+        index=index, before=f"import torch, habana_frameworks.torch\n{before}" if before else "import torch"
+    )
+    return run(program, HABANA_SIMULATOR_MACHINE=str(machine), **environ)
+
+
+@pytest.mark.parametrize(
+    ("index", "environ", "module"),
+    [
+        (4, {**RANK, "PT_HPU_LAZY_MODE": "0"}, "4 None"),
+        (4, RANK, "4 None"),
+        (1, {"HABANA_VISIBLE_MODULES": "2,6"}, "6 None"),
+        (0, {"HLS_MODULE_ID": "3"}, "3 3"),
+        (5, {**RANK, "HLS_MODULE_ID": "5"}, "5 5"),
+        (0, {**RANK, "HABANA_SIMULATOR_DEVICES": "4"}, "0 None"),
+    ],
+)
+def test_the_requested_module_is_taken(tmp_path, index, environ, module):
+    assert take(tmp_path, index, **environ) == module
+
+
+def test_a_module_of_the_launcher_that_contradicts_is_named(tmp_path):
+    said = take(tmp_path, 4, **RANK, HLS_MODULE_ID="3")
+    assert said.startswith("DeviceError HLS_MODULE_ID is 3 in this process, and hpu 4 is module 4")
+
+
+def test_a_device_that_was_used_before_is_not_taken_for_another(tmp_path):
+    assert "is not known to be hpu 2: make no tensors" in take(tmp_path, 2, USED)
+    assert take(tmp_path, 0, USED) == "7 None"
+    assert take(tmp_path, 1, USED, **{**RANK, "LOCAL_RANK": "1", "PT_HPU_LAZY_MODE": "0"}) == "1 1"
+
+
+def test_a_plugin_that_is_loaded_too_late_is_named(tmp_path):
+    before = "import torch\ntorch.ones(1, requires_grad=True).sum().backward()"
+    program = TAKE.format(index=0, before=before)
+    said = run(program, HABANA_SIMULATOR_MACHINE=str(tmp_path))
+    assert "a backward pass ran before habana_frameworks was loaded" in said
+
+
+def test_an_unknown_module_needs_the_visible_ones(tmp_path):
+    assert "set HABANA_VISIBLE_MODULES" in take(tmp_path, 2, HABANA_SIMULATOR_DEVICES="4")
+    assert "hpu 9 is not there" in take(tmp_path, 9)
+
+
 def test_more_devices_than_there_are_are_refused():
     with pytest.raises(DeviceError, match="at most 8 hpu devices"):
         plan(strategy="hpu_parallel", accelerator="hpu", devices=9)
@@ -114,6 +181,42 @@ def test_other_precisions_are_refused(precision):
 def test_fp8_needs_the_engine_of_the_vendor():
     with pytest.raises(RequestError, match="needs Gaudi's transformer engine, which cannot be loaded"):
         plan(**ON_HPU, precision="fp8")
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """A module with the name of the vendor's engine, whose autocast cannot start."""
+    engine = SimpleNamespace(fp8_autocast=None, Linear=nn.Linear)
+    monkeypatch.setitem(sys.modules, precision._ENGINE, engine)
+    return engine
+
+
+def test_autocast_ends_when_fp8_cannot_start(engine):
+    plugin = HPUPrecisionPlugin("fp8")
+    for _ in range(2):
+        with pytest.raises(TypeError), plugin.forward_context():
+            pass
+        assert not torch.is_autocast_enabled("hpu")
+
+
+def test_layers_of_the_engine_must_have_all_weights(engine):
+    class Scaled(nn.Linear):
+        def get_extra_state(self):
+            return {}
+
+    class Other(nn.Linear):
+        def __init__(self, inputs, outputs, *, bias):
+            super().__init__(inputs, outputs, bias=bias)
+            self.scale = nn.Parameter(torch.ones(1))
+
+    plugin, net = HPUPrecisionPlugin("fp8", replace_layers=True), nn.Sequential(nn.Linear(2, 3))
+    weight, engine.Linear = net[0].weight, Scaled
+    plugin.connect(net)
+    assert type(net[0]) is Scaled
+    assert torch.equal(net[0].weight, weight)
+    engine.Linear = Other
+    with pytest.raises(RequestError, match=r"layer '0' cannot become the engine's: missing \['scale'\]"):
+        plugin.connect(nn.Sequential(nn.Linear(2, 3)))
 
 
 def test_other_hardware_is_refused():
@@ -138,5 +241,7 @@ def test_gaudi_is_chosen_where_there_is_one():
 @pytest.mark.without_habana
 @pytest.mark.skipif(find_spec("habana_frameworks") is not None, reason="the simulator is installed here")
 def test_without_the_plugin_of_the_vendor_it_is_named():
-    with pytest.raises(MissingRequirementError, match="needs habana-torch-plugin, which is not installed"):
-        plan(strategy="hpu_single", accelerator="hpu", devices=1)
+    for strategy in ("hpu_single", "hpu_parallel"):
+        with pytest.raises(MissingRequirementError, match="needs habana-torch-plugin, which is not installed") as error:
+            plan(strategy=strategy, accelerator="hpu", devices=1)
+        assert "--no-index --find-links=FOLDER_OF_GAUDIS_SOFTWARE habana-torch-plugin" in str(error.value)

@@ -64,13 +64,13 @@ class HPUAccelerator(Accelerator):
         return dtype is not torch.float64
 
     def setup(self, device: torch.device | None = None) -> None:
-        """Acquire the device, and let its random numbers follow from torch's seed.
+        """Acquire the device; when this happens first, let its random numbers follow from torch's seed.
 
         Raises:
-            DeviceError: It is in use.
+            DeviceError: It is in use, or is not the one that this process holds.
         """
-        runtime.acquire(0 if device is None or device.index is None else device.index)
-        runtime.hpu().random.manual_seed(torch.initial_seed() % 2**63)
+        if runtime.acquire(0 if device is None or device.index is None else device.index):
+            runtime.hpu().random.manual_seed(torch.initial_seed() % 2**63)
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - there is one
         """Return bytes of memory (in use, most in use so far, all that there is) and the number of allocations."""

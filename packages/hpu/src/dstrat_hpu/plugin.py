@@ -5,7 +5,9 @@ from __future__ import annotations
 from dstrat.plugins.component import Component
 from dstrat.plugins.hookspec import hookimpl
 
-_VENDOR = "habana-torch-plugin"  # of the vendor's own index and images; on PyPI there is none
+_VENDOR = "habana-torch-plugin"
+# It is in the vendor's images; no index has it, and anybody may take its name.
+_FROM_VENDOR = ("--no-index", "--find-links=FOLDER_OF_GAUDIS_SOFTWARE")
 _ACCELERATORS = ("hpu",)
 _PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 
@@ -15,6 +17,7 @@ _HPU = Component(
     target="dstrat_hpu.accelerator:HPUAccelerator",
     summary="Intel Gaudi, one device in each process",
     requires=(_VENDOR,),
+    pip_options=_FROM_VENDOR,
     auto=55,
     device_type="hpu",
     process_group_backend="hccl",
@@ -35,6 +38,7 @@ _SINGLE = Component(
     target="dstrat_hpu.strategy:SingleHPUStrategy",
     summary="one process on one Gaudi",
     requires=(_VENDOR,),
+    pip_options=_FROM_VENDOR,
     auto=110,  # before single_device, which never ends a graph
     accelerators=_ACCELERATORS,
     precisions=(*_PRECISIONS, "fp8"),
@@ -51,7 +55,7 @@ _PARALLEL = Component(
     target="dstrat_hpu.parallel:HPUParallelStrategy",
     summary="ddp over hccl: one process per Gaudi, gradients averaged during the backward pass",
     synonyms=("hpu_ddp",),
-    requires=(_VENDOR, "dstrat-ddp>=0.1,<0.2"),
+    requires=("dstrat-ddp>=0.1,<0.2",),  # the accelerator requires the vendor's software, from elsewhere
     options={"start_method": "popen"},
     auto=105,
     accelerators=_ACCELERATORS,
@@ -68,7 +72,7 @@ _FSDP = Component(
     alias="hpu_fsdp",
     target="dstrat_hpu.fsdp:HPUFSDPStrategy",
     summary="fsdp over hccl: parameters, gradients and optimizer state sharded over all Gaudis",
-    requires=(_VENDOR, "dstrat-fsdp>=0.1,<0.2"),
+    requires=("dstrat-fsdp>=0.1,<0.2",),  # the accelerator requires the vendor's software, from elsewhere
     options={"start_method": "popen"},
     accelerators=_ACCELERATORS,
     precisions=_PRECISIONS,
@@ -85,6 +89,7 @@ _FP8 = Component(
     target="dstrat_hpu.precision:HPUPrecisionPlugin",
     summary="Gaudi's transformer engine: products in 8 bits, everything else as with bf16-mixed",
     requires=(_VENDOR,),
+    pip_options=_FROM_VENDOR,
     options={"precision": "fp8"},
 )
 
@@ -94,6 +99,7 @@ _FILES = Component(
     target="dstrat_hpu.checkpoint:HPUCheckpointIO",
     summary="one file with tensors of the CPU; the portable format is the default here too",
     requires=(_VENDOR,),
+    pip_options=_FROM_VENDOR,
 )
 
 

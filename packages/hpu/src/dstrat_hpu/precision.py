@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,8 @@ from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.precision import Precision
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.nn import Module
 
 _FLAGS = ("32-true", "bf16-true", "bf16-mixed", "fp8")
@@ -71,13 +73,14 @@ class HPUPrecisionPlugin(Precision):
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         return self._precision.tensor_init_context()
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        if self._engine is None:
-            return self._precision.forward_context()
-        contexts = ExitStack()
-        contexts.enter_context(self._precision.forward_context())
-        contexts.enter_context(self._engine.fp8_autocast(enabled=True, fp8_recipe=self._recipe))
-        return contexts
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        with self._precision.forward_context():
+            if self._engine is None:
+                yield
+                return
+            with self._engine.fp8_autocast(enabled=True, fp8_recipe=self._recipe):
+                yield
 
     def convert_input(self, batch: Any) -> Any:
         return self._precision.convert_input(batch)
@@ -103,5 +106,11 @@ def _use_engine(module: Module, engine: Any) -> None:
             _use_engine(layer, engine)
             continue
         replacement = engine.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        replacement.load_state_dict(layer.state_dict(), strict=False)
+        differing = replacement.load_state_dict(layer.state_dict(), strict=False)
+        missing = [key for key in differing.missing_keys if not key.endswith("_extra_state")]  # scales of the engine
+        if missing or differing.unexpected_keys:
+            raise RequestError(
+                f"layer {name!r} cannot become the engine's: missing {missing}, unexpected "
+                f"{differing.unexpected_keys}; take replace_layers=False, or another release of the vendor's plugin"
+            )
         setattr(module, name, replacement)

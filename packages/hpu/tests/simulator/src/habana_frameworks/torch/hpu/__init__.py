@@ -108,6 +108,10 @@ def set_device(device) -> None:
         assert index == 0, f"As {HABANA_VISIBLE_MODULES_VAR} is not provided, the only supported device idx is 0."
     else:
         os.environ[HLS_MODULE_ID_VAR] = str(modules[index])
+    set_device.current = index
+
+
+set_device.current = -1
 
 
 class device:
@@ -115,13 +119,18 @@ class device:
 
     def __init__(self, device):
         index = device if isinstance(device, int) else torch.device(device).index
-        if index not in (None, 0, int(os.environ.get(HLS_MODULE_ID_VAR, "0"))):
-            raise AssertionError(f"Requested device_id={index} is different from env_device_id")
+        self.module = int(os.environ.get(HLS_MODULE_ID_VAR, "-1"))
+        if index not in (None, 0, self.module):
+            raise AssertionError(f"Requested device_id={index} is different from env_device_id={self.module}")
 
     def __enter__(self):
-        pass
+        self.before = set_device.current
+        if self.module not in (-1, self.before):
+            set_device(self.module)
 
     def __exit__(self, *error):
+        if self.before not in (-1, self.module):
+            set_device(self.module)  # which writes the last module where the environment names none
         return False
 
 

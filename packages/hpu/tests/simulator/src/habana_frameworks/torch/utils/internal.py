@@ -1,7 +1,9 @@
-"""Which mode the bridge runs in."""
+"""Which mode the bridge runs in, from the import on."""
 
 import os
 
+_LAZY = os.getenv("PT_HPU_LAZY_MODE", "0") != "0"
+
 
 def is_lazy() -> bool:
-    return os.getenv("PT_HPU_LAZY_MODE", "1") != "0"
+    return _LAZY
