@@ -92,6 +92,9 @@ class WritesItInEveryRank(DDPStrategy):
 
 
 class GoesOnWithTheBuffersOfRank0(DDPStrategy):
+    def __init__(self, **kwargs):
+        super().__init__(**{"broadcast_buffers": False, **kwargs})  # or evaluation would share them anyway
+
     def load_rank_state(self, state):
         super().load_rank_state(state)
         take_from_first_rank(self.module.buffers())

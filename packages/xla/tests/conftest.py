@@ -26,17 +26,22 @@ def _why_torch_xla_is_not_there() -> str:
     return ""
 
 
+def pytest_collection_modifyitems(items):
+    """Skip tests before their fixtures of a module train."""
+    if reason := _why_torch_xla_is_not_there():
+        for item in items:
+            is_here = Path(__file__).parent in item.path.parents
+            if is_here and not item.get_closest_marker("without_torch_xla"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
 # The kit's standard tests may not be skipped.
 collect_ignore = ["test_conformance.py"] if _why_torch_xla_is_not_there() else []
 
 
 @pytest.fixture(autouse=True)
 def xla_hardware(request):
-    """Skip what cannot run here, and say why."""
-    if request.node.get_closest_marker("without_torch_xla"):
-        return
-    if reason := _why_torch_xla_is_not_there():
-        pytest.skip(reason)
+    """Skip what needs a TPU where there is none."""
     if request.node.get_closest_marker("tpu"):
         from dstrat_xla.runtime import num_tpus
 

@@ -9,6 +9,7 @@ import torch
 
 from dstrat.builtin.launchers.external import ExternalLauncher
 from dstrat.builtin.launchers.local import LocalLauncher
+from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import MisuseError, UnknownAliasError
 from dstrat.interfaces.parts import Parts
 from dstrat.resolve import Request, build, make_plan
@@ -148,3 +149,7 @@ def test_a_plan_from_another_catalog_is_refused(catalog, core_catalog):
     plan = make_plan(request, catalog=catalog, environ={}, interactive=False)
     with pytest.raises(UnknownAliasError, match="strategy 'many' is not known"):
         build(plan, request, catalog=core_catalog, environ={})
+
+
+def test_a_strategy_with_parts_by_name_has_its_device_before_they_are_constructed():
+    assert SingleDeviceStrategy("cpu", accelerator="cpu").root_device == torch.device("cpu")

@@ -168,7 +168,7 @@ def test_rank_that_another_launcher_started_finds_its_own_hang(start_ranks):
 
 
 def test_rank_that_does_not_respond_is_named_by_one_that_waits(start_ranks):
-    waiting, _ = start_ranks("os.kill(os.getpid(), signal.SIGSTOP)")
+    waiting, _ = start_ranks("time.sleep(1); os.kill(os.getpid(), signal.SIGSTOP)")
     _, errors = waiting.communicate(timeout=170)
     assert "rank 1 of 2 hung: nothing was done for 2 s, and rank 0 waited" in errors
     assert waiting.returncode == 1
@@ -176,8 +176,10 @@ def test_rank_that_does_not_respond_is_named_by_one_that_waits(start_ranks):
 
 def test_ranks_of_another_launcher_that_all_hang_are_found(start_ranks):
     ranks = start_ranks("time.sleep(600)", (0, 1))
+    started = time.monotonic()
     errors = "".join(rank.communicate(timeout=170)[1] for rank in ranks)
     assert "ranks 0, 1 of 2 hung: nothing was done for 2 s. If" in errors
+    assert time.monotonic() - started < 110  # rather than after the timeout of 120 s
     assert [rank.returncode for rank in ranks] == [1, 1]
 
 

@@ -50,7 +50,7 @@ class DataParallelStrategy(Strategy):
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         devices = None if parallel_devices is None else tuple(parallel_devices)
         self.given_parts = dataclasses.replace(self.given_parts, parallel_devices=devices)
-        self.parts = self.given_parts
+        self.parts = self.given_parts.without_names()
 
     @property
     def parallel_devices(self) -> tuple[torch.device, ...]:

@@ -236,9 +236,10 @@ class IPUStrategy(SingleDeviceStrategy):
 
     def compiled_steps(self) -> CompiledSteps:
         if self._training_opts is None:
-            return CompiledSteps()
+            return CompiledSteps(clips_gradients=True)
         iterations, accumulation = self._shape_of(self._training_opts)[:2]
-        return CompiledSteps(batches=iterations * accumulation, optimizer_steps=iterations)
+        batches = iterations * accumulation
+        return CompiledSteps(batches=batches, optimizer_steps=iterations, clips_gradients=True)
 
     @staticmethod
     def _shape_of(options: Any) -> tuple[int, int, int]:

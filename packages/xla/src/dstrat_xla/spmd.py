@@ -87,7 +87,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         super().__init__(None, accelerator, checkpoint_io, precision_plugin)
         if parallel_devices is not None:
             self.given_parts = dataclasses.replace(self.given_parts, parallel_devices=tuple(parallel_devices))
-            self.parts = self.given_parts
+            self.parts = self.given_parts.without_names()
         self.mesh_shape = _checked_shape({DATA: -1} if mesh_shape is None else mesh_shape)
         self.annotate = annotate
         self.auto_wrap_policy = auto_wrap_policy if callable(auto_wrap_policy) else tuple(auto_wrap_policy or ())

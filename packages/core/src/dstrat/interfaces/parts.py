@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ class Parts:
     checkpoint_io: CheckpointIO | None = None
     precision_plugin: Precision | None = None
     launcher: Launcher | None = None
+
+    def without_names(self) -> Parts:
+        """Return the parts that are objects: a user may have written others as an alias or a class."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Parts(**{name: value for name, value in values.items() if not isinstance(value, str | type)})
 
 
 class TrainerLike(Protocol):

@@ -114,7 +114,7 @@ class Strategy(ABC):
         self.given_parts = Parts(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
-        self.parts = self.given_parts
+        self.parts = self.given_parts.without_names()
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[SchedulerConfig] = []
         self.module_backward: Callable[..., None] | None = None

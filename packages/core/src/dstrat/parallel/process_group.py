@@ -72,11 +72,19 @@ def open_process_group(
     return store
 
 
-def clone_job_store(prefix: str) -> dist.Store | None:
-    """Return another connection to the store of the open process group, for a thread; None where none is open."""
-    if not _job_stores:
+def clone_job_store(prefix: str, timeout: timedelta) -> dist.Store | None:
+    """Return another connection to the store of the open process group, for a thread; None where none is open.
+
+    Args:
+        prefix: Of its keys.
+        timeout: How long one of its operations may take.
+    """
+    stores = _job_stores[-1:]  # which another thread may clear at any time
+    if not stores:
         return None
-    return dist.PrefixStore(prefix, _job_stores[-1].clone())  # type: ignore[attr-defined]  # not in torch's stubs
+    store = dist.PrefixStore(prefix, stores[0].clone())  # type: ignore[attr-defined]  # not in torch's stubs
+    store.set_timeout(timeout)
+    return store
 
 
 def group_timeout() -> timedelta:

@@ -83,7 +83,7 @@ class ParallelStrategy(Strategy):
             parallel_devices=None if parallel_devices is None else tuple(parallel_devices),
             cluster_environment=cluster_environment,
         )
-        self.parts = self.given_parts
+        self.parts = self.given_parts.without_names()
         self._root_device: torch.device | None = None
         self._synchronized_norm: SynchronizedNorm | None = None
         self.process_group_backend = process_group_backend

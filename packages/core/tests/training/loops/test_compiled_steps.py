@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import Callback, ProgressBar, SingleDeviceStrategy, TrainModule
+from dstrat import Callback, GradientAccumulationScheduler, ProgressBar, SingleDeviceStrategy, TrainModule
 from dstrat.errors import ConflictError
 from dstrat.interfaces.compiled_steps import CompiledSteps
 
@@ -70,8 +70,11 @@ def fit(quiet_trainer, make_line):
         torch.manual_seed(2)
         noting = Noting()
         callbacks = [noting, *options.pop("callbacks", [])]
-        options = {"num_sanity_val_steps": 0, "max_epochs": 1, **options}
-        trainer = quiet_trainer(strategy=strategy or WholeSteps(), callbacks=callbacks, **options)
+        strategy = strategy or WholeSteps()
+        compiled = strategy.compiled_steps() or CompiledSteps()
+        accumulate = compiled.batches // compiled.optimizer_steps
+        options = {"num_sanity_val_steps": 0, "max_epochs": 1, "accumulate_grad_batches": accumulate, **options}
+        trainer = quiet_trainer(strategy=strategy, callbacks=callbacks, **options)
         module = module or make_line()
         trainer.fit(module, loader or samples(), val, ckpt_path=ckpt_path)
         return trainer, noting, module
@@ -129,7 +132,7 @@ def test_the_estimate_of_steps_is_met(fit, make_line):
             self.estimate = self.trainer.estimated_stepping_batches
             return super().configure_optimizers()
 
-    trainer, _, module = fit(module=Estimating(), max_epochs=2, accumulate_grad_batches=2)
+    trainer, _, module = fit(module=Estimating(), max_epochs=2)
     assert module.estimate == trainer.global_step == 48
 
 
@@ -240,3 +243,43 @@ def test_logs_are_captured_rather_than_kept(make_line):
     assert [(call.name, call.value) for call in logs] == [("a", 1.0), ("b", 2.0)]
     assert logs[0].options["prog_bar"] is True
     assert logs[0].options["batch_size"] == 3
+
+
+def test_steps_that_calls_do_not_reach_are_not_resumed_from(fit, tmp_path):
+    def loader():
+        return samples(8 * 3, batch_size=8)  # an epoch of three steps on one device
+
+    trainer, _, _ = fit(loader(), strategy=SingleDeviceStrategy())
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    with pytest.raises(ConflictError, match="after 3 optimizer steps, and WholeSteps takes 2 in one call"):
+        fit(max_steps=40, max_epochs=9, ckpt_path=tmp_path / "checkpoint")
+
+
+def test_an_epoch_that_is_over_is_resumed_from_whatever_its_number_of_batches(fit, tmp_path):
+    class Saving(Callback):
+        def on_validation_end(self, trainer, module) -> None:
+            trainer.save_checkpoint(tmp_path / "checkpoint")
+
+    def loader():
+        return samples(50)  # 25 batches on one device, and 6 calls of 4
+
+    fit(loader(), val=samples(), callbacks=[Saving()], strategy=SingleDeviceStrategy())
+    trainer, noting, _ = fit(loader(), max_epochs=2, ckpt_path=tmp_path / "checkpoint")
+    assert noting.indices == list(range(0, 24, 4))
+    assert trainer.global_step == 25 + 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_clip_val": 1.0}, "without clipping, and gradient_clip_val=1.0"),
+        ({"accumulate_grad_batches": 4}, "4 batches and 2 optimizer steps, .* accumulate_grad_batches=4"),
+        (
+            {"callbacks": [GradientAccumulationScheduler({0: 2})], "accumulate_grad_batches": 1},
+            "GradientAccumulationScheduler does not go together with WholeSteps|accumulate_grad_batches=1",
+        ),
+    ],
+)
+def test_arguments_that_a_compiled_step_would_ignore_are_refused(fit, options, message):
+    with pytest.raises(ConflictError, match=message):
+        fit(**options)

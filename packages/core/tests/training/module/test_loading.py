@@ -451,3 +451,28 @@ def test_a_module_that_configure_model_only_shards_is_loaded_without_a_mesh(writ
 
     module = Sharded(4)
     assert torch.equal(Sharded.load_from_checkpoint(write(module)).layers[0].weight, module.layers[0].weight)
+
+
+@pytest.mark.parametrize("value", [None, 3, io.StringIO("text")])
+def test_what_is_no_path_and_no_binary_file_is_refused(value):
+    with pytest.raises(RequestError, match="a file object that is open in binary mode"):
+        Net.load_from_checkpoint(value)
+
+
+def test_a_damaged_file_object_is_named_as_it_was_given():
+    with pytest.raises(CheckpointError, match="BytesIO object at"):
+        Net.load_from_checkpoint(io.BytesIO(b"not a checkpoint"))
+
+
+class HandsOn(TrainModule):
+    """Has no names for what it hands on to TrainModule, which takes nothing."""
+
+    def __init__(self, width, **kwargs):
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+        self.layer = nn.Linear(width, 1)
+        self.hparams["extra"] = 1
+
+
+def test_names_that_a_class_cannot_hand_on_are_left_out(write):
+    assert HandsOn.load_from_checkpoint(write(HandsOn(3))).layer.in_features == 3

@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import signal
 import sys
 import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrat.builtin.launchers.culprit import hang_error
 from dstrat.builtin.launchers.progress import (
     MARGIN,
+    PAUSE,
     IdleTimer,
     descendants_of,
+    read_activities,
     read_activity_of_this_process,
     waits_for_others,
 )
@@ -28,8 +34,11 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+    from dstrat.builtin.launchers.progress import Activity
+
 _NUM_OBSERVERS = 4  # of the ranks that wait; if all of a thousand looked at each other, the store would be overloaded
 _NUM_STACKS = 16
+_STORE_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +50,16 @@ class RankState:
         idle_seconds: For how long it has been idle, without progress.
         is_waiting: Whether it waits for others in a collective.
         has_ended: Whether it has left the run.
+        machine: Name of the machine and of its process ids, which other ranks there can look up.
+        pid: Its process id there.
     """
 
     number: int = 0
     idle_seconds: float = 0.0
     is_waiting: bool = False
     has_ended: bool = False
+    machine: str = ""
+    pid: int = 0
 
 
 def find_hung_ranks(states: Mapping[int, RankState], unresponsive: set[int], limit: float) -> list[int]:
@@ -56,7 +69,7 @@ def find_hung_ranks(states: Mapping[int, RankState], unresponsive: set[int], lim
 
     Args:
         states: Of all ranks, by rank.
-        unresponsive: Ranks whose state has not changed for the limit.
+        unresponsive: Ranks whose state has not changed for long, and that do nothing as far as can be seen.
         limit: Seconds.
     """
     running = {rank: state for rank, state in states.items() if not state.has_ended}
@@ -72,8 +85,9 @@ class PeerWatch(threading.Thread):
     """The watch of a rank over itself and its peers where no supervisor sees them: under torchrun or a scheduler.
 
     Until the job's store is open, and where it does not respond, a rank sees only itself.  Then it leaves as much time
-    as a collective takes, as others may be at work.  A thread cannot watch while native code keeps Python's lock; then
-    peers find this rank unresponsive.
+    as a collective takes, as others may be at work.  A thread cannot watch while its process is stopped, or while
+    native code keeps Python's lock.  Then peers on the same machine look whether the process does anything; peers
+    elsewhere leave it as much time as a collective takes.
 
     Args:
         limit: Seconds of idleness after which the job ends if no rank is at work.
@@ -94,6 +108,8 @@ class PeerWatch(threading.Thread):
         self._store: Store | None = None
         self._store_failed = False
         self._changes: dict[int, tuple[int, float]] = {}  # last number of each peer, and when it was first seen
+        self._peer_timers: dict[int, IdleTimer] = {}
+        self._last_tick = time.monotonic()
         self.start()
 
     def beat(self) -> None:
@@ -104,39 +120,55 @@ class PeerWatch(threading.Thread):
         """End the watch; peers no longer take this rank into account."""
         self._closed.set()
         self.join(5.0)  # at most, as the store may not respond
-        if not self.is_alive():
+        if not self.is_alive() and self._store is not None:
             self._publish(RankState(number=self._number, has_ended=True))
 
     def run(self) -> None:
         while not self._closed.wait(self._timer.period):
-            if self._has_beaten:
+            now = time.monotonic()
+            was_paused = now - self._last_tick > 2 * self._timer.period + PAUSE
+            self._last_tick = now
+            if self._has_beaten or was_paused:
                 self._has_beaten = False
-                self._last_beat = time.monotonic()
-                self._timer.restart()
-                self._publish(RankState(number=self._number))
+                self._restart()
+                self._publish(self._state())
             else:
                 self._look(self._timer.update(read_activity_of_this_process()))
             self._number += 1
+
+    def _restart(self) -> None:
+        """Begin anew, after progress or after the whole job was stopped and continued."""
+        self._last_beat = time.monotonic()
+        self._timer.restart()
+        self._changes.clear()
+        self._peer_timers.clear()
+
+    def _state(self, *, idle_seconds: float = 0.0, is_waiting: bool = False) -> RankState:
+        machine, pid = _this_machine(), os.getpid()
+        return RankState(
+            number=self._number, idle_seconds=idle_seconds, is_waiting=is_waiting, machine=machine, pid=pid
+        )
 
     def _look(self, idle_seconds: float) -> None:
         """Publish the state of this rank, and end the job if it hangs."""
         stack = traceback.extract_stack(sys._current_frames()[self._main])  # noqa: SLF001 - there is no other way
         files = [frame.filename for frame in reversed(stack)]
         is_waiting = waits_for_others(files, is_busy=idle_seconds < self._limit)
-        state = RankState(number=self._number, idle_seconds=idle_seconds, is_waiting=is_waiting)
-        self._publish(state, stack)
+        self._publish(self._state(idle_seconds=idle_seconds, is_waiting=is_waiting), stack)
         silent_seconds = time.monotonic() - self._last_beat
         if self._store is None:
-            if idle_seconds > self._longest + MARGIN and not is_waiting:
-                self._end({self._rank: _format(stack)}, self._longest)
+            # A store that has failed was of a rank that is gone, and then nobody is at work for this one.
+            limit = self._limit if self._store_failed else self._longest
+            if idle_seconds > limit + MARGIN and not is_waiting:
+                self._end({self._rank: _format(stack)}, limit)
         # Before the limit, so that it is known since when a peer has not responded.
         elif silent_seconds > 2 * self._timer.period and (not is_waiting or self._rank < _NUM_OBSERVERS):
             self._look_at_peers()
 
     def _publish(self, state: RankState, stack: traceback.StackSummary | None = None) -> None:
-        if (store := self._open_store()) is None:
-            return
         try:
+            if (store := self._open_store()) is None:
+                return
             if stack is not None and state.idle_seconds > self._limit / 2:
                 store.set(f"stack {self._rank}", _format(stack))
             store.set(f"state {self._rank}", json.dumps(asdict(state)))
@@ -147,31 +179,43 @@ class PeerWatch(threading.Thread):
         if self._store is None and not self._store_failed and "dstrat.parallel.process_group" in sys.modules:
             from dstrat.parallel.process_group import clone_job_store
 
-            self._store = clone_job_store("hangs")
+            self._store = clone_job_store("hangs", _STORE_TIMEOUT)
         return self._store
 
     def _look_at_peers(self) -> None:
         """End the job if this rank is to, of all that hang or wait."""
         try:
             states = self._read_states()
+            unresponsive = self._find_unresponsive(states)
+            hung = find_hung_ranks(states, unresponsive, self._limit + MARGIN)
+            responsive = [rank for rank in hung if rank not in unresponsive]
+            waiting = [rank for rank, state in states.items() if rank not in hung and not state.has_ended]
+            # Each that hangs ends, as the launcher may not end it; where none can, the first that waits does.
+            if hung and self._rank in (responsive or waiting[:1]):
+                reported = [*islice(hung, _NUM_STACKS), *islice(waiting, _NUM_STACKS)]
+                assert self._store is not None  # noqa: S101 - the states came from it
+                is_first = self._store.add("reports", 1) == 1
+                self._end(self._read_stacks(reported) if is_first else {}, self._limit, hung)
         except RuntimeError:
             self._store, self._store_failed = None, True
-            return
+
+    def _find_unresponsive(self, states: Mapping[int, RankState]) -> set[int]:
+        """Return the peers that publish nothing more, and that do nothing as far as can be seen."""
         now = time.monotonic()
         for rank, state in states.items():
             if rank not in self._changes or self._changes[rank][0] != state.number:
                 self._changes[rank] = (state.number, now)
-        unresponsive = {rank for rank, (_, since) in self._changes.items() if now - since > self._limit + MARGIN}
-        hung = find_hung_ranks(states, unresponsive, self._limit + MARGIN)
-        if not hung:
-            return
-        responsive = [rank for rank in hung if rank not in unresponsive]
-        waiting = [rank for rank, state in states.items() if rank not in hung and not state.has_ended]
-        # Each that hangs ends, as the launcher may not end it; where none can, the first that waits does.
-        ending = responsive or waiting[:1]
-        if self._rank in ending:
-            reported = [*islice(hung, _NUM_STACKS), *islice(waiting, _NUM_STACKS)]
-            self._end(self._read_stacks(reported if self._rank == ending[0] else [self._rank]), self._limit, hung)
+                self._peer_timers.pop(rank, None)
+        silent = {rank for rank, (_, since) in self._changes.items() if now - since > 2 * self._timer.period}
+        nearby = {rank: states[rank].pid for rank in silent if states[rank].machine == _this_machine()}
+        activities = read_activities(nearby.values()) if nearby else {}
+        seconds = {rank: self._idle_seconds_of(rank, activities.get(pid)) for rank, pid in nearby.items()}
+        idle = {rank for rank in seconds if seconds[rank] > self._limit + MARGIN}
+        elsewhere = {rank for rank in silent - set(nearby) if now - self._changes[rank][1] > self._longest + MARGIN}
+        return idle | elsewhere
+
+    def _idle_seconds_of(self, rank: int, activity: Activity | None) -> float:
+        return self._peer_timers.setdefault(rank, IdleTimer(self._limit)).update(activity)
 
     def _read_states(self) -> dict[int, RankState]:
         assert self._store is not None  # noqa: S101 - only called where it is open
@@ -192,10 +236,11 @@ class PeerWatch(threading.Thread):
         return stacks
 
     def _end(self, stacks: dict[int, str], limit: float, hung: list[int] | None = None) -> None:
-        """Print which ranks hang, with their stacks, and end this process."""
+        """Print which ranks hang, with their stacks where there are any, and end this process."""
         idle = dict.fromkeys(hung or [self._rank], limit)
-        message = str(hang_error(idle, stacks or {self._rank: ""}, self._size))
-        sys.stderr.write(f"{message}\n")
+        message = str(hang_error(idle, stacks or dict.fromkeys(idle, ""), self._size))
+        if stacks:
+            sys.stderr.write(f"{message}\n")
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -207,6 +252,15 @@ class PeerWatch(threading.Thread):
             with contextlib.suppress(Exception):  # closed, or of a terminal that is gone
                 stream.flush()
         os._exit(1)
+
+
+@cache
+def _this_machine() -> str:
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())  # process ids of another container are other ones
+    except OSError:
+        namespace = ""
+    return f"{platform.node()} {namespace}"
 
 
 def _format(stack: traceback.StackSummary) -> str:

@@ -31,7 +31,7 @@ _IDLE_RATE = 50_000  # bytes in a second of files; a progress bar that is redraw
 _IDLE_NETWORK_RATE = 500_000  # bytes in a second of the machine, on which others may chat
 MARGIN = 1.0  # seconds; a collective of others that ends by the same timeout says more
 _PATIENCE = 5.0  # seconds that a waiting rank leaves to the one that it waits for, so that this one is named
-_PAUSE = 5.0  # seconds between two looks after which the watcher itself was stopped: a frozen container, Ctrl-Z
+PAUSE = 5.0  # seconds between two looks after which the watcher itself was stopped: a frozen container, Ctrl-Z
 
 _beats: list[Callable[[], None]] = []  # of the run in this process, if it is watched
 
@@ -186,7 +186,7 @@ class IdleTimer:
         previous, self._previous = self._previous, activity
         if activity is None:  # nobody can say
             return 0.0
-        longest_pause = 2 * self.period + _PAUSE
+        longest_pause = 2 * self.period + PAUSE
         if previous is None or activity.time - previous.time > longest_pause or not activity.is_idle_since(previous):
             self._since = activity.time
         return activity.time - self._since

@@ -38,7 +38,7 @@ class SingleDeviceStrategy(Strategy):
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         if device is not None:
             self.given_parts = dataclasses.replace(self.given_parts, parallel_devices=(torch.device(device),))
-            self.parts = self.given_parts
+            self.parts = self.given_parts.without_names()
 
     @property
     def assigned_device(self) -> torch.device:

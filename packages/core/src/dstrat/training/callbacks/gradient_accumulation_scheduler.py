@@ -69,7 +69,7 @@ class GradientAccumulationScheduler(Callback):
             return f"accumulate_grad_batches={trainer.accumulate_grad_batches!r} of the Trainer: leave one of them out"
         if not module.automatic_optimization:
             return f"the manual optimization of {type(module).__name__}: accumulate in its training_step"
-        if trainer.strategy.accumulates_gradients:
+        if trainer.strategy.accumulates_gradients or trainer.strategy.compiled_steps() is not None:
             return f"{type(trainer.strategy).__name__}, which accumulates gradients by itself: use its own setting"
         return None
 

@@ -55,6 +55,27 @@ class CompiledOptimization:
         self._loop.global_step += self._steps
         return outputs
 
+    def check_position(self, trainer: Trainer) -> None:
+        """Check that a training can be resumed here.
+
+        Raises:
+            ConflictError: Its checkpoint has gradients of batches that wait for an optimizer step, or its number of
+                steps is none that calls of several steps reach, and something depends on the number.
+        """
+        name = type(trainer.strategy).__name__
+        if self._loop.in_group:
+            raise ConflictError(
+                f"the checkpoint has gradients of {self._loop.in_group} accumulated batches, which {name} cannot take "
+                "over: resume from one that was saved after an optimizer step"
+            )
+        counts = trainer.max_steps > 0 or any(config.interval == "step" for config in trainer.strategy.lr_schedulers)
+        if self._loop.global_step % self._steps and counts:
+            raise ConflictError(
+                f"the checkpoint was saved after {self._loop.global_step} optimizer steps, and {name} takes "
+                f"{self._steps} in one call, so that max_steps and schedulers would be missed: resume from one after a "
+                f"multiple of {self._steps} steps"
+            )
+
 
 def _check(trainer: Trainer, module: TrainModule, compiled: CompiledSteps) -> None:
     name, kind = type(trainer.strategy).__name__, type(module).__name__
@@ -72,6 +93,16 @@ def _check(trainer: Trainer, module: TrainModule, compiled: CompiledSteps) -> No
         raise ConflictError(
             f"{whole}, so that {', '.join(within)} would never be called: leave that out, use on_train_batch_start or "
             "on_train_batch_end, or choose another strategy"
+        )
+    if trainer.gradient_clip_val is not None and not compiled.clips_gradients:
+        raise ConflictError(
+            f"{whole}, without clipping, and gradient_clip_val={trainer.gradient_clip_val!r}: leave it out, or choose "
+            "another strategy"
+        )
+    if compiled.batches != compiled.optimizer_steps * trainer.accumulate_grad_batches:
+        raise ConflictError(
+            f"{whole}, of {compiled.batches} batches and {compiled.optimizer_steps} optimizer steps, which does not go "
+            f"together with accumulate_grad_batches={trainer.accumulate_grad_batches}: use the strategy's own setting"
         )
     _check_steps(trainer, name, compiled.optimizer_steps)
 

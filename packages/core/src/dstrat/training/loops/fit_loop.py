@@ -133,6 +133,8 @@ class FitLoop(Position):
             self.batches_done = self.data.scaled(self.batches_done, self._saved_length)
             self.scales_position = False
         self.data.check_position(self.batches_done)
+        if isinstance(self._optimization, CompiledOptimization):
+            self._optimization.check_position(trainer)
         self._schedule = ValidationSchedule(trainer, self.data.num_batches)
         self._votes = Votes(trainer.strategy, self.batches_seen)
         self._agrees_on_end = self._must_agree_on_end()

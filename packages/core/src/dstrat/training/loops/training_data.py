@@ -75,7 +75,7 @@ class TrainingData:
             self.num_batches = self._whole_items(limit)
 
     def _whole_items(self, count: int | None) -> int | None:
-        """Return a number of batches that whole items have: fewer than the limit, but not none."""
+        """Return a number of batches that whole items have: the largest that is no more than the limit, or one item."""
         if not count or count % self.batches_per_item == 0:
             return count
         whole = max(1, count // self.batches_per_item) * self.batches_per_item
@@ -106,7 +106,8 @@ class TrainingData:
         """Return how many batches are the part of an epoch that other processes had done, with another length of it."""
         if not self.length or not other_length:
             return batches_done
-        return batches_done * self.length // other_length
+        scaled = batches_done * self.length // other_length
+        return scaled - scaled % self.batches_per_item
 
     def check_position(self, batches_done: int) -> None:
         """Check that an epoch can go on after so many batches.
@@ -114,7 +115,8 @@ class TrainingData:
         Raises:
             ConflictError: They end within what one call of a compiled step takes.
         """
-        if batches_done % self.batches_per_item:
+        is_over = self.num_batches is not None and batches_done >= self.num_batches
+        if batches_done % self.batches_per_item and not is_over:
             raise ConflictError(
                 f"the checkpoint was saved after {batches_done} batches of an epoch, and one call of the compiled step "
                 f"takes {self.batches_per_item}: resume from one that was saved at the end of an epoch, or after a "

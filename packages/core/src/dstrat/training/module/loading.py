@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -194,16 +195,29 @@ def read_checkpoint(path: str | Path | IO[bytes]) -> dict[str, Any]:
     if isinstance(path, str | os.PathLike):
         checkpoint = io_for(path, TorchCheckpointIO()).load_checkpoint(path)
     else:
-        with tempfile.NamedTemporaryFile(prefix="dstrat-") as file:  # whose errors then are those of a file
-            shutil.copyfileobj(path, file)
-            file.flush()
-            checkpoint = TorchCheckpointIO().load_checkpoint(file.name)
+        checkpoint = _read_file_object(path)
     if not isinstance(checkpoint.get("state_dict"), Mapping):
         raise CheckpointError(
             f"{str(path)!r} has no 'state_dict', and so is no checkpoint of a Trainer: if it holds weights alone, make "
             "the module and call its load_state_dict"
         )
     return checkpoint
+
+
+def _read_file_object(file: Any) -> dict[str, Any]:
+    """Return what ``torch.save`` has written to a file object, read as a file, so that its errors are the same."""
+    is_readable = callable(getattr(file, "read", None))
+    if not is_readable or isinstance(file, io.TextIOBase):
+        raise RequestError(
+            f"{file!r} is no checkpoint: give its path as a str or Path, or a file object that is open in binary mode"
+        )
+    with tempfile.NamedTemporaryFile(prefix="dstrat-") as copy:
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        try:
+            return TorchCheckpointIO().load_checkpoint(copy.name)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(repr(copy.name), repr(file))) from error
 
 
 def construct(
@@ -247,7 +261,14 @@ def construct(
             f"are {', '.join(saved) or 'none'}: call {cls.__name__}.load_from_checkpoint(..., {example}), or call "
             "save_hyperparameters() in __init__ and write the checkpoint again"
         )
-    return cls(**arguments)
+    extra = [name for name in arguments if name not in constructor.names and name not in overrides]
+    try:
+        return cls(**arguments)
+    except TypeError as error:
+        # A class that hands ``**kwargs`` on to one of ours takes none of those that it has no name for.
+        if not extra or "unexpected keyword argument" not in str(error):
+            raise
+        return cls(**{name: value for name, value in arguments.items() if name not in extra})
 
 
 def _check_whole(
