@@ -233,8 +233,8 @@ def test_general_aliases_are_served_by_those_of_gaudi():
 
 
 def test_gaudi_is_chosen_where_there_is_one():
-    chosen = plan()
-    assert (chosen.accelerator, chosen.strategy, chosen.num_devices) == ("hpu", "hpu_parallel", 8)
+    planned = plan()
+    assert (planned.accelerator, planned.strategy, planned.num_devices) == ("hpu", "hpu_parallel", 8)
     assert trainer().strategy.root_device.index == 0
 
 

@@ -24,6 +24,6 @@ def _check_torch() -> None:
 
 _check_torch()
 
-import habana_frameworks.torch.core  # noqa: E402
-import habana_frameworks.torch.distributed.hccl  # noqa: E402
-import habana_frameworks.torch.hpu  # noqa: E402, F401
+import habana_frameworks.torch.core  # noqa: E402 - after the check of torch
+import habana_frameworks.torch.distributed.hccl  # noqa: E402 - as above
+import habana_frameworks.torch.hpu  # noqa: E402, F401 - as above, and loaded is all

@@ -27,7 +27,7 @@ simulator = _extension.load()
 
 
 def configure() -> None:
-    """Tell the device what the environment says now; it is told again before it is acquired."""
+    """Pass on what the environment says now; this is repeated before the device is acquired."""
     simulator.configure(str(_machine()), num_devices(), is_lazy())
 
 
