@@ -62,7 +62,8 @@ BAD = {
         NotInstalledError,
         "pip install dstrat-hivemind",
     ),
-    "an accelerator that is not installed": ({"accelerator": "hpu"}, {}, NotInstalledError, "pip install dstrat-hpu"),
+    # Where its package is installed beside the tests, the message says that they have disabled it.
+    "an accelerator that is not in the catalog": ({"accelerator": "hpu"}, {}, NotInstalledError, "dstrat-hpu"),
     "a precision of nobody": (
         {"precision": 8},
         {},
