@@ -129,7 +129,8 @@ class Keeping(Callback):
 
             inherited = [os.environ.get(name) for name in ("HLS_MODULE_ID", "ID")]
             facts = (simulation.module_id(), HPUAccelerator.is_lazy(), inherited, os.environ["MASTER_PORT"])
-            print("rank", trainer.global_rank, facts, flush=True)
+            sys.stdout.write(f"rank {trainer.global_rank} {facts}\\n")  # whole, as the other rank writes too
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

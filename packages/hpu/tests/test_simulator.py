@@ -124,8 +124,7 @@ def test_saved_tensors_do_not_load_without_the_device():
     torch.save(torch.ones(2, device="hpu"), saved)
     program = f"import io, torch; torch.load(io.BytesIO({saved.getvalue()!r}))"
     refused = run(program, PYTHONPATH="")
-    assert refused.returncode != 0
-    assert "hpu" in refused.stderr
+    assert "on a CPU-only machine, please use torch.load with map_location" in refused.stderr
 
 
 def test_another_version_of_torch_is_refused():
