@@ -1,4 +1,4 @@
-"""What torch calls when it is imported, as the vendor's package does it."""
+"""Autoload entry point, which torch calls when it is imported."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What only the simulator has: its counters."""
+"""Counters, which only the simulator has."""
 
 from habana_frameworks.torch import _device
 

@@ -1,4 +1,4 @@
-"""Which mode the bridge runs in, from the import on."""
+"""Mode of the bridge, lazy or eager, frozen at import."""
 
 import os
 
