@@ -1,10 +1,13 @@
 """Tensor parallelism together with sharding, on a mesh of two by two."""
 
+import time
+
 import pytest
 import torch
 from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT, WAYS
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -13,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from dstrat_fsdp import ModelParallelStrategy
+from dstrat_fsdp import ModelParallelStrategy, meshes
 
 
 def split(module, mesh):
@@ -142,3 +145,30 @@ def test_ranks_that_share_a_batch_read_the_same_part_and_count_once():
         assert reduced == [3.0, 1.5, 2.0]
         assert whole == 3
         assert votes == [True, False]
+
+
+def opening_with_a_late_rank(cluster):
+    """Return when a rank had opened its groups, and when it could go on."""
+    opened = 0.0
+
+    def open_late(*args, **kwargs):
+        nonlocal opened
+        mesh = init_device_mesh(*args, **kwargs)
+        time.sleep(0.3 if cluster.global_rank == 3 else 0)
+        opened = time.monotonic()
+        return mesh
+
+    strategy = ModelParallelStrategy(tensor_parallel_size=2)
+    strategy.receive(parts(cluster))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(meshes, "init_device_mesh", open_late)
+        strategy.setup_environment()
+    went_on = time.monotonic()
+    strategy.teardown()
+    return opened, went_on
+
+
+def test_no_rank_can_close_its_groups_while_another_opens_them():
+    # Gloo's sockets of another rank break, or it waits forever: in one of a hundred jobs of four ranks.
+    times = in_ranks(opening_with_a_late_rank, 4)
+    assert min(went_on for _, went_on in times) >= max(opened for opened, _ in times)

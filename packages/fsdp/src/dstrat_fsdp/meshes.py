@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dstrat.errors import ConflictError, RequestError
+from dstrat.parallel.process_group import wait_for_all_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,6 +113,9 @@ def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], 
         shape: Number of processes along each dimension.
         names: Of the dimensions.
         timeout: How long a collective waits for the other ranks; torch's groups have its default otherwise.
+
+    Raises:
+        LaunchError: A rank did not open its groups in time; the message names it.
     """
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     # Made public, and the old name deprecated, by torch 2.15.
@@ -121,6 +125,7 @@ def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], 
         warnings.filterwarnings("ignore", message="Set timeout is now only supported", category=UserWarning)
         for dimension in range(len(shape)):
             set_timeout(timeout, mesh.get_group(dimension))
+    wait_for_all_ranks("open the device mesh")  # before any of them may close it
     return mesh
 
 

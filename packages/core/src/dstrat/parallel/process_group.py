@@ -27,6 +27,7 @@ _stores: dict[object, dist.Store] = {}
 _openings = itertools.count()
 _timeouts: list[timedelta] = []  # the last one is that of the group which is open
 _job_stores: list[dist.Store] = []  # likewise
+_clusters: list[ClusterEnvironment] = []  # likewise
 
 
 def open_process_group(
@@ -68,8 +69,24 @@ def open_process_group(
         )
         # Gloo fails in a rank that still connects when another one closes.
         _meet(store, cluster, timeout, "open the process group")
-    _job_stores[:] = [store]
+    _job_stores[:], _clusters[:] = [store], [cluster]
     return store
+
+
+def wait_for_all_ranks(deed: str) -> None:
+    """Return when all ranks of the open process group have come here; collective, and at once where none is open.
+
+    It opens no connection, so that it can follow the opening of further groups: Gloo fails, or hangs, in a rank that
+    still connects when another one closes.
+
+    Args:
+        deed: What a rank that is missing did not do, such as "open the device mesh"; each may be named once in a job.
+
+    Raises:
+        LaunchError: Some did not come within the timeout of the group; the message names them.
+    """
+    for store, cluster in zip(_job_stores, _clusters, strict=True):
+        _meet(store, cluster, group_timeout(), deed)
 
 
 def clone_job_store(prefix: str, timeout: timedelta) -> dist.Store | None:
@@ -95,6 +112,7 @@ def group_timeout() -> timedelta:
 def close_process_group() -> None:
     """Close the default process group, if it is open; a peer that is gone already is no error."""
     _job_stores.clear()
+    _clusters.clear()
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
