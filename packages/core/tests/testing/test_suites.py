@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import ClassVar
@@ -143,3 +144,24 @@ def test_without_pytest_the_kit_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytest", None)
     with pytest.raises(ImportError, match=r'pip install "dstrat\[testing\]"'):
         __import__("dstrat.testing.suite")
+
+
+class _WithVariable(StrategySuite):
+    alias = "single_device"
+    world_sizes = (1,)
+    environ: ClassVar = {"DSTRAT_TESTED_VARIABLE": "of the suite"}
+
+
+class _WithoutVariable(StrategySuite):
+    alias = "single_device"
+    world_sizes = (1,)
+
+
+def variable(place):
+    return os.environ.get("DSTRAT_TESTED_VARIABLE")
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_ranks_have_the_environment_that_their_suite_declares(new):
+    assert _WithVariable().job(variable, 1, needs_new_ranks=new) == ["of the suite"]
+    assert _WithoutVariable().job(variable, 1, needs_new_ranks=new) == [None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +102,8 @@ class StepModule(Module):
         """Run the step; return its outputs and what it logs."""
         values = iter(tensors)
         arguments = [apply_to_tensors(argument, lambda _: next(values)) for argument in self._traced.arguments]
-        with self.module.capture_logs() as logs, self._precision.forward_context():  # type: ignore[operator]  # the user's
+        capture: Any = getattr(self.module, "capture_logs", _capture_nothing)  # which modules of own loops lack
+        with capture() as logs, self._precision.forward_context():
             outputs = getattr(self.module, self._name)(*arguments)
         if self.is_training_step:
             outputs = _with_final_loss(outputs)
@@ -143,6 +145,11 @@ class StepModule(Module):
         tensors = iter(results[: self._traced.num_outputs])
         outputs = apply_to_tensors(self._traced.outputs, lambda _: next(tensors))
         return _with_loss_per_batch(outputs, batches, replicas) if self.is_training_step else outputs
+
+
+def _capture_nothing() -> nullcontext[tuple[Any, ...]]:
+    """Return what a module that logs nothing has logged."""
+    return nullcontext(())
 
 
 def loss_of(outputs: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -137,8 +136,8 @@ def evaluate(place: Place, subject: Subject, work: Fit) -> dict[str, Any]:
     for name in ("validate", "test", "predict"):
         net = NETS[work.net](work, subject.configure_model)
         results = getattr(make_trainer(place, subject, work, []), name)(net) or []
-        plain_results = list(chain.from_iterable(results)) if name == "predict" else dict(results[0])
-        found[name] = plain_results, net.seen
+        predicted = [number for batch in results for number in batch.tolist()] if name == "predict" else None
+        found[name] = dict(results[0]) if predicted is None else predicted, net.seen
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dstrat.errors import DstratError, RankFailedError
 from dstrat.testing.fits import Fit, make_trainer
-from dstrat.testing.modules import Net
+from dstrat.testing.modules import Interrupted, Net
 from dstrat.testing.processes import adopt_orphans, left_over, open_to_others
 from dstrat.training.callbacks.callback import Callback
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 Misdeed = Literal["nothing", "raises", "dies", "hangs"]
 
-_AT_BATCH = 2
 _EXIT_CODE = 7
 WORDS = "this rank has had enough"
 
@@ -50,21 +49,22 @@ class Outcome:
     has_trained: bool | None
 
 
-class Misbehaving(Net):
+class Misbehaving(Interrupted):
     """One rank raises, dies or hangs in its third batch."""
 
+    at_batch = 2
     culprit = -1
     misdeed: Misdeed = "nothing"
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == _AT_BATCH and self.global_rank == self.culprit:
-            if self.misdeed == "raises":
-                raise ValueError(WORDS)
-            if self.misdeed == "dies":
-                os._exit(_EXIT_CODE)
-            if self.misdeed == "hangs":
-                time.sleep(1000)
-        return super().training_step(batch, batch_idx)
+    def interrupt(self) -> None:
+        if self.global_rank != self.culprit:
+            return
+        if self.misdeed == "raises":
+            raise ValueError(WORDS)
+        if self.misdeed == "dies":
+            os._exit(_EXIT_CODE)
+        if self.misdeed == "hangs":
+            time.sleep(1000)
 
 
 class _LooksAtSockets(Callback):

@@ -21,6 +21,8 @@ _OUTPUTS = 3
 class Net(TrainModule):
     """A regression of which every batch is noted: which samples, and what loss.
 
+    The steps note them, as that is what a strategy runs; hooks do where a backend compiles whole steps.
+
     Args:
         shape: The samples, the optimizer and the like, see :class:`~dstrat.testing.fits.Fit`.
         configure: What the author wants done in ``configure_model``.
@@ -56,25 +58,55 @@ class Net(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002 - modules derived from it use it
         inputs, targets, numbers = batch
         loss = nn.functional.mse_loss(self(inputs), targets)
-        self.seen.append(numbers.tolist())
-        self.losses.append(float(loss.detach()))
+        if not self.is_traced:
+            self.note_losses(loss, numbers)
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+        if self.is_traced:
+            self.note_losses(outputs, batch[2])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - as above
         inputs, targets, numbers = batch
-        self.seen.append(numbers.tolist())
+        if not self.is_traced:
+            self.seen.append(numbers.tolist())
         self.log("mean_loss", nn.functional.mse_loss(self(inputs), targets), batch_size=len(numbers))
-        self.log("samples", float(len(numbers)), reduce_fx="sum")
+        self.log("samples", torch.ones_like(numbers).sum().float(), reduce_fx="sum")
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> list[float]:  # noqa: ARG002 - as above
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002 - as above
         inputs, _, numbers = batch
-        self.seen.append(numbers.tolist())
-        numbered: list[float] = numbers.tolist()
+        if not self.is_traced:
+            self.seen.append(numbers.tolist())
         self(inputs)
-        return numbered
+        predicted: Tensor = numbers
+        return predicted
+
+    def on_validation_batch_end(
+        self,
+        outputs: Any,  # noqa: ARG002 - the hook's
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002 - as above
+        dataloader_idx: int = 0,  # noqa: ARG002 - as above
+    ) -> None:
+        if self.is_traced:
+            self.seen.append(batch[2].tolist())
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether steps run once and without values, so that hooks note what they would."""
+        trainer = self._trainer  # None for a module in plain torch
+        return trainer is not None and trainer.strategy.compiled_steps() is not None
+
+    def note_losses(self, loss: Tensor, numbers: Tensor) -> None:
+        """Note the loss of a batch and its samples, or of each of the equal batches of a compiled call."""
+        losses = loss.detach().reshape(-1).tolist()
+        self.losses += losses
+        self.seen += [part.tolist() for part in numbers.chunk(len(losses))]
 
     def configure_optimizers(self) -> Any:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -162,8 +194,21 @@ class Scheduled(Net):
         self.rates: list[list[float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.rates.append([float(group["lr"]) for group in self.trainer.strategy.optimizers[0].param_groups])
+        if not self.is_traced:
+            self.note_rates()
         return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+        if self.is_traced:
+            self.note_rates()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.rates += self.rates[-1:] * (len(self.losses) - len(self.rates))  # of all batches of a compiled call
+
+    def note_rates(self) -> None:
+        """Note the learning rates as they are."""
+        self.rates.append([float(group["lr"]) for group in self.trainer.strategy.optimizers[0].param_groups])
 
     def configure_optimizers(self) -> Any:
         first, *others = self.layers
@@ -188,13 +233,35 @@ class Manual(Net):
         return loss.detach()
 
 
-class Breaking(Net):
-    """Raises in its second batch, in every rank."""
+class Interrupted(Net):
+    """Does something in a batch: in its step, or, where a compiled step runs no Python again, before the next one."""
+
+    at_batch = 1
+
+    def make_layers(self) -> None:
+        super().make_layers()
+        self.runs_of_step = 0
+
+    def interrupt(self) -> None:
+        """Do what the module is for."""
+        raise NotImplementedError
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            raise ValueError("every rank breaks here")
+        self.runs_of_step += 1
+        if self.runs_of_step == self.at_batch + 1:
+            self.interrupt()
         return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+        if self.runs_of_step <= self.at_batch < batch_idx:
+            self.interrupt()
+
+
+class Breaking(Interrupted):
+    """Raises in its second batch, in every rank."""
+
+    def interrupt(self) -> None:
+        raise ValueError("every rank breaks here")
 
 
 class Linear(Net):

@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING
 from dstrat.testing.advice import fail
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dstrat.testing.subject import Subject
 
 _JOB = "job.pickle"
 
 
-def run_program(subject: Subject, folder: Path, *, devices: int, accelerator: str, seconds: float) -> list[str]:
+def run_program(
+    subject: Subject, folder: Path, *, devices: int, accelerator: str, seconds: float, environ: Mapping[str, str]
+) -> list[str]:
     """Run the script; return the processes that trained. Fail the test where the script fails.
 
     Args:
@@ -26,11 +30,12 @@ def run_program(subject: Subject, folder: Path, *, devices: int, accelerator: st
         devices: Number of ranks.
         accelerator: Where.
         seconds: How long it may take.
+        environ: Its environment variables, beside those of this process.
     """
     __tracebackhide__ = True
     (folder / _JOB).write_bytes(pickle.dumps((subject, devices, accelerator)))
     command = [sys.executable, "-m", "dstrat.testing.program", str(folder)]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ = {**os.environ, **environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(  # noqa: S603 - our own interpreter and module
             command, env=environ, capture_output=True, text=True, timeout=seconds, check=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
@@ -13,8 +14,9 @@ from dstrat.testing.suite import Suite
 from dstrat.testing.team import begin_loading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
+    from dstrat.testing.place import Place
     from dstrat.training.module.train_module import TrainModule
 
 T = TypeVar("T")
@@ -33,6 +35,8 @@ class StrategyTests(Suite):
         world_sizes: Numbers of processes to try.
         accelerator: Where everything runs.
         devices_per_process: Devices that each process drives.
+        environ: Environment variables that ranks set before they run anything, such as those of a simulator; libraries
+            that ranks have loaded by then have read theirs before.
         gives_losses_of_one_device: Whether the training is that of one device with the same global batches; not so for
             an algorithm that lets its ranks drift apart.
         tolerance: Largest relative difference of losses.
@@ -44,6 +48,7 @@ class StrategyTests(Suite):
         "accelerator",
         "configure_model",
         "devices_per_process",
+        "environ",
         "gives_losses_of_one_device",
         "seconds",
         "tolerance",
@@ -53,6 +58,7 @@ class StrategyTests(Suite):
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
     accelerator: ClassVar[str] = "cpu"
     devices_per_process: ClassVar[int] = 1
+    environ: ClassVar[Mapping[str, str]] = {}
     gives_losses_of_one_device: ClassVar[bool] = True
     tolerance: ClassVar[float] = 1e-5
     seconds: ClassVar[float] = DEFAULT_SECONDS
@@ -100,9 +106,14 @@ class StrategyTests(Suite):
         """Return what a function returns in each rank, where the strategy can have so many."""
         __tracebackhide__ = True
         self.need_processes(world_size)
+        team = self.accelerator
+        if self.environ:
+            team = f"{team} {dict(self.environ)}"  # ranks keep what they have set
+            arguments = {"task": function, "environ": dict(self.environ), "arguments": arguments}
+            function = run_with_environ
         if needs_new_ranks:
             return run_job(function, world_size, seconds=self.seconds, **arguments)
-        return run_in_team(function, world_size, seconds=self.seconds, team=self.accelerator, **arguments)
+        return run_in_team(function, world_size, seconds=self.seconds, team=team, **arguments)
 
     def shared_job(self, function: Callable[..., T], world_size: int, **arguments: Any) -> list[T]:
         """Return the same for all tests that ask for the same."""
@@ -154,6 +165,12 @@ class StrategyTests(Suite):
         """Skip the test where the strategy declares another algorithm."""
         if not self.gives_losses_of_one_device:
             not_declared(f"{self.alias} declares gives_losses_of_one_device = False")
+
+
+def run_with_environ(place: Place, task: Callable[..., T], environ: dict[str, str], arguments: dict[str, Any]) -> T:
+    """Run a function in a rank that has these environment variables."""
+    os.environ.update(environ)
+    return task(place, **arguments)
 
 
 def _key(function: Callable[..., Any], arguments: dict[str, Any]) -> str:

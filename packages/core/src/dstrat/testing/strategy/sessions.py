@@ -69,7 +69,12 @@ class Sessions(Failures):
     def test_its_processes_start_as_they_do_for_users(self, pair: int, tmp_path: Path) -> None:
         self.need_processes(pair)
         ranks = run_program(
-            self.subject, tmp_path, devices=pair, accelerator=self.accelerator, seconds=self.seconds * 2
+            self.subject,
+            tmp_path,
+            devices=pair,
+            accelerator=self.accelerator,
+            seconds=self.seconds * 2,
+            environ=self.environ,
         )
         if len(ranks) != pair:
             fail(

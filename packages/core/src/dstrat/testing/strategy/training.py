@@ -142,7 +142,9 @@ class Training(StrategyTests):
             who, expected = "one device", on_one_device(precision=precision, samples=_FEW).losses
         else:
             who, expected = "the same in float32", self._losses(self._fit(world_size, samples=_FEW))
-        if not _close(losses, expected, _PRECISION_TOLERANCE):
+        # Backends that keep the optimizer's state in float32 are nearer to a training in float32.
+        exact = on_one_device(samples=_FEW).losses if self.gives_losses_of_one_device else expected
+        if not any(_close(losses, reference, _PRECISION_TOLERANCE) for reference in (expected, exact)):
             fail(
                 f"in precision {precision!r} the losses differ from those of {who}",
                 expected=f"a relative difference below {_PRECISION_TOLERANCE}.",
