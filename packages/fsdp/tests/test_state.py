@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -179,6 +180,82 @@ def test_another_run_goes_on_with_what_the_first_has_left():
             assert losses == pytest.approx(expected, rel=1e-6)
             assert kinds == {KINDS[state_dict_type]}
             assert shapes == [tuple(parameter.shape) for parameter in BlockNet().parameters()]
+
+
+def between_runs(cluster, folder):
+    """Use a module in every way between two runs; return errors, and values of the second run's start."""
+    module = BlockNet()
+    strategy = FSDPStrategy()
+    start(strategy, module, parts(cluster))
+    train(strategy, **MORE)
+    strategy.teardown()
+    uses = {
+        "state dict": module.state_dict,
+        "state dict of a layer": module.last.state_dict,
+        "forward": lambda: module.layers(torch.zeros(1, 6)),
+    }
+    errors = {}
+    for name, use in uses.items():
+        with pytest.raises(MisuseError) as caught:
+            use()
+        errors[name] = str(caught.value)
+    copied = pickle.loads(pickle.dumps(module))  # its hooks too
+    loaded = Other().state_dict()
+    with pytest.raises(RuntimeError, match=r"size mismatch for last\.bias"):
+        module.load_state_dict({**loaded, "last.bias": torch.zeros(7)})
+    module.load_state_dict(loaded)
+    module.last.load_state_dict({name: value + 1 for name, value in loaded_of("last", loaded)}, assign=True)
+    copied.load_state_dict(loaded)
+    strategy = FSDPStrategy(state_dict_type="full")
+    start(strategy, module, parts(cluster))
+    strategy.teardown()
+    torch.save(module.state_dict(), folder / f"{cluster.global_rank}.pt")
+    module.layers(torch.zeros(1, 6))
+    return errors
+
+
+def loaded_of(layer, state):
+    return [(name.removeprefix(layer + "."), value) for name, value in state.items() if name.startswith(layer + ".")]
+
+
+class Other(BlockNet):
+    """Has other values than a BlockNet."""
+
+    def __init__(self):
+        super().__init__()
+        for index, parameter in enumerate(self.parameters()):
+            torch.nn.init.constant_(parameter, index)
+
+
+def test_after_a_run_whole_tensors_load_and_other_uses_are_explained(tmp_path):
+    expected = Other().state_dict()
+    for name in ("last.weight", "last.bias"):
+        expected[name] += 1
+    for rank, errors in enumerate(in_ranks(between_runs, folder=tmp_path)):
+        assert errors["state dict"].startswith("the state dict of first cannot be gathered: the run has ended, and")
+        assert 'FSDPStrategy(state_dict_type="full")' in errors["state dict"]
+        assert errors["state dict of a layer"].startswith("the state dict of Linear cannot be gathered:")
+        assert errors["forward"].startswith("Linear cannot compute: the run has ended, and this process has one shard")
+        assert_close(torch.load(tmp_path / f"{rank}.pt"), expected)
+
+
+def alone(cluster):
+    module = BlockNet()
+    losses = []
+    for _ in range(2):
+        strategy = FSDPStrategy()
+        start(strategy, module, parts(cluster))
+        losses += train(strategy, **MORE)
+        strategy.teardown()
+        module.layers(torch.zeros(1, 6))
+    return losses, {name: type(value).__name__ for name, value in module.state_dict().items()}
+
+
+def test_a_run_of_one_process_leaves_plain_tensors():
+    [(losses, kinds)] = in_ranks(alone, 1)
+    module = BlockNet()
+    assert losses == pytest.approx([loss for _ in range(2) for loss in single_device_losses(module, **MORE)], rel=1e-6)
+    assert kinds == dict.fromkeys(module.state_dict(), "Tensor")
 
 
 def another_mesh(cluster):

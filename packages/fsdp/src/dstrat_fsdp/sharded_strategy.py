@@ -25,7 +25,7 @@ from dstrat_fsdp.shardable import check_gradients, check_steps_shards, shards_ex
 from dstrat_fsdp.sharded_module import ShardedModule
 from dstrat_fsdp.shards_at_rest import make_whole, put_to_rest, wake
 from dstrat_fsdp.whole_state import as_shards, gathered, load_module, load_optimizer
-from dstrat_fsdp.wrap_policy import outermost_layers
+from dstrat_fsdp.wrap_policy import outermost_layers, running_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -181,6 +181,12 @@ class ShardedStrategy(ParallelStrategy):
         if self._mesh is not None:
             release_mesh(self._mesh)
             self._mesh = None
+
+    def evaluation_context(self) -> AbstractContextManager[Any]:
+        # In training each process computes the statistics of batch norm from its own data; checkpoints have those of
+        # rank 0. A training step reads none of them, so that it is the same with and without validation.
+        self.take_from_first_rank(running_statistics(self.module))
+        return super().evaluation_context()
 
     # Steps: each of them gathers parameters, so that every rank takes part in every one
 

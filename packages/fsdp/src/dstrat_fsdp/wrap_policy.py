@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dstrat.errors import RequestError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
 _SMALL = 0.01
@@ -197,3 +199,10 @@ def layers_with_statistics(module: Module) -> list[Module]:
 def keeps_statistics(layer: Module) -> bool:
     """Return whether a layer has parameters beside running statistics, as batch norm has."""
     return getattr(layer, "running_mean", None) is not None and any(True for _ in layer.parameters(recurse=False))
+
+
+def running_statistics(module: Module) -> list[Tensor]:
+    """Return the buffers of the layers that keep running statistics; none that is divided among the processes."""
+    layers = [layer for layer in module.modules() if getattr(layer, "running_mean", None) is not None]
+    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+    return [buffer for buffer in buffers if not isinstance(buffer, DTensor)]
