@@ -54,7 +54,10 @@ def fit(cluster, folder, make, cls, io, *, callbacks=(), ckpt_path=None, **optio
     )
     batches = 5 * cluster.world_size
     trainer.fit(module, shuffled_loader(4 * batches, batch_size=4), ckpt_path=ckpt_path)
-    return {name: getattr(value, "_local_tensor", value).clone() for name, value in module.state_dict().items()}
+    values = [*module.named_parameters(), *module.named_buffers()]  # shards have no state dict after the run
+    return {
+        name: getattr(value, "_local_tensor", value).detach().clone() for name, value in values if name != "not_saved"
+    }
 
 
 def resumed(cluster, folder, moments, **case):

@@ -97,7 +97,8 @@ class Split(Net):
 def fit(cluster, folder, strategy, module, *, ckpt_path=None, io=PortableCheckpointIO, **options):
     trainer = quiet_trainer(strategy, cluster, plugins=[io()], default_root_dir=folder, **options)
     trainer.fit(module, shuffled_loader(4 * BATCHES, batch_size=2), ckpt_path=ckpt_path)
-    return {name: getattr(value, "_local_tensor", value).clone() for name, value in module.state_dict().items()}
+    values = [*module.named_parameters(), *module.named_buffers()]  # shards have no state dict after the run
+    return {name: getattr(value, "_local_tensor", value).detach().clone() for name, value in values}
 
 
 def stopped_and_resumed(cluster, folder, strategy, cls, moments=(2, 4), **options):

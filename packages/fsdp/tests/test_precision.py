@@ -132,7 +132,7 @@ def trained_by_policy(cluster, policy):
     kept = {str(value.dtype) for value in strategy.sharded_module_state().values()}
     evaluated = strategy.validation_step(share(strategy, next(batches(1))), 0)
     strategy.teardown()
-    after = {str(value.dtype) for value in module.state_dict().values()}
+    after = {str(value.dtype) for value in [*module.parameters(), *module.buffers()]}
     return losses, sorted(map(str, getattr(module, "dtypes", []))), str(evaluated.dtype), kept | after
 
 
