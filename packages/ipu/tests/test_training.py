@@ -233,6 +233,48 @@ def test_evaluation_counts_the_batches_of_each_call(simulator):
     assert [one.tolist() for one in indices] == [[0, 0, 1, 1], [2, 2, 3, 3]]
 
 
+@pytest.mark.parametrize("purpose", ["validate", "test", "predict"])
+def test_limits_of_evaluation_count_batches_and_not_calls(simulator, purpose):
+    calls = []
+
+    class Noting(Callback):
+        def on_test_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0) -> None:
+            calls.append((batch_idx, len(batch[0])))
+
+        on_validation_batch_end = on_predict_batch_end = on_test_batch_end
+
+    options = simulator.Options().replicationFactor(2).deviceIterations(2)
+    name = {"validate": "val"}.get(purpose, purpose)
+    trainer = make_trainer(
+        strategy=IPUStrategy(inference_opts=options), devices=2, callbacks=[Noting()], **{f"limit_{name}_batches": 4}
+    )
+    getattr(trainer, purpose)(
+        made(), data(128, batch_size=8, shuffle=False), **{"verbose": False} if name != "predict" else {}
+    )
+    assert calls == [(0, 32), (2, 32)]  # batches of 16 samples, two in each call
+
+
+def test_validation_within_training_counts_batches(simulator):
+    batches = []
+
+    class Noting(Callback):
+        def on_validation_start(self, trainer, module) -> None:
+            batches.append((trainer.fit_loop.batches_seen, trainer.evaluation_batches))
+
+    strategy = IPUStrategy(device_iterations=2, inference_opts=simulator.Options().deviceIterations(2))
+    loaders = data(64), data(64)
+    fit(
+        made(),
+        loaders[0],
+        val=loaders[1],
+        strategy=strategy,
+        callbacks=[Noting()],
+        val_check_interval=4,
+        limit_val_batches=6,
+    )
+    assert batches == [(0, [2]), (4, [6]), (8, [6])]  # the first is the sanity check
+
+
 def test_poptorch_loaders_are_taken_as_they_are(simulator):
     options = simulator.Options().replicationFactor(2).deviceIterations(2).outputMode(simulator.OutputMode.All)
     dataset = data().dataset

@@ -76,8 +76,7 @@ class IPUStrategy(SingleDeviceStrategy):
         training_opts: ``poptorch.Options`` for training in place of those that follow from the other arguments, such
             as for a model that is divided over several IPUs.
         inference_opts: The same for validation, test and prediction, with the same number of replicas.  With
-            ``deviceIterations(n)`` a call runs n batches: the ``batch_idx`` in a step counts batches, and
-            ``limit_val_batches`` (and its like) and the hooks around a batch count calls.
+            ``deviceIterations(n)`` a call runs n batches, and hooks around a batch are called once for all of them.
     """
 
     drives_several_devices = True
@@ -286,6 +285,10 @@ class IPUStrategy(SingleDeviceStrategy):
     def process_evaluation_dataloader(self, dataloader: Any) -> Any:
         return joined(dataloader, self.inference_opts, "evaluation")
 
+    def evaluation_batches_per_item(self) -> int:
+        iterations, accumulation, _ = self._shape_of(self.inference_opts)
+        return iterations * accumulation
+
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -348,10 +351,7 @@ class IPUStrategy(SingleDeviceStrategy):
         batches = iterations * accumulation
         if kwargs:
             raise MisuseError(f"a compiled step takes its arguments by position, and got {', '.join(kwargs)} by name")
-        indices = args[1:]
-        if indices and not compiled.step.is_training_step:
-            indices = (indices[0] * batches, *indices[1:])  # the evaluation loop counts calls, that of training batches
-        tensors = compiled.step.flatten((args[0], *_index_tensors(indices, batches, replicas)))
+        tensors = compiled.step.flatten((args[0], *_index_tensors(args[1:], batches, replicas)))
         self._check_shapes(compiled, tensors, batches * replicas)
         with runtime.acquiring(self.num_devices):
             if compiled.step.is_training_step:

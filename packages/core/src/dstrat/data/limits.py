@@ -30,6 +30,18 @@ def limit_of(limit: float | None, length: int | None, name: str) -> int | None:
     return taken
 
 
+def whole_items(count: int | None, per_item: int) -> int | None:
+    """Return a number of batches that whole items of a loader have: the largest that is no more, or one item.
+
+    Args:
+        count: Number of batches, None where unknown; 0 stays.
+        per_item: Number of batches in what the loader gives at once.
+    """
+    if not count or count % per_item == 0:
+        return count
+    return max(1, count // per_item) * per_item
+
+
 def check_limit(limit: Any, name: str) -> None:
     """Raise RequestError unless the limit is None, a count, or a fraction from 0 to 1."""
     counts = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0

@@ -319,6 +319,14 @@ class Strategy(ABC):
         """Return the same for a loader of validation, test or prediction; by default as for training."""
         return self.process_dataloader(dataloader)
 
+    def evaluation_batches_per_item(self) -> int:
+        """Return the number of batches in what a loader of :meth:`process_evaluation_dataloader` gives at once.
+
+        It is more than 1 where one call of a compiled step consumes several; known from :meth:`setup` on.  Limits,
+        indices and progress count these batches, and hooks around a batch are called once for all of them.
+        """
+        return 1
+
     def compiled_steps(self) -> CompiledSteps | None:
         """Return what one call of :meth:`training_step` does where it also steps the optimizer; None where it does not.
 

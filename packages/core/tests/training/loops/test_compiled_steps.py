@@ -126,6 +126,77 @@ def test_limits_count_batches(fit, caplog):
     assert fit(fast_dev_run=1)[0].fit_loop.batches_seen == 4
 
 
+class WholeEvaluations(WholeSteps):
+    """Evaluates four batches in each call too."""
+
+    def process_evaluation_dataloader(self, dataloader):
+        return DataLoader(dataloader.dataset, 4 * dataloader.batch_size, drop_last=True)
+
+    def evaluation_batches_per_item(self):
+        return 4
+
+
+class Evaluations(Callback):
+    def __init__(self):
+        self.indices, self.counts = [], []
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0) -> None:
+        self.indices.append(batch_idx)
+
+    def on_validation_end(self, trainer, module) -> None:
+        self.counts.append(trainer.evaluation_batches)
+
+
+@pytest.mark.parametrize(
+    ("limit", "batches", "message"),
+    [
+        (None, 12, ""),
+        (8, 8, ""),
+        (0.5, 4, "limit_val_batches=0.5 lets validation run over 4 batches, as one call of the compiled step takes 4"),
+        (7, 4, "limit_val_batches=7 lets validation run over 4 batches"),
+        (1, 4, "limit_val_batches=1 lets validation run over 4 batches"),
+    ],
+)
+def test_limits_of_evaluation_count_batches(fit, caplog, limit, batches, message):
+    evaluations = Evaluations()
+    with caplog.at_level(logging.WARNING):
+        trainer, _, _ = fit(
+            strategy=WholeEvaluations(), val=samples(26), limit_val_batches=limit, callbacks=[evaluations]
+        )
+    assert evaluations.indices == list(range(0, batches, 4))
+    assert evaluations.counts == [[batches]] == [trainer.num_val_batches]
+    assert message in caplog.text
+    assert ("lets validation run" in caplog.text) == bool(message)
+
+
+def test_sanity_checks_run_whole_calls(fit):
+    evaluations = Evaluations()
+    fit(strategy=WholeEvaluations(), val=samples(24), num_sanity_val_steps=2, callbacks=[evaluations])
+    assert evaluations.counts == [[4], [12]]
+
+
+def test_the_progress_bar_counts_evaluated_batches(fit, capsys):
+    states = []
+
+    class Counting(ProgressBar):
+        refresh_rate = 6
+
+        def _update(self, trainer):
+            if trainer.is_evaluating and self._evaluation is not None:
+                states.append((self._evaluation.now().done, self._evaluation.now().total))
+            super()._update(trainer)
+
+    fit(
+        strategy=WholeEvaluations(),
+        val=samples(32),
+        callbacks=[Counting(refresh_seconds=0)],
+        enable_progress_bar=True,
+        limit_train_batches=4,
+    )
+    capsys.readouterr()
+    assert [done for done, total in states if total == 16 and done] == [8, 12]  # of 4, 8, 12 and 16; every 6 batches
+
+
 def test_the_estimate_of_steps_is_met(fit, make_line):
     class Estimating(type(make_line())):
         def configure_optimizers(self):

@@ -171,15 +171,17 @@ class ProgressBar(Callback):
         self._reach(trainer)
         if self._display is not None and trainer.is_fitting and not trainer.sanity_checking:
             self._take_values(trainer)  # they stay while validation goes on
-        self._evaluation = EvaluationProgress(title, trainer.evaluation_batches)
+        self._evaluation = EvaluationProgress(
+            title, trainer.evaluation_batches, trainer.strategy.evaluation_batches_per_item()
+        )
         self._evaluation_start = monotonic()
         self._update_when_due(trainer)
 
     def _count(self, trainer: Trainer, dataloader_idx: int) -> None:
         if self._evaluation is None:
             return
-        done = self._evaluation.count(dataloader_idx)
-        if monotonic() >= self._next_update and done % self.refresh_rate == 0:
+        is_due = self._evaluation.count(dataloader_idx, self.refresh_rate)
+        if is_due and monotonic() >= self._next_update:
             self._update(trainer)
 
     def _end_evaluation(self, trainer: Trainer) -> None:

@@ -16,18 +16,19 @@ class EvaluationProgress:
     Args:
         title: What the loop does.
         counts: Number of batches of each loader; None where it is unknown.
+        batches_per_item: Number of batches that end together.
     """
 
-    def __init__(self, title: str, counts: Sequence[int | None]) -> None:
-        self._title, self._counts = title, counts
+    def __init__(self, title: str, counts: Sequence[int | None], batches_per_item: int = 1) -> None:
+        self._title, self._counts, self._batches_per_item = title, counts, batches_per_item
         known = [count for count in counts if count is not None]
         self._progress = Progress(title, sum(known) if len(known) == len(counts) else None)
         self._done = [0] * len(counts)
 
-    def count(self, dataloader_idx: int) -> int:
-        """Count a batch of a loader; return the number of its batches so far."""
-        self._done[dataloader_idx] += 1
-        return self._done[dataloader_idx]
+    def count(self, dataloader_idx: int, refresh_rate: int) -> bool:
+        """Count what has ended of a loader; return whether that reaches a multiple of so many batches."""
+        self._done[dataloader_idx] += self._batches_per_item
+        return self._done[dataloader_idx] % refresh_rate < self._batches_per_item
 
     def now(self) -> Progress:
         """Return the present state, with the loader that is read."""

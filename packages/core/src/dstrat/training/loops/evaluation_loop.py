@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import pickle
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dstrat.builtin.launchers.payload import unpicklable_part
-from dstrat.data.limits import limit_of
+from dstrat.data.limits import limit_of, whole_items
 from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader
 from dstrat.data.recorded_batches import take_indices
 from dstrat.errors import MisuseError
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from dstrat.training.trainer import Trainer
+
+_log = logging.getLogger(__name__)
 
 Purpose = Literal["validation", "test", "predict"]
 
@@ -69,6 +72,7 @@ class EvaluationLoop:
         self._num_arguments = count_arguments(own_step)
         self._requires_index = requires_arguments(own_step) > 2
         self._mover = trainer.profiled("transfer_batch", batch_mover(trainer, module))
+        self._per_item = trainer.strategy.evaluation_batches_per_item()
         self.logged = LoggedValues(training=False)
         self.keeps_outputs = purpose == "predict"
         self._outputs: list[list[Any]] = []
@@ -95,11 +99,27 @@ class EvaluationLoop:
         self.loaders = [loader for loader, _ in prepared]
         self._given = as_list(loaders)
         self._divided = [divided for _, divided in prepared]
+        for limited, count in zip(self._limited(), self.num_batches, strict=True):
+            if limited != count:
+                _log.warning(
+                    "%s=%s lets %s run over %d batches, as one call of the compiled step takes %d",
+                    self._limit_name,
+                    self._limit,
+                    self._purpose,
+                    count,
+                    self._per_item,
+                )
 
     @property
     def num_batches(self) -> list[int | None]:
         """Number of batches of each loader; None where it is unknown."""
-        return [limit_of(self._limit, length_of(loader), self._limit_name) for loader in self.loaders]
+        return [whole_items(count, self._per_item) for count in self._limited()]
+
+    def _limited(self) -> list[int | None]:
+        """Return the number of batches of each loader as the limit says, which may end within an item."""
+        lengths = [length_of(loader) for loader in self.loaders]
+        batches = [None if length is None else length * self._per_item for length in lengths]
+        return [limit_of(self._limit, count, self._limit_name) for count in batches]
 
     def run(self, at_most: int | None = None, *, before_end: Callable[[], None] | None = None) -> None:
         """Evaluate; the values over the epoch are then published, predictions come from :meth:`predictions`.
@@ -118,7 +138,9 @@ class EvaluationLoop:
         trainer, dispatch, purpose = self._trainer, self._trainer.dispatch, self._purpose
         trainer.publisher.follow(self.logged)
         trainer.evaluation_loop, trainer.is_evaluating = self, True
-        trainer.evaluation_batches = counts = [_smaller(count, at_most) for count in self.num_batches]
+        trainer.evaluation_batches = counts = [
+            whole_items(_smaller(count, at_most), self._per_item) for count in self.num_batches
+        ]
         if purpose != "predict":
             self.logged.start_epoch()
         self._outputs = []
@@ -197,7 +219,8 @@ class EvaluationLoop:
         profiler = None if self._trainer.is_fitting else self._trainer.profiler  # a fit counts batches of training
         logged.in_step, logged.dataloader_idx = True, dataloader_idx if index_of_loader else None
         batch_idx = -1
-        for batch_idx, batch in enumerate(self._batches(dataloader_idx, loader, count)):
+        indices = itertools.count(0, self._per_item)
+        for batch_idx, batch in zip(indices, self._batches(dataloader_idx, loader, count), strict=False):
             logged.batch = batch
             if self._records_indices:
                 self.batch_indices = take_indices(loader)
@@ -231,12 +254,13 @@ class EvaluationLoop:
         return [(hook, (dataloader_idx,) if several or requires_arguments(hook) > others else ()) for hook in hooks]
 
     def _publish_step(self, dataloader_idx: int) -> None:
-        self._batches_seen[dataloader_idx] += not self._trainer.sanity_checking
+        self._batches_seen[dataloader_idx] += 0 if self._trainer.sanity_checking else self._per_item
         self._trainer.publisher.publish_evaluation_step(self.logged, self._batches_seen[dataloader_idx])
 
     def _batches(self, dataloader_idx: int, loader: Any, count: int | None) -> Iterable[Any]:
         """Return the batches of a loader, on the device; several processes vote between them."""
-        host_batches = self._trainer.profiled_batches(itertools.islice(loader, count))
+        items = None if count is None else count // self._per_item
+        host_batches = self._trainer.profiled_batches(itertools.islice(loader, items))
         if self._votes is None:
             return self._batches_of_rank(dataloader_idx, host_batches, loader)
         if self._trainer.strategy.evaluates_together:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.data.agreed_length import agreed_length
 from dstrat.data.continued import Beginning, ContinuedLoader
-from dstrat.data.limits import limit_of
+from dstrat.data.limits import limit_of, whole_items
 from dstrat.data.loaders import length_is_certain, length_of, prepare_training_loader
 from dstrat.data.placed import PlacedLoader, knows_its_place
 from dstrat.data.unshuffled import unshuffled
@@ -75,16 +75,15 @@ class TrainingData:
             self.num_batches = self._whole_items(limit)
 
     def _whole_items(self, count: int | None) -> int | None:
-        """Return a number of batches that whole items have: the largest that is no more than the limit, or one item."""
-        if not count or count % self.batches_per_item == 0:
-            return count
-        whole = max(1, count // self.batches_per_item) * self.batches_per_item
-        _log.warning(
-            "an epoch has %d training batches rather than %d, as one call of the compiled step takes %d",
-            whole,
-            count,
-            self.batches_per_item,
-        )
+        """Return the number of batches that whole items have, and log where it is another one."""
+        whole = whole_items(count, self.batches_per_item)
+        if whole != count:
+            _log.warning(
+                "an epoch has %d training batches rather than %d, as one call of the compiled step takes %d",
+                whole,
+                count,
+                self.batches_per_item,
+            )
         return whole
 
     def open(self, sources: Sources, epoch: int) -> None:
