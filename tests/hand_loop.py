@@ -143,13 +143,16 @@ def train(strategy, steps=STEPS, accumulate=1, clip=None, algorithm="norm"):
                 strategy.clip_gradients(optimizer, clip, algorithm)
             return sum(parts)
 
-        losses.append(float(strategy.reduce(strategy.optimizer_step(optimizer, closure, strategy.model))))
+        loss = strategy.reduce(strategy.optimizer_step(optimizer, closure, strategy.model))
+        strategy.accelerator.end_graph("optimizer_step")
+        losses.append(float(loss))
     return losses
 
 
 def one_pass(strategy, batch, index, accumulate):
     loss = strategy.training_step(strategy.batch_to_device(share(strategy, batch)), index) / accumulate
     strategy.backward(loss)
+    strategy.accelerator.end_graph("backward")
     return loss.detach()
 
 

@@ -25,6 +25,7 @@ OPTIONS = {
     "unused parameters": ("HPUParallelStrategy", {"find_unused_parameters": True}),
     "small buckets": ("HPUParallelStrategy", {"bucket_cap_mb": 0.0001}),
     "gradients sharded": ("HPUFSDPStrategy", {"sharding_strategy": "SHARD_GRAD_OP"}),
+    "of dstrat-ddp": ("DDPStrategy", {}),
     "offloading": ("HPUFSDPStrategy", {"cpu_offload": True}),
 }
 
@@ -44,9 +45,11 @@ def hpu_parts(cluster, precision="32-true"):
 
 
 def hpu_losses(cluster, name, options, training, precision="32-true"):
+    import dstrat_ddp
     import dstrat_hpu
 
-    return losses_of(getattr(dstrat_hpu, name)(**options), BlockNet(), hpu_parts(cluster, precision), **training)
+    strategy = getattr(dstrat_hpu if name.startswith("HPU") else dstrat_ddp, name)
+    return losses_of(strategy(**options), BlockNet(), hpu_parts(cluster, precision), **training)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +98,10 @@ def graphs_of_steps(cluster, name):
             optimizer.zero_grad()
             loss = strategy.training_step(batch, index)
             strategy.backward(loss)
+            strategy.accelerator.end_graph("backward")
 
         strategy.optimizer_step(optimizer, closure, strategy.model)
+        strategy.accelerator.end_graph("optimizer_step")
     found = since(before), simulation.module_id(), str(strategy.root_device)
     strategy.teardown()
     return found

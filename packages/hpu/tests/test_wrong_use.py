@@ -15,6 +15,7 @@ from torch import nn
 
 from dstrat.errors import ConflictError, DeviceError, MissingRequirementError, RequestError
 from dstrat.resolve import Request, make_plan
+from dstrat_fsdp import FSDPStrategy
 from dstrat_hpu import HPUPrecisionPlugin, precision
 
 
@@ -224,12 +225,17 @@ def test_other_hardware_is_refused():
         plan(strategy="hpu_parallel", accelerator="cpu", devices=2)
 
 
-def test_general_aliases_are_served_by_those_of_gaudi():
-    assert plan(strategy="single_device", accelerator="hpu", devices=1).strategy == "hpu_single"
-    assert plan(strategy="ddp", accelerator="hpu", devices=2).strategy == "hpu_parallel"
+def test_general_aliases_have_a_strategy_on_gaudi():
+    assert plan(strategy="single_device", accelerator="hpu", devices=1).strategy == "single_device"
+    assert plan(strategy="ddp", accelerator="hpu", devices=2).strategy == "ddp"
     assert plan(strategy="hpu_ddp", accelerator="hpu", devices=2).strategy == "hpu_parallel"
     assert plan(strategy="fsdp", accelerator="hpu", devices=2).strategy == "hpu_fsdp"
     assert plan(strategy="hpu_deepspeed", accelerator="hpu", devices=2).strategy == "deepspeed"
+
+
+def test_an_object_of_fsdp_is_refused_for_that_of_gaudi():
+    with pytest.raises(ConflictError, match="where 'hpu_fsdp' serves 'fsdp'"):
+        trainer(strategy=FSDPStrategy(), devices=2)
 
 
 def test_gaudi_is_chosen_where_there_is_one():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from dstrat.interfaces.accelerator import Devices
+    from dstrat.interfaces.accelerator import Devices, GraphEnd
 
 
 class HPUAccelerator(Accelerator):
@@ -30,6 +30,7 @@ class HPUAccelerator(Accelerator):
     process_group_backend = "hccl"
     devices_share_process = False
     averages_in_collectives = False
+    _ends_graphs = False
 
     def is_available(self) -> bool:
         return self.hint_unavailable() is None
@@ -71,6 +72,12 @@ class HPUAccelerator(Accelerator):
         """
         if runtime.acquire(0 if device is None or device.index is None else device.index):
             runtime.hpu().random.manual_seed(torch.initial_seed() % 2**63)
+        self._ends_graphs = runtime.is_lazy()
+
+    def end_graph(self, after: GraphEnd) -> None:  # noqa: ARG002 - the vendor's guide ends one after each
+        """End the graph, and let the device run it; the process goes on at once.  In eager mode there is none."""
+        if self._ends_graphs:
+            runtime.mark_step()
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - there is one
         """Return bytes of memory (in use, most in use so far, all that there is) and the number of allocations."""

@@ -1,17 +1,16 @@
-"""DistributedDataParallel on Gaudi: the strategy of dstrat-ddp over hccl, with graphs."""
+"""DistributedDataParallel on Gaudi: the strategy of dstrat-ddp over hccl."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from dstrat.plugins.catalog import get_catalog
-from dstrat_hpu.lazy import LazySteps
 
 # From the catalog rather than by an import: the record requires dstrat-ddp, and what is offered as "ddp" is its API.
 _DDPStrategy: Any = get_catalog().load(get_catalog().find("strategy", "ddp@dstrat-ddp"))
 
 
-class HPUParallelStrategy(LazySteps, _DDPStrategy):  # type: ignore[misc]  # known when it is loaded
+class HPUParallelStrategy(_DDPStrategy):  # type: ignore[misc]  # known when it is loaded
     """Training with torch's DistributedDataParallel over hccl, one process for each Gaudi.
 
     It takes the arguments of dstrat-ddp's ``DDPStrategy``, keywords of DistributedDataParallel among them.  hccl has

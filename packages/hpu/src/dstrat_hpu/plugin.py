@@ -23,13 +23,8 @@ _HPU = Component(
     process_group_backend="hccl",
     supports_torch_distributed=True,
     devices_share_process=False,
-    # Strategies of others would let the device record step after step, and run it when a value is read.
-    strategies={
-        "single_device": "hpu_single",
-        "ddp": "hpu_parallel",
-        "fsdp": "hpu_fsdp",
-        "hpu_deepspeed": "deepspeed",
-    },
+    # dstrat-fsdp declares the devices that it was tested on, and Gaudi is none of them.
+    strategies={"fsdp": "hpu_fsdp", "hpu_deepspeed": "deepspeed"},
 )
 
 _SINGLE = Component(
@@ -39,7 +34,7 @@ _SINGLE = Component(
     summary="one process on one Gaudi",
     requires=(_VENDOR,),
     pip_options=_FROM_VENDOR,
-    auto=110,  # before single_device, which never ends a graph
+    auto=110,  # before single_device
     accelerators=_ACCELERATORS,
     precisions=(*_PRECISIONS, "fp8"),
     uses_torch_distributed=False,

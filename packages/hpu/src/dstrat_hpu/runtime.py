@@ -6,6 +6,7 @@ came with release 1.23.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -107,8 +108,13 @@ def is_lazy() -> bool:
 
 def mark_step() -> None:
     """End the graph, and let the device run it; nothing in eager mode."""
+    _core().mark_step()
+
+
+@functools.cache
+def _core() -> Any:
     load()
-    importlib.import_module("habana_frameworks.torch.core").mark_step()
+    return importlib.import_module("habana_frameworks.torch.core")
 
 
 def num_devices() -> int:

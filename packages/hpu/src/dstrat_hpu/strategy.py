@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
-from dstrat_hpu.lazy import LazySteps
 
 if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import Precision
 
 
-class SingleHPUStrategy(LazySteps, SingleDeviceStrategy):
+class SingleHPUStrategy(SingleDeviceStrategy):
     """Training on one Gaudi, without any communication.
 
     Args:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from dstrat.interfaces.accelerator import Devices
+    from dstrat.interfaces.accelerator import Devices, GraphEnd
 
 _SEED_BYTES = 8
 
@@ -60,6 +60,11 @@ class XLAAccelerator(Accelerator):
         torch_xla.device(None if device is None else device.index)
         torch_xla.manual_seed(torch.initial_seed() % 2**63, device)
         runtime.check_autograd()
+
+    def end_graph(self, after: GraphEnd) -> None:
+        """Let the device run what was recorded, backward pass and optimizer step as one graph; return at once."""
+        if after != "backward":
+            runtime.cut()
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:
         """Return bytes of memory, where the runtime counts them: in use, most in use so far, and all that there is."""

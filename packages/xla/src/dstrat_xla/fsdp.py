@@ -168,13 +168,13 @@ class XLAFSDPStrategy(XLAStrategy):
         return self._run("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ended(self._run("validation_step", *args, **kwargs))
+        return self._run("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ended(self._run("test_step", *args, **kwargs))
+        return self._run("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ended(self._run("predict_step", *args, **kwargs))
+        return self._run("predict_step", *args, **kwargs)
 
     def _run(self, step: str, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.forward_context():

@@ -53,15 +53,6 @@ class LazySteps(Strategy):
         """End the graph, and let the device run it; the process goes on at once."""
         runtime.cut()
 
-    # Steps
-
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Module | None = None, **kwargs: Any
-    ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.mark_step()
-        return output
-
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Keep what training has recorded, and what evaluation records, in graphs of their own."""
@@ -69,19 +60,6 @@ class LazySteps(Strategy):
         with super().evaluation_context():
             yield
         self.mark_step()
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ended(super().validation_step(*args, **kwargs))
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ended(super().test_step(*args, **kwargs))
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ended(super().predict_step(*args, **kwargs))
-
-    def _ended(self, output: T) -> T:
-        self.mark_step()
-        return output
 
     def read_values(self, tensors: Sequence[Tensor]) -> list[float]:
         return [float(value) for value in runtime.fetch(tensors)]

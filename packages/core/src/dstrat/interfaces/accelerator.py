@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 Devices = int | str | Sequence[int]
 """What a user may write for devices: ``4``, ``"4"``, ``-1``, ``"auto"``, ``[0, 1]``, ``"0,1"``."""
+
+GraphEnd = Literal["backward", "optimizer_step", "evaluation_step"]
+"""After what a graph of recorded operations may end: a backward pass, or a step of the optimizer or of evaluation."""
 
 
 class Accelerator(ABC):
@@ -95,6 +98,18 @@ class Accelerator(ABC):
 
         Args:
             device: One of :meth:`get_parallel_devices`; None means the only one there is.
+        """
+
+    def end_graph(self, after: GraphEnd) -> None:
+        """Let the device run what has been recorded, on hardware that records operations before it runs them.
+
+        Whoever runs a strategy calls it after each backward pass, each optimizer step and each evaluation step: the
+        Trainer and OwnLoop do.  Strategies need not know of it.  It does nothing by default, and then the Trainer
+        does not call it.
+
+        Args:
+            after: What has just been recorded; hardware whose graphs span a whole step does nothing after
+                ``"backward"``.
         """
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - not all hardware counts

@@ -44,7 +44,9 @@ class Strategy(ABC):
     opens communication, owns the module and its optimizers, and runs the steps.  Whoever runs it calls, in this
     order: :meth:`receive` and :meth:`connect`; ``launcher.launch`` when there is a launcher; then in each process
     :meth:`setup_environment`, :meth:`setup`, the steps, and :meth:`teardown` (:meth:`on_exception` before it when
-    something broke).  The methods that are not abstract are right for one device.  The smallest complete subclass::
+    something broke).  After each :meth:`backward`, :meth:`optimizer_step` and evaluation step it calls ``end_graph``
+    of the accelerator, which some hardware needs.  The methods that are not abstract are right for one device.  The
+    smallest complete subclass::
 
         class MyStrategy(Strategy):
             root_device = property(lambda self: torch.device("cpu"))
@@ -449,7 +451,17 @@ class Strategy(ABC):
         """
         import torch
 
-        return torch.stack([tensor.reshape(()).to(torch.float64) for tensor in tensors]).tolist() if tensors else []
+        if self.accelerator.supports_dtype(torch.float64):
+            return torch.stack([tensor.reshape(()).to(torch.float64) for tensor in tensors]).tolist() if tensors else []
+        # One copy for each dtype: no other dtype holds all values of float32 and of the integers.
+        by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
+        for index, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, {})[index] = tensor.reshape(())
+        values = [0.0] * len(tensors)
+        for same in by_dtype.values():
+            for index, value in zip(same, torch.stack([*same.values()]).tolist(), strict=True):
+                values[index] = float(value)
+        return values
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name
         """Return whether all processes (or any of them) decided for it."""

@@ -43,7 +43,9 @@ class Steps:
         """Run a training step with gradients, otherwise an evaluation step; see :meth:`dstrat.OwnLoop.compute`."""
         strategy = self._strategy
         if not torch.is_grad_enabled():
-            return strategy.validation_step(function, *args, **kwargs)  # type: ignore[no-any-return]  # what function does
+            output: T = strategy.validation_step(function, *args, **kwargs)
+            strategy.accelerator.end_graph("evaluation_step")
+            return output
         if not self._settings.is_fitting:
             raise MisuseError(
                 "compute with gradients is a training step, and setup was given no optimizers: evaluate in "
@@ -60,6 +62,7 @@ class Steps:
         accumulate = self._settings.accumulate_grad_batches
         with self._synchronization():
             self._strategy.backward(loss if accumulate == 1 else loss / accumulate)
+        self._strategy.accelerator.end_graph("backward")
         self._due = list(self._strategy.optimizers)
 
     def step(self, optimizer: Optimizer | None) -> bool:
@@ -72,6 +75,7 @@ class Steps:
         is_complete = self._in_group == self._settings.accumulate_grad_batches
         if is_complete or strategy.accumulates_gradients:
             strategy.optimizer_step(optimizer, self._preparation(optimizer, clips=is_complete), strategy.model)
+            strategy.accelerator.end_graph("optimizer_step")
         if is_complete:
             optimizer.zero_grad()
             self._in_group, self.num_done = 0, self.num_done + 1

@@ -132,9 +132,12 @@ def train(strategy: Strategy, steps: int) -> list[float]:
             optimizer.zero_grad()
             loss: torch.Tensor = strategy.training_step(batch, step)
             strategy.backward(loss)
+            strategy.accelerator.end_graph("backward")
             return loss.detach()
 
-        losses.append(float(strategy.reduce(strategy.optimizer_step(optimizer, closure, strategy.model))))
+        loss = strategy.reduce(strategy.optimizer_step(optimizer, closure, strategy.model))
+        strategy.accelerator.end_graph("optimizer_step")
+        losses.append(float(loss))
     return losses
 
 

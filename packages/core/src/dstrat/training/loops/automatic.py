@@ -17,6 +17,7 @@ from dstrat.training.loops.steps import (
     bind_optimizer_step,
     bind_step,
     bind_unscaling,
+    end_graph_after,
     steps_plainly,
 )
 from dstrat.training.module.train_module import TrainModule
@@ -59,7 +60,9 @@ class AutomaticOptimization:
         self._training_step = trainer.profiled("training_step", bind_step(strategy, module, "training_step"))
         self._backward = trainer.profiled("backward", bind_backward(strategy))
         self._unscale = bind_unscaling(strategy)
-        self._optimizer_step = trainer.profiled("optimizer_step", self._find_step())
+        self._optimizer_step = trainer.profiled(
+            "optimizer_step", end_graph_after("optimizer_step", self._find_step(), strategy)
+        )
         self._loop = trainer.fit_loop
         self._zero_grad = self._find_zero_grad()
         self._clips = trainer.gradient_clip_val is not None or overrides(

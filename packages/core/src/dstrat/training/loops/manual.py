@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError
 from dstrat.training.loops.optimizer_proxy import OptimizerProxy
-from dstrat.training.loops.steps import bind_step
+from dstrat.training.loops.steps import bind_backward, bind_step, end_graph_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -41,8 +41,9 @@ class ManualOptimization:
 
     def __init__(self, trainer: Trainer, module: TrainModule) -> None:
         _check_arguments(trainer, module)
-        self.module, self._strategy = module, trainer.strategy
+        self.module = module
         self._training_step = trainer.profiled("training_step", bind_step(trainer.strategy, module, "training_step"))
+        self._backward = bind_backward(trainer.strategy)
         self._before_backward = trainer.dispatch.of("on_before_backward")
         self._after_backward = trainer.dispatch.of("on_after_backward")
         self.optimizers = [ManualOptimizer(optimizer, trainer, self) for optimizer in trainer.strategy.optimizers]
@@ -67,7 +68,7 @@ class ManualOptimization:
         for hook in self._before_backward:
             hook(loss)
         self.is_in_backward = True
-        self._strategy.backward(loss, *args, **kwargs)
+        self._backward(loss, *args, **kwargs)
         self.waits = True
         for hook in self._after_backward:
             hook()
@@ -88,6 +89,7 @@ class ManualOptimizer(OptimizerProxy):
         super().__init__(optimizer, trainer.strategy, manual.module)
         self._loop, self._manual = trainer.fit_loop, manual
         self._before_step = trainer.dispatch.of("on_before_optimizer_step")
+        self._step = end_graph_after("optimizer_step", super().step, trainer.strategy)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         def prepared() -> Any:
@@ -97,7 +99,7 @@ class ManualOptimizer(OptimizerProxy):
                 hook(self.optimizer)
             return loss
 
-        output = super().step(prepared, **kwargs)
+        output = self._step(prepared, **kwargs)
         self._loop.global_step += 1
         self._manual.waits = False
         return output

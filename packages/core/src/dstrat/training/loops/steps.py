@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dstrat.interfaces.accelerator import Accelerator
 from dstrat.interfaces.precision import Precision
 from dstrat.interfaces.strategy import Strategy
 from dstrat.training.dispatch import overrides
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.accelerator import GraphEnd
     from dstrat.training.module.train_module import TrainModule
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -27,11 +29,25 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 def bind_step(strategy: Strategy, module: TrainModule, name: str) -> Callable[..., Any]:
     """Return what runs a step of the module: training_step, validation_step, test_step or predict_step."""
-    if overrides(strategy, name, Strategy):
-        step: Callable[..., Any] = getattr(strategy, name)
+    is_direct = not overrides(strategy, name, Strategy) and isinstance(
+        strategy.precision_plugin.forward_context(), nullcontext
+    )
+    step: Callable[..., Any] = getattr(module if is_direct else strategy, name)
+    return step if name == "training_step" else end_graph_after("evaluation_step", step, strategy)
+
+
+def end_graph_after(end: GraphEnd, step: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
+    """Return a step after which the accelerator ends the graph; the step itself on hardware without graphs."""
+    accelerator = strategy.accelerator
+    if not overrides(accelerator, "end_graph", Accelerator):
         return step
-    needs_no_context = isinstance(strategy.precision_plugin.forward_context(), nullcontext)
-    return getattr(module if needs_no_context else strategy, name)  # type: ignore[no-any-return]  # a method
+
+    def step_and_end(*args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        accelerator.end_graph(end)
+        return output
+
+    return step_and_end
 
 
 def bind_backward(strategy: Strategy) -> Callable[..., None]:
@@ -43,7 +59,7 @@ def bind_backward(strategy: Strategy) -> Callable[..., None]:
         or overrides(precision, "backward", Precision)
         or overrides(precision, "scale_loss", Precision)
     )
-    return strategy.backward if is_changed else Tensor.backward
+    return end_graph_after("backward", strategy.backward if is_changed else Tensor.backward, strategy)
 
 
 def bind_unscaling(strategy: Strategy) -> Callable[[Optimizer], None] | None:
