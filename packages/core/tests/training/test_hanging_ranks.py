@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from datetime import timedelta
 
 import pytest
 from tests.warm_program import WarmProgram
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 
 from dstrat import Callback, Trainer
@@ -107,8 +107,11 @@ def test_limits_follow_the_timeout_that_is_given():
 
 SCRIPT = """
 import os, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
-os.environ |= zip(names, (sys.argv[1], sys.argv[1], "2", "2", "127.0.0.1", sys.argv[2], "lo"), strict=True)
+os.environ |= {{
+    "TORCHELASTIC_RUN_ID": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2],
+    "RANK": sys.argv[1], "LOCAL_RANK": sys.argv[1], "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+}}
 import signal, time, torch
 sys.path.insert(0, {folder!r})
 from conftest import Averaging, Line, numbers
@@ -139,16 +142,14 @@ trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
 @pytest.fixture
 def start_ranks(tmp_path):
     """Start two ranks as another launcher does, which no supervisor watches."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
     ranks = []
 
     def start_ranks(deed, misbehaving=(1,)):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         script = tmp_path / "train.py"
         folder = os.path.dirname(__file__)  # noqa: PTH120 - a string for a program
         script.write_text(SCRIPT.format(folder=folder, deed=deed, ranks=misbehaving))
-        ranks[:] = [WarmProgram(script, str(rank), str(port)) for rank in range(2)]
+        ranks[:] = [WarmProgram(script, str(rank), str(store.port)) for rank in range(2)]
         return ranks
 
     yield start_ranks

@@ -27,7 +27,11 @@ def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]
 
     try:
         with watched_for_hangs(
-            strategy.hang_timeout, longest=strategy.timeout, rank=strategy.global_rank, size=strategy.world_size
+            strategy.hang_timeout,
+            longest=strategy.timeout,
+            rank=strategy.global_rank,
+            local_rank=strategy.local_rank,
+            size=strategy.world_size,
         ):
             strategy.setup_environment()
             yield

@@ -57,6 +57,7 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
                 trainer.strategy.hang_timeout,
                 longest=trainer.strategy.timeout,
                 rank=trainer.global_rank,
+                local_rank=trainer.local_rank,
                 size=trainer.world_size,
             ),
         ):

@@ -1,6 +1,11 @@
-"""Which ranks are taken to hang, by what all ranks publish of themselves."""
+"""Hang detection among ranks: which of them hang by their states, and which end."""
+
+import signal
+from pathlib import Path
 
 import pytest
+from tests.warm_program import WarmProgram
+from torch.distributed import TCPStore
 
 from dstrat.builtin.launchers.peer_watch import RankState, find_hung_ranks
 
@@ -29,3 +34,39 @@ ENDED = RankState(has_ended=True)
 )
 def test_ranks_hang_that_do_not_wait_while_all_others_do(states, unresponsive, hung):
     assert find_hung_ranks(dict(enumerate(states)), unresponsive, limit=10.0) == hung
+
+
+@pytest.fixture
+def start_ranks():
+    """Start ranks that wait busily for the last one, which misbehaves."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
+    ranks = []
+
+    def start_ranks(deed, size, local_size):
+        script = Path(__file__).with_name("peer_watch_rank.py")
+        numbers = ((rank, size, local_size, store.port) for rank in range(size))
+        ranks[:] = [WarmProgram(script, deed, *map(str, each)) for each in numbers]
+        return ranks
+
+    yield start_ranks
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(signal.SIGKILL)
+        if not rank.stdout.closed:
+            rank.communicate()
+
+
+def test_idle_rank_that_waits_ends_beyond_the_first_ranks(start_ranks):
+    *_, last = start_ranks("wait", 5, local_size=5)
+    _, errors = last.communicate(timeout=60)
+    assert "rank 4 of 5 hung: nothing was done for 1 s, and ranks 0, 1, 2, 3 waited." in errors
+    assert "Stack of rank 0:\n\nCurrent thread" in errors
+    assert last.returncode == 1
+
+
+@pytest.mark.parametrize("deed", ["stop", "die"])
+def test_rank_that_stops_or_dies_is_named_by_one_of_its_machine(start_ranks, deed):
+    ranks = start_ranks(deed, 6, local_size=4)
+    _, errors = ranks[4].communicate(timeout=60)
+    assert "rank 5 of 6 hung: nothing was done for 1 s, and ranks 0, 1, 2, 3, 4 waited." in errors
+    assert ranks[4].returncode == 1

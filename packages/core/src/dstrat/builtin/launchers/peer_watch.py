@@ -24,6 +24,7 @@ from dstrat.builtin.launchers.progress import (
     PAUSE,
     IdleTimer,
     descendants_of,
+    has_ended,
     read_activities,
     read_activity_of_this_process,
     waits_for_others,
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-    from dstrat.builtin.launchers.progress import Activity
-
-_NUM_OBSERVERS = 4  # of the ranks that wait; if all of a thousand looked at each other, the store would be overloaded
+# Of the ranks that wait.  If all of a thousand looked at each other, the store would be overloaded.
+_NUM_OBSERVERS = 4  # of the job
+_NUM_LOCAL_OBSERVERS = 2  # of each machine: nobody else sees soon that a process there is stopped or gone
 _NUM_STACKS = 16
 _STORE_TIMEOUT = timedelta(seconds=30)
 
@@ -89,16 +90,21 @@ class PeerWatch(threading.Thread):
     native code keeps Python's lock.  Then peers on the same machine look whether the process does anything; peers
     elsewhere leave it as much time as a collective takes.
 
+    A few observers read the states of all ranks.  A rank that waits and is no observer looks only when one of them
+    suspects it, because observers cannot end it, and it is to end with its stack.
+
     Args:
         limit: Seconds of idleness after which the job ends if no rank is at work.
         longest: Seconds that a collective waits for other ranks.
         rank: Its global rank.
+        local_rank: Its rank on its machine.
         size: Number of ranks.
     """
 
-    def __init__(self, limit: float, longest: float, rank: int, size: int) -> None:
+    def __init__(self, limit: float, longest: float, *, rank: int, local_rank: int, size: int) -> None:
         super().__init__(name="dstrat-hang-watch", daemon=True)
         self._limit, self._longest, self._rank, self._size = limit, longest, rank, size
+        self._is_observer = rank < _NUM_OBSERVERS or local_rank < _NUM_LOCAL_OBSERVERS
         self._timer = IdleTimer(limit)
         self._main = threading.get_ident()
         self._closed = threading.Event()
@@ -154,22 +160,25 @@ class PeerWatch(threading.Thread):
         stack = traceback.extract_stack(sys._current_frames()[self._main])  # noqa: SLF001 - there is no other way
         files = [frame.filename for frame in reversed(stack)]
         is_waiting = waits_for_others(files, is_busy=idle_seconds < self._limit)
-        self._publish(self._state(idle_seconds=idle_seconds, is_waiting=is_waiting), stack)
         silent_seconds = time.monotonic() - self._last_beat
+        has_stack = silent_seconds > self._limit / 2 and (is_waiting or idle_seconds > self._limit / 2)
+        self._publish(self._state(idle_seconds=idle_seconds, is_waiting=is_waiting), stack if has_stack else None)
         if self._store is None:
             # A store that has failed was of a rank that is gone, and then nobody is at work for this one.
             limit = self._limit if self._store_failed else self._longest
             if idle_seconds > limit + MARGIN and not is_waiting:
                 self._end({self._rank: _format(stack)}, limit)
         # Before the limit, so that it is known since when a peer has not responded.
-        elif silent_seconds > 2 * self._timer.period and (not is_waiting or self._rank < _NUM_OBSERVERS):
+        elif silent_seconds > 2 * self._timer.period and (
+            not is_waiting or self._is_observer or (idle_seconds > self._limit + MARGIN and self._is_suspected())
+        ):
             self._look_at_peers()
 
     def _publish(self, state: RankState, stack: traceback.StackSummary | None = None) -> None:
         try:
             if (store := self._open_store()) is None:
                 return
-            if stack is not None and state.idle_seconds > self._limit / 2:
+            if stack is not None:
                 store.set(f"stack {self._rank}", _format(stack))
             store.set(f"state {self._rank}", json.dumps(asdict(state)))
         except RuntimeError:  # rank 0 may be gone, and the store with it
@@ -182,20 +191,30 @@ class PeerWatch(threading.Thread):
             self._store = clone_job_store("hangs", _STORE_TIMEOUT)
         return self._store
 
+    def _is_suspected(self) -> bool:
+        """Return whether an observer took this rank to hang; only a reason to look, as that may be long ago."""
+        try:
+            return self._store is not None and self._store.check([f"suspect {self._rank}"])
+        except RuntimeError:
+            self._store, self._store_failed = None, True
+            return False
+
     def _look_at_peers(self) -> None:
-        """End the job if this rank is to, of all that hang or wait."""
+        """End this rank if it hangs, or if it waits for ranks that hang and that cannot end by themselves."""
         try:
             states = self._read_states()
             unresponsive = self._find_unresponsive(states)
             hung = find_hung_ranks(states, unresponsive, self._limit + MARGIN)
             responsive = [rank for rank in hung if rank not in unresponsive]
-            waiting = [rank for rank, state in states.items() if rank not in hung and not state.has_ended]
-            # Each that hangs ends, as the launcher may not end it; where none can, the first that waits does.
-            if hung and self._rank in (responsive or waiting[:1]):
+            assert self._store is not None  # noqa: S101 - the states came from it
+            # Each rank that hangs ends by itself, as the launcher may end no other rank than the one that failed.
+            if self._rank in responsive or (hung and not responsive):
+                waiting = [rank for rank, state in states.items() if rank not in hung and not state.has_ended]
                 reported = [*islice(hung, _NUM_STACKS), *islice(waiting, _NUM_STACKS)]
-                assert self._store is not None  # noqa: S101 - the states came from it
                 is_first = self._store.add("reports", 1) == 1
                 self._end(self._read_stacks(reported) if is_first else {}, self._limit, hung)
+            for rank in responsive:
+                self._store.set(f"suspect {rank}", "")
         except RuntimeError:
             self._store, self._store_failed = None, True
 
@@ -206,16 +225,22 @@ class PeerWatch(threading.Thread):
             if rank not in self._changes or self._changes[rank][0] != state.number:
                 self._changes[rank] = (state.number, now)
                 self._peer_timers.pop(rank, None)
-        silent = {rank for rank, (_, since) in self._changes.items() if now - since > 2 * self._timer.period}
+        silent = {rank: now - since for rank, (_, since) in self._changes.items()}
+        silent = {rank: seconds for rank, seconds in silent.items() if seconds > 2 * self._timer.period}
         nearby = {rank: states[rank].pid for rank in silent if states[rank].machine == _this_machine()}
         activities = read_activities(nearby.values()) if nearby else {}
-        seconds = {rank: self._idle_seconds_of(rank, activities.get(pid)) for rank, pid in nearby.items()}
-        idle = {rank for rank in seconds if seconds[rank] > self._limit + MARGIN}
-        elsewhere = {rank for rank in silent - set(nearby) if now - self._changes[rank][1] > self._longest + MARGIN}
-        return idle | elsewhere
-
-    def _idle_seconds_of(self, rank: int, activity: Activity | None) -> float:
-        return self._peer_timers.setdefault(rank, IdleTimer(self._limit)).update(activity)
+        unresponsive = set()
+        for rank, silent_seconds in silent.items():
+            pid = nearby.get(rank)
+            if pid in activities:
+                idle_seconds = self._peer_timers.setdefault(rank, IdleTimer(self._limit)).update(activities[pid])
+                is_idle = idle_seconds > self._limit + MARGIN
+            else:  # it has ended, is on another machine, or its activity cannot be read
+                limit = self._limit if pid is not None and has_ended(pid) else self._longest
+                is_idle = silent_seconds > limit + MARGIN
+            if is_idle:
+                unresponsive.add(rank)
+        return unresponsive
 
     def _read_states(self) -> dict[int, RankState]:
         assert self._store is not None  # noqa: S101 - only called where it is open
@@ -241,6 +266,9 @@ class PeerWatch(threading.Thread):
         message = str(hang_error(idle, stacks or dict.fromkeys(idle, ""), self._size))
         if stacks:
             sys.stderr.write(f"{message}\n")
+        else:
+            # Until another rank has reported: it may need the store of this one, and a launcher ends it with this one.
+            time.sleep(MARGIN)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

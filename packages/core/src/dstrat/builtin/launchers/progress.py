@@ -92,6 +92,19 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
     return [descendant for pid in pids for descendant in _descendants(pid, children)]
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended, also where its parent has not taken note of that yet."""
+    if state := _read_stat(str(pid))[:1]:
+        return state[0] in (b"Z", b"X")
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it is another user's
+        return False
+    return False
+
+
 def _read(path: str) -> bytes:
     """Return a file of the system; nothing where it is not there (any more), or not for this user."""
     try:
@@ -113,12 +126,15 @@ def _read_processes() -> tuple[dict[int, list[int]], dict[int, float]]:
     children: dict[int, list[int]] = {}
     seconds: dict[int, float] = {}
     for name in filter(str.isdigit, _list("/proc")):
-        # From the state on, see proc(5); before it is the program's name, which may have any bytes.
-        fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
-        if fields:
+        if fields := _read_stat(name):
             children.setdefault(int(fields[1]), []).append(int(name))
             seconds[int(name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return children, seconds
+
+
+def _read_stat(pid: str) -> list[bytes]:
+    """Return what the system has of a process, from its state on (proc(5)); nothing where there is none."""
+    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # before is its program's name, with any bytes
 
 
 def _can_be_watched(pid: int) -> bool:
@@ -128,10 +144,10 @@ def _can_be_watched(pid: int) -> bool:
 
 
 def _descendants(pid: int, children: Mapping[int, list[int]]) -> list[int]:
-    found = list(children.get(pid, []))
-    for member in found:  # grows while it is walked
-        found += children.get(member, [])
-    return found
+    descendants = list(children.get(pid, []))
+    for descendant in descendants:  # grows while it is walked
+        descendants += children.get(descendant, [])
+    return descendants
 
 
 def _sum(family: list[int], seconds: Mapping[int, float]) -> Activity:
@@ -199,7 +215,9 @@ def beat() -> None:
 
 
 @contextlib.contextmanager
-def watched_for_hangs(limit: timedelta | None, *, longest: timedelta | None, rank: int, size: int) -> Iterator[None]:
+def watched_for_hangs(
+    limit: timedelta | None, *, longest: timedelta | None, rank: int, local_rank: int, size: int
+) -> Iterator[None]:
     """Let this rank's part of a job end when it hangs in a ``with`` block.
 
     The supervisor watches ranks that it has started; others watch each other.
@@ -208,6 +226,7 @@ def watched_for_hangs(limit: timedelta | None, *, longest: timedelta | None, ran
         limit: How long it may be idle without progress; None is as long as it likes.
         longest: How long a collective waits for other ranks.
         rank: Its global rank.
+        local_rank: Its rank on its machine.
         size: Number of ranks.
     """
     if limit is None or size == 1:
@@ -223,7 +242,7 @@ def watched_for_hangs(limit: timedelta | None, *, longest: timedelta | None, ran
     else:
         from dstrat.builtin.launchers.peer_watch import PeerWatch  # which needs this module
 
-        watch = PeerWatch(*limits, rank, size)
+        watch = PeerWatch(*limits, rank=rank, local_rank=local_rank, size=size)
     _beats.append(watch.beat)
     try:
         yield
