@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from tests.ranks import in_ranks
+from tests.hand_loop import parts, start
+from tests.ranks import each, in_ranks
 from tests.trainer_runs import quiet_trainer, shuffled_loader
 from torch import nn
 
 from dstrat import Callback, TrainModule
+from dstrat.parallel.separate_modules import SeparateModules
 from dstrat_ddp import DDPStrategy
 
 
@@ -55,3 +57,42 @@ def test_each_evaluation_is_that_of_the_module_of_rank_zero():
     (found, expected), (others, _) = in_ranks(evaluated)
     assert list(found.values()) == pytest.approx(expected, rel=1e-5)
     assert found == others
+
+
+def module_with_buffers(rank):
+    module = Normalized()
+    module._ddp_params_and_buffers_to_ignore = ["seen"]
+    module.register_buffer("seen", torch.full((2,), float(rank)))
+    module.register_buffer("shared", torch.full((2,), float(rank)))
+    return module
+
+
+class Pair(SeparateModules):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def buffers_of_evaluation(cluster, separate, fitting):
+    rank = cluster.global_rank
+    module = module_with_buffers(rank)
+    if separate:
+        module = Pair({"first": module, "second": module_with_buffers(rank)})
+    strategy = DDPStrategy()
+    start(strategy, module, parts(cluster), is_fitting=fitting)
+    with strategy.evaluation_context():
+        buffers = {
+            name: buffer[0].item() for name, buffer in module.named_buffers() if name.endswith(("seen", "shared"))
+        }
+    strategy.teardown()
+    return buffers
+
+
+def test_buffers_that_ddp_ignores_stay_those_of_each_rank():
+    options = [{"separate": separate, "fitting": fitting} for separate in (False, True) for fitting in (False, True)]
+    cases = {tuple(case.values()): case for case in options}
+    for rank, results in enumerate(in_ranks(each, function=buffers_of_evaluation, cases=cases)):
+        for (separate, _), buffers in results.items():
+            prefixes = ("first.", "second.") if separate else ("",)
+            assert buffers == {
+                f"{prefix}{name}": rank * (name == "seen") for prefix in prefixes for name in ("seen", "shared")
+            }

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dstrat_ddp.ending import release_reducer
 from dstrat_ddp.layout import lay_out_buckets
+from dstrat_ddp.step_module import pass_ignored_names
 from dstrat_ddp.unused_parameters import ExplainedUnusedParameters
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class _Within(Module):
     def __init__(self, module: Module) -> None:
         super().__init__()
         self.module = module
+        pass_ignored_names(module, self)
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

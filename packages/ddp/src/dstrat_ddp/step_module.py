@@ -6,11 +6,31 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
+from dstrat.parallel.separate_modules import SeparateModules
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The attribute by which a module names what DistributedDataParallel leaves alone."""
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute in which DistributedDataParallel finds the names of what it does not synchronize in a module."""
+
+
+def ignored_names(module: Module) -> frozenset[str]:
+    """Return the names of parameters and buffers that DistributedDataParallel does not synchronize."""
+    if isinstance(module, SeparateModules):  # each of them has a wrapper
+        return frozenset(f"{child}.{name}" for child, one in module.named_children() for name in ignored_names(one))
+    return frozenset(getattr(module, _IGNORED, ()))
+
+
+def pass_ignored_names(module: Module, outer: Module) -> None:
+    """Let a wrapper of a module ignore what the user has excluded from synchronization there.
+
+    Args:
+        module: The user's.
+        outer: The module that is wrapped instead, which has the user's as ``module``.
+    """
+    if names := ignored_names(module):
+        setattr(outer, _IGNORED, [f"module.{name}" for name in names])
 
 
 class StepWatch:
@@ -41,8 +61,7 @@ class StepModule(Module):
         super().__init__()
         self.module = module
         self.watch = StepWatch()
-        if hasattr(module, IGNORED):
-            setattr(self, IGNORED, [f"module.{name}" for name in getattr(module, IGNORED)])
+        pass_ignored_names(module, self)
 
     def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step of that name."""

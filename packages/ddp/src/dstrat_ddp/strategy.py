@@ -18,11 +18,11 @@ from dstrat_ddp.layout import lay_out_buckets
 from dstrat_ddp.local_sgd import ParameterAveraging, check_averaging_period
 from dstrat_ddp.manual_backward import ManualBackward
 from dstrat_ddp.separate import SeparateWrappers
-from dstrat_ddp.step_module import IGNORED, StepModule
+from dstrat_ddp.step_module import StepModule, ignored_names
 from dstrat_ddp.unused_parameters import ExplainedUnusedParameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
 
     import torch
@@ -125,17 +125,22 @@ class DDPStrategy(ParallelStrategy):
     def wrap_model(self, trainer: TrainerLike) -> None:
         if trainer.is_fitting:
             self._wrap()
-        else:
-            super().wrap_model(trainer)
+        else:  # begin with the values of global rank 0, as what is wrapped does
+            self.take_from_first_rank(self._synchronized(self.module.named_parameters()))
+            self.take_from_first_rank(self._synchronized(self.module.named_buffers()))
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         # The last step has changed the buffers of each process by its own data, such as the statistics of batch norm;
         # DistributedDataParallel shares them before the next one, and a checkpoint has those of rank 0.
         wanted = (self._ddp_kwargs.get(name) for name in ("forward_sync_buffers", "broadcast_buffers"))
         if next((is_on for is_on in wanted if is_on is not None), True):
-            ignored = getattr(self.module, IGNORED, ())
-            self.take_from_first_rank(buffer for name, buffer in self.module.named_buffers() if name not in ignored)
+            self.take_from_first_rank(self._synchronized(self.module.named_buffers()))
         return super().evaluation_context()
+
+    def _synchronized(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+        """Return the tensors that are the same on all ranks, without those that the user has excluded."""
+        ignored = ignored_names(self.module)
+        return [tensor for name, tensor in tensors if name not in ignored]
 
     def _wrap(self) -> None:
         self._frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
