@@ -12,12 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.builtin.launchers.local import LocalLauncher
 from dstrat.errors import CatalogMismatchError, ClusterError, RankFailedError, RequestError
+from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.agreement import check_same_catalog
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor
 from dstrat.parallel.process_group import close_process_group, open_process_group
+from dstrat.parallel.strategy import ParallelStrategy
+from dstrat.testing.loopback import LoopbackCluster
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -226,3 +230,31 @@ assert group() is None
 
 def test_a_group_closes_though_torchs_functions_with_gradients_were_imported_while_it_was_open():
     subprocess.run([sys.executable, "-c", IMPORTED_WHILE_OPEN], check=True, timeout=60)
+
+
+class Elsewhere(ParallelStrategy):
+    """Has one device in each process, whichever of the machine's it is."""
+
+    @property
+    def root_device(self):
+        return torch.device(super().root_device.type, 7)
+
+
+class SharesDevices(ParallelStrategy):
+    @property
+    def assigned_device(self):
+        return self.parallel_devices[self.local_rank // 2]
+
+
+class Noting(CPUAccelerator):
+    def setup(self, device=None):
+        self.device = device
+
+
+@pytest.mark.parametrize(("cls", "index"), [(ParallelStrategy, 1), (Elsewhere, 7), (SharesDevices, 0)])
+def test_accelerator_sets_up_the_device_that_the_strategy_uses(cls, index):
+    devices = [torch.device("meta", index) for index in range(2)]
+    accelerator, cluster = Noting(), LoopbackCluster(1, 2, 0, None)
+    strategy = cls(accelerator, devices, cluster)
+    Strategy.setup_environment(strategy)
+    assert accelerator.device == strategy.assigned_device == strategy.root_device == torch.device("meta", index)

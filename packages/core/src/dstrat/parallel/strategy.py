@@ -114,12 +114,17 @@ class ParallelStrategy(Strategy):
 
     @property
     def assigned_device(self) -> torch.device:
+        cls = type(self)
+        if cls.root_device is not ParallelStrategy.root_device:  # an author who replaces only that one means both
+            return self.root_device
         return self.parallel_devices[self.local_rank]
 
     @property
     def root_device(self) -> torch.device:
-        if self._root_device is None:  # asked for with every batch, and found by reading the environment
-            accelerator, device = self.parts.accelerator, self.assigned_device
+        if self._root_device is None:  # needed with every batch, and known only by reading the environment
+            cls, accelerator = type(self), self.parts.accelerator
+            is_replaced = cls.assigned_device is not ParallelStrategy.assigned_device
+            device = self.assigned_device if is_replaced else self.parallel_devices[self.local_rank]
             self._root_device = device if accelerator is None else accelerator.device_in_process(device)
         return self._root_device
 
