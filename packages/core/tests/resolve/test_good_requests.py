@@ -220,6 +220,14 @@ def test_parts_of_a_strategy_say_where_they_come_from(catalog, parts):
     assert choices["precision"].value == "Odd (odd)"
 
 
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_accelerator_of_a_strategy_may_be_chosen_automatically(catalog, parts, device):
+    devices = None if device is None else [torch.device(device)] * 2
+    strategy = parts["many"](accelerator="auto", parallel_devices=devices)
+    plan = make_plan(Request(strategy=strategy), catalog=catalog, environ={}, interactive=False)
+    assert plan.accelerator == (device or "fast")
+
+
 def test_a_class_says_how_it_starts_and_what_it_has_when_it_is_constructed(catalog, parts):
     """Both are in its constructor, where nobody sees them before."""
 

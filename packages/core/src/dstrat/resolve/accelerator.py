@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dstrat.errors import BrokenComponentError, ConflictError, DeviceError, DstratError
+from dstrat.errors import BrokenComponentError, ConflictError, DeviceError
 from dstrat.plugins.facts import contradiction
-from dstrat.resolve.ability import Hardware, ability_of, ability_of_offer
+from dstrat.resolve.ability import Hardware, ability_of
+from dstrat.resolve.alternatives import suggest_strategies
 from dstrat.resolve.chosen import Chosen, chosen_as_given
 from dstrat.resolve.part import automatic_parts, usable_parts
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dstrat.interfaces.accelerator import Accelerator
-    from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.offer import Offer
     from dstrat.resolve.asked import AskedStrategy
@@ -149,22 +149,10 @@ def _nothing_fits(asked: str, available: list[Hardware], load: Load, catalog: Ca
     ability = ability_of(strategy)
     only = f"runs on {_listed(ability.accelerators)} only" if ability.accelerators else None
     why = only or ability.misfit(available[0])
-    return f"{machine}, and {strategy.title} {why}: choose another strategy{_relatives(strategy, available, catalog)}"
-
-
-def _relatives(strategy: Part[Strategy], available: list[Hardware], catalog: Catalog) -> str:
-    """List the general aliases of the strategy's package that run on some hardware."""
-    names = []
-    for offer in sorted(catalog.offers("strategy"), key=lambda offer: len(offer.component.requires)):
-        record = offer.component
-        if record.options.keys() <= {"start_method"} and offer.owner_label == strategy.owner:
-            try:
-                runs = any(ability_of_offer(offer, catalog).runs_on(hardware) for hardware in available)
-                if runs and not catalog.missing_requirements(offer):
-                    names.append(record.alias)
-            except DstratError:  # its class or its requirements are wrong, which is said where it is chosen
-                continue
-    return f" ({_listed(names[:4])})" if names and strategy.owner else ""
+    others = suggest_strategies(
+        catalog, lambda other: any(other.runs_on(hardware) for hardware in available), instead_of=strategy
+    )
+    return f"{machine}, and {strategy.title} {why}: choose another strategy{others}"
 
 
 def _listed(names: list[str] | tuple[str, ...]) -> str:

@@ -139,7 +139,7 @@ def _of_strategy(strategy: Part[Any] | None) -> Iterable[tuple[Subject, Given]]:
     arguments = _constructed_with(strategy.construct())
     for argument, subject in _OF_STRATEGY.items():
         value = arguments.get(argument)
-        if value is not None:
+        if value is not None and not (subject == "accelerator" and _is_auto(value)):  # as in the Trainer's argument
             owner = f"alias {strategy.name!r} " if strategy.catalog_name else strategy.name
             yield subject, Given(value=value, place=f"{owner}({argument}=...)", in_strategy=True)
 

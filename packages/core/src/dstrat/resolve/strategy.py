@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dstrat.errors import ClusterError, ConflictError, DstratError
 from dstrat.plugins.known import FOR_SEVERAL_DEVICES, known_requirement, pip_command
 from dstrat.resolve.ability import ability_of, ability_of_offer
+from dstrat.resolve.alternatives import suggest_strategies
 from dstrat.resolve.choice import Choice
 from dstrat.resolve.cluster import check_cluster
 from dstrat.resolve.obstacles import first_obstacle
@@ -16,13 +17,10 @@ from dstrat.resolve.part import automatic_offers, part_of_offer, usable_parts
 if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
-    from dstrat.plugins.component import Component
     from dstrat.plugins.offer import Offer
     from dstrat.resolve.ability import Ability
     from dstrat.resolve.obstacles import Obstacle, Situation
     from dstrat.resolve.part import Part
-
-_MOST_ALIASES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,17 +58,17 @@ def choose_strategy(
     """
     if asked is None:
         return _automatic(catalog, situation)
-    found = first_obstacle(ability_of(asked), situation)
-    if found is not None:
-        _check_processes(found, situation)
-        others = _alternatives(catalog, situation, package=_package(asked))
-        raise found.error(f"{asked.title} {found.problem}: {found.cure}{others}")
+    obstacle = first_obstacle(ability_of(asked), situation)
+    if obstacle is not None:
+        _check_processes(obstacle, situation)
+        others = suggest_strategies(catalog, lambda ability: _fits(ability, situation), instead_of=asked)
+        raise obstacle.error(f"{asked.title} {obstacle.problem}: {obstacle.cure}{others}")
     return ChosenStrategy(part=asked, reason=reason)
 
 
-def _check_processes(found: Obstacle, situation: Situation) -> None:
-    """Let an environment that contradicts itself speak first: then the processes may not even be there."""
-    if found.error is ClusterError:
+def _check_processes(obstacle: Obstacle, situation: Situation) -> None:
+    """Raise the error of an environment that contradicts itself first: then the processes may not even be there."""
+    if obstacle.error is ClusterError:
         per_node = situation.started // situation.num_nodes
         check_cluster(situation.cluster, processes_per_node=per_node, num_nodes=situation.num_nodes)
 
@@ -92,11 +90,12 @@ def _automatic(catalog: Catalog, situation: Situation) -> ChosenStrategy:
         # Where none can be loaded, the best of them says why.
         part = next(usable_parts(fitting, catalog), None) or part_of_offer(fitting[0], catalog)
         return ChosenStrategy(part=part, reason=f"the first choice for {_need(situation)}")
-    for offer, found in candidates:
-        if found is not None:
-            raise found.error(
-                f"no strategy that is chosen automatically fits: {offer.title} {found.problem}: {found.cure}"
-                f"{_alternatives(catalog, situation)}"
+    for offer, obstacle in candidates:
+        if obstacle is not None:
+            others = suggest_strategies(catalog, lambda ability: _fits(ability, situation))
+            raise obstacle.error(
+                f"no strategy that is chosen automatically fits: {offer.title} {obstacle.problem}: {obstacle.cure}"
+                f"{others}"
             )
     raise ConflictError(_nothing_installed(situation))
 
@@ -107,6 +106,10 @@ def _is_candidate(ability: Ability, situation: Situation) -> bool:
         return not ability.starts_processes
     drives_several = ability.max_devices != 1 and ability.runs_on(situation.hardware)
     return ability.starts_processes or drives_several
+
+
+def _fits(ability: Ability, situation: Situation) -> bool:
+    return _is_candidate(ability, situation) and first_obstacle(ability, situation) is None
 
 
 def _nothing_installed(situation: Situation) -> str:
@@ -125,35 +128,3 @@ def _need(situation: Situation) -> str:
         return f"{situation.started} processes"
     devices = f"{situation.num_devices} device{'s' if situation.num_devices > 1 else ''}"
     return devices if situation.num_nodes == 1 else f"{devices} on each of {situation.num_nodes} machines"
-
-
-def _package(part: Part[Strategy]) -> str:
-    """Return the Python package of a strategy."""
-    home = part.cls.__module__ if part.record is None else part.record.target_name
-    return home.partition(".")[0].partition(":")[0]
-
-
-def _alternatives(catalog: Catalog, situation: Situation, *, package: str | None = None) -> str:
-    """List the aliases that fit: those of a package first, then automatic choices and those that require little."""
-    fitting = [offer.component for offer in catalog.offers("strategy") if _fits(offer, catalog, situation)]
-    fitting.sort(key=lambda c: (not c.target_name.startswith(f"{package}."), c.auto is None, len(c.requires)))
-    plain = [component for component in fitting if not any(_extends(component, other) for other in fitting)]
-    named = ", ".join(repr(component.alias) for component in plain[:_MOST_ALIASES])
-    return f" ({named})" if named else ""
-
-
-def _extends(component: Component, other: Component) -> bool:
-    """Return whether the component is the other one with further options."""
-    options = component.options
-    presets_all = all(key in options and options[key] is value for key, value in other.options.items())
-    return component.target == other.target and len(options) > len(other.options) and presets_all
-
-
-def _fits(offer: Offer, catalog: Catalog, situation: Situation) -> bool:
-    try:
-        ability = ability_of_offer(offer, catalog)
-        if not _is_candidate(ability, situation) or first_obstacle(ability, situation) is not None:
-            return False
-        return not catalog.missing_requirements(offer)
-    except DstratError:  # its author wrote a requirement that is none
-        return False
