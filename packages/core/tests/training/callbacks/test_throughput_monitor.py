@@ -72,6 +72,14 @@ def test_rates_are_measured_over_the_last_batches(clock):
     assert throughput.rates().samples == 15.0
 
 
+def test_window_covers_as_many_batches_where_several_end_at_once(clock):
+    throughput = Throughput(window_size=4)
+    for samples in (99, 40, 40, 60):
+        clock.now += 2
+        throughput.add(batches=4, samples=samples)
+    assert (throughput.rates().batches, throughput.rates().samples) == (2.0, 30.0)
+
+
 def test_batches_and_samples_per_second_are_written_with_the_steps_and_leave_validation_out(
     quiet_trainer, clocked, loader, kept
 ):

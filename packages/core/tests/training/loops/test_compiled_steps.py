@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from inspect import signature
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import Callback, GradientAccumulationScheduler, ProgressBar, SingleDeviceStrategy, TrainModule
+from dstrat import Callback, GradientAccumulationScheduler, Logger, ProgressBar, SingleDeviceStrategy, TrainModule
 from dstrat.errors import ConflictError
 from dstrat.interfaces.compiled_steps import CompiledSteps
+from dstrat.training.callbacks.throughput_monitor import ThroughputMonitor
 
 
 class WholeSteps(SingleDeviceStrategy):
@@ -304,16 +306,38 @@ def test_the_progress_bar_counts_batches(fit, capsys):
     assert trainer.global_step == 24
 
 
+class Rates(Logger):
+    def __init__(self):
+        self.rows = []
+
+    def log_metrics(self, metrics, step):
+        self.rows.append({name: value for name, value in metrics.items() if name.startswith("throughput/")})
+
+
+def test_throughput_counts_the_batches_of_a_call(fit):
+    rates = Rates()
+    fit(callbacks=[ThroughputMonitor()], logger=rates, log_every_n_steps=4)
+    rows = [row for row in rates.rows if row]
+    assert len(rows) >= 4
+    for row in rows:  # batches of two samples
+        assert row["throughput/batches_per_sec"] == pytest.approx(row["throughput/samples_per_sec"] / 2)
+
+
 def test_logs_are_captured_rather_than_kept(make_line):
     module = make_line()
-    assert isinstance(module, TrainModule)
+    module.nested = make_line()
     with module.capture_logs() as logs:
         module.log("a", 1.0, prog_bar=True, batch_size=3)
-        module.log_dict({"b": 2.0})
+        with module.capture_logs() as nested_logs:
+            module.nested.log("d", 4.0)
+        module.nested.log_dict({"b": 2.0})
     module.log("c", 3.0)
+    module.nested.log("e", 5.0)
     assert [(call.name, call.value) for call in logs] == [("a", 1.0), ("b", 2.0)]
-    assert logs[0].options["prog_bar"] is True
-    assert logs[0].options["batch_size"] == 3
+    assert [(call.name, call.value) for call in nested_logs] == [("d", 4.0)]
+    defaults = {name: each.default for name, each in signature(TrainModule.log).parameters.items()}
+    arguments = {"self": defaults["self"], "name": defaults["name"], "value": defaults["value"]}
+    assert arguments | logs[0].options == defaults | {"prog_bar": True, "batch_size": 3}
 
 
 def test_steps_that_calls_do_not_reach_are_not_resumed_from(fit, tmp_path):

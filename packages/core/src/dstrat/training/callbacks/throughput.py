@@ -35,23 +35,32 @@ class Throughput:
         print(throughput.rates())
 
     Args:
-        window_size: Number of batches that rates are measured over.
+        window_size: Number of batches that rates are measured over, at least; more where one call takes several.
     """
 
     def __init__(self, window_size: int) -> None:
-        self._ends: deque[tuple[float, int, int, int]] = deque(maxlen=window_size + 1)
+        self._window_size = window_size
+        self._ends: deque[tuple[float, int, int, int]] = deque()
         self._batches = self._samples = self._tokens = 0
 
-    def add(self, *, samples: int = 0, tokens: int = 0) -> None:
-        """Take note of the end of a batch."""
-        self._batches += 1
+    def add(self, *, batches: int = 1, samples: int = 0, tokens: int = 0) -> None:
+        """Add what was trained on since the last call.
+
+        Args:
+            batches: Number of batches; more than one where a compiled step takes several at once.
+            samples: Number of samples in all of them.
+            tokens: Number of tokens in all of them.
+        """
+        self._batches += batches
         self._samples += samples
         self._tokens += tokens
         self._ends.append((monotonic(), self._batches, self._samples, self._tokens))
+        while self._batches - self._ends[1 if len(self._ends) > 1 else 0][1] >= self._window_size:
+            self._ends.popleft()
 
     def skip(self, seconds: float) -> None:
         """Leave out a time in which something else was done."""
-        self._ends = deque(((time + seconds, *counts) for time, *counts in self._ends), maxlen=self._ends.maxlen)  # type: ignore[misc]  # mypy forgets the length
+        self._ends = deque((time + seconds, *counts) for time, *counts in self._ends)  # type: ignore[misc]  # mypy forgets the length
 
     def rates(self) -> Rates | None:
         """Return what was done per second, from the end of the first batch on; None before the end of the second."""

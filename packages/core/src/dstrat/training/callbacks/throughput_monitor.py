@@ -69,7 +69,7 @@ class ThroughputMonitor(Callback):
                 raise RequestError(f"ThroughputMonitor({name}={value!r}) must be more than 0")
         self._batch_size_fn, self._length_fn = batch_size_fn or size_of, length_fn
         self._window_size = window_size
-        self._given_peak, self._given_flops = available_flops, flops_per_sample
+        self._available_flops, self._known_flops_per_sample = available_flops, flops_per_sample
         self._throughput: Throughput | None = None
         self._peak: float | None = None
         self._flops_per_sample: float | None = None
@@ -85,9 +85,9 @@ class ThroughputMonitor(Callback):
                 _log.warning("ThroughputMonitor writes nothing, as the Trainer has no logger that writes in steps")
             return
         self._throughput = Throughput(self._window_size)
-        self._peak = self._given_peak or _peak_of(trainer)
-        self._flops_per_sample = self._given_flops
-        self._must_count = self._peak is not None and self._given_flops is None
+        self._peak = self._available_flops or _peak_of(trainer)
+        self._flops_per_sample = self._known_flops_per_sample
+        self._must_count = self._peak is not None and self._flops_per_sample is None
         self._set_due(trainer)
 
     @override
@@ -108,7 +108,7 @@ class ThroughputMonitor(Callback):
         tokens = self._length_fn(batch) if self._length_fn is not None else 0
         if self._counter is not None:
             self._take_flops(samples)
-        throughput.add(samples=samples, tokens=tokens)
+        throughput.add(batches=trainer.fit_loop.data.batches_per_item, samples=samples, tokens=tokens)
         if trainer.global_step >= self._due_at_step:
             self._set_due(trainer)
             rates = throughput.rates()
@@ -159,8 +159,9 @@ class ThroughputMonitor(Callback):
     def _write(self, trainer: Trainer, rates: Rates) -> None:
         """Write what all processes do; collective."""
         strategy = trainer.strategy
-        own = torch.tensor([rates.batches, rates.samples, rates.tokens], device=strategy.root_device)
-        batches, samples, tokens = (own if strategy.world_size == 1 else strategy.reduce(own)).tolist()
+        of_process = torch.tensor([rates.batches, rates.samples, rates.tokens], device=strategy.root_device)
+        means = of_process if strategy.world_size == 1 else strategy.reduce(of_process)
+        batches, samples, tokens = means.tolist()
         replicas = strategy.distributed_sampler_kwargs.get("num_replicas", 1)  # the others read the same data
         of_device = {"batches_per_sec": batches, "samples_per_sec": samples}
         if self._length_fn is not None:

@@ -14,21 +14,7 @@ if TYPE_CHECKING:
 
     from dstrat.training.trainer import Trainer
 
-
-LOG_OPTIONS = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "reduce_fx",
-    "enable_graph",
-    "sync_dist",
-    "sync_dist_group",
-    "add_dataloader_idx",
-    "batch_size",
-    "metric_attribute",
-    "rank_zero_only",
-)
+_NO_OPTIONS = ("self", "name", "value")  # of the arguments of log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,17 +40,22 @@ class LoggingMethods:
 
     @contextmanager
     def capture_logs(self) -> Iterator[list[LogCall]]:
-        """Collect what is logged in a ``with`` block rather than keep it.
+        """Collect what this module and those in it log in a ``with`` block, instead of logging it.
 
         For a strategy that traces a step once: it lets the values be outputs of the graph, and logs those of each call
         with :meth:`log` and the same options.
         """
         calls: list[LogCall] = []
-        self._captured_logs = calls
+        modules: Iterable[object] = self.modules()  # type: ignore[attr-defined]  # of torch.nn.Module, beside this class
+        logging_modules = [module for module in modules if isinstance(module, LoggingMethods)]
+        previous = self._captured_logs
+        for module in logging_modules:
+            module._captured_logs = calls  # noqa: SLF001 - of the same class
         try:
             yield calls
         finally:
-            self._captured_logs = None
+            for module in logging_modules:
+                module._captured_logs = previous  # noqa: SLF001 - likewise
 
     def log(
         self,
@@ -120,26 +111,7 @@ class LoggingMethods:
             MisuseError: The value, its name, its options or the place cannot be logged.
         """
         if self._captured_logs is not None:
-            options = dict(
-                zip(
-                    LOG_OPTIONS,
-                    (
-                        prog_bar,
-                        logger,
-                        on_step,
-                        on_epoch,
-                        reduce_fx,
-                        enable_graph,
-                        sync_dist,
-                        sync_dist_group,
-                        add_dataloader_idx,
-                        batch_size,
-                        metric_attribute,
-                        rank_zero_only,
-                    ),
-                    strict=True,
-                )
-            )
+            options = {option: setting for option, setting in locals().items() if option not in _NO_OPTIONS}
             self._captured_logs.append(LogCall(name=name, value=value, options=options))
             return
         trainer = self._trainer
