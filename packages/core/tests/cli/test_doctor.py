@@ -56,6 +56,18 @@ class Asleep(CPUAccelerator):
         return "the key is off; turn it"
 
 
+class Alone(CPUAccelerator):
+    process_group_backend = "none"
+    supports_torch_distributed = False
+
+
+def test_an_accelerator_without_collectives_is_described_as_such():
+    catalog = Catalog({})
+    catalog.register(Component(kind="accelerator", alias="alone", target=Alone, summary=""))
+    (finding,) = [finding for finding in check_devices(catalog) if finding.subject == "accelerator alone"]
+    assert finding.text.endswith("(cpu), no collectives between processes")
+
+
 def test_an_accelerator_says_why_it_is_not_there():
     catalog = Catalog({})
     catalog.register(Component(kind="accelerator", alias="asleep", target=Asleep, summary=""))

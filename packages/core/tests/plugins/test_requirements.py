@@ -37,6 +37,11 @@ def test_options_of_pip_are_in_the_command(site):
     assert message.endswith('which is not installed: pip install --index-url=https://acme.test/whl "engine>=1.0"')
 
 
+def test_a_note_follows_the_command(site):
+    _, message = check(site, "engine>=1.0", requires_note="releases run on Tuesdays alone")
+    assert message.endswith('pip install "engine>=1.0" (releases run on Tuesdays alone)')
+
+
 def test_another_version_than_required_is_missing(site):
     installed(site, engine="0.9")
     assert check(site, "engine>=1.0", "wheels") == [

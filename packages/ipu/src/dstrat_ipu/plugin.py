@@ -7,6 +7,7 @@ from dstrat.plugins.hookspec import hookimpl
 
 _REQUIRES = ("poptorch>=3.0",)  # each fits one version of torch
 _FROM_SDK = ("--no-index", "--find-links=FOLDER_OF_GRAPHCORES_SDK")  # no index has it, and anybody may take its name
+_NEEDS_A_BUILD = "a build for torch 2.9 or later: Graphcore's releases load with torch 2.0.1 or older alone"
 
 _IPU = Component(
     kind="accelerator",
@@ -15,6 +16,7 @@ _IPU = Component(
     summary="Graphcore's IPUs, through poptorch",
     requires=_REQUIRES,
     pip_options=_FROM_SDK,
+    requires_note=_NEEDS_A_BUILD,
     device_type="ipu",
     process_group_backend="none",
     supports_torch_distributed=False,
@@ -29,6 +31,7 @@ _STRATEGY = Component(
     summary="one process for all IPUs, whole training steps compiled by poptorch",
     requires=_REQUIRES,
     pip_options=_FROM_SDK,
+    requires_note=_NEEDS_A_BUILD,
     auto=110,  # before single_device, which cannot run anything on an IPU
     accelerators=("ipu",),
     precisions=("32-true", "16-true"),

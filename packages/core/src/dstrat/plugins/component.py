@@ -60,6 +60,7 @@ _NUMBER = (_is_number, "a whole number or None")
 _FIELD_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "target": (_is_target, "a string or a class"),
     "summary": (_is_text, "a string"),
+    "requires_note": (_is_text, "a string"),
     "options": (_is_options, "a dict of arguments by their names"),
     "strategies": (_is_redirections, "a dict of aliases by aliases"),
     "auto": _NUMBER,
@@ -99,6 +100,8 @@ class Component:
         synonyms: Further names for the same component.
         requires: Requirement strings (``"acme-runtime>=1.2"``), checked against installed metadata.
         pip_options: What ``pip install`` of the requirements needs besides (``"--index-url=https://..."``).
+        requires_note: What else somebody has to know who has no such requirement, a sentence without a full stop; shown
+            after the command.
         options: Constructor arguments that the alias presets.
         auto: Rank for the automatic choice, the highest available one wins; None is never chosen automatically.
         groups: Names that stand for several accelerators (``"gpu"``); the available one with the highest
@@ -130,6 +133,7 @@ class Component:
     synonyms: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     pip_options: tuple[str, ...] = ()
+    requires_note: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     auto: int | None = None
     groups: tuple[str, ...] = ()

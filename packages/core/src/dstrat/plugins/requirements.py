@@ -41,7 +41,8 @@ def check_requirements(offer: Offer) -> None:
     states = ", and ".join(f"{text}, {state}" for text, state in missing)
     bare = [text.partition(";")[0].strip() for text, _ in missing]
     command = pip_command(*bare, options=offer.component.pip_options)
-    raise MissingRequirementError(f"{offer.title} needs {states}: {command}")
+    note = offer.component.requires_note
+    raise MissingRequirementError(f"{offer.title} needs {states}: {command}{f' ({note})' if note else ''}")
 
 
 def _missing(offer: Offer) -> Iterable[tuple[str, str]]:

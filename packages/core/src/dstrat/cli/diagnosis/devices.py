@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dstrat.cli.diagnosis.finding import Finding
 from dstrat.errors import DstratError, MissingRequirementError
+from dstrat.plugins.component import NO_BACKEND
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,4 +42,6 @@ def _devices(accelerator: Accelerator) -> str:
         return f"not on this machine: {hint}" if hint else "not on this machine"
     indices = accelerator.parse_devices("auto")
     devices = ", ".join(str(device) for device in accelerator.get_parallel_devices(indices))
-    return f"{len(indices)} by default ({devices}), collectives by {accelerator.process_group_backend}"
+    backend = accelerator.process_group_backend
+    collectives = "no collectives between processes" if backend == NO_BACKEND else f"collectives by {backend}"
+    return f"{len(indices)} by default ({devices}), {collectives}"
