@@ -51,63 +51,54 @@ def test_a_file_of_xla_loads_without_it(tmp_path):
 # To strategies of torch.distributed, on a newer torch where there is one, and back
 
 FIRST, SECOND, LAST = 5, 12, 24  # optimizer steps; an epoch has 20
-OTHERS = ("ddp", "fsdp", "deepspeed")
-ORIGINS = {
+OF_XLA = {
     "single_xla": ("single_xla", 1),
     "xla_spmd": (XLASPMDStrategy(mesh_shape={"data": 2, "fsdp": 2}), 4),
     "xla_fsdp": ("xla_fsdp", 1),
 }
+MOVES = [("single_xla", "ddp", "xla_spmd"), ("xla_spmd", "fsdp", "xla_fsdp"), ("xla_fsdp", "deepspeed", "single_xla")]
 
 
-def on_xla(cluster, strategy, devices, max_steps, legs):
-    """Train up to a step, once for each pair of a checkpoint to start from and one to save; return parameters."""
+def on_xla(cluster, name, max_steps, start, save):
+    """Train up to a step, from a checkpoint to another; return parameters."""
+    strategy, devices = OF_XLA[name]
     begin(devices)
-    found = []
-    for start, save in legs:
-        seed_everything(3, verbose=False)
-        module = Regression(scheduled=True)
-        fit = trainer(
-            strategy=strategy,
-            devices=devices,
-            max_epochs=-1,
-            max_steps=max_steps,
-            callbacks=[Saving(save)] if save else [],
-        )
-        fit.fit(module, data(shuffle=False), ckpt_path=start)
-        found.append({name: value.tolist() for name, value in module.state_dict().items()})
-    return found
+    seed_everything(3, verbose=False)
+    module = Regression(scheduled=True)
+    fit = trainer(
+        strategy=strategy,
+        devices=devices,
+        max_epochs=-1,
+        max_steps=max_steps,
+        callbacks=[Saving(save)] if save else [],
+    )
+    fit.fit(module, data(shuffle=False), ckpt_path=start)
+    return {name: value.tolist() for name, value in module.state_dict().items()}
 
 
-@pytest.fixture(scope="module")
-def moved(tmp_path_factory):
-    """Parameters of trainings that began on XLA, went on elsewhere and ended on XLA, by both strategies."""
-    folder = tmp_path_factory.mktemp("moved")
-    first = {origin: str(folder / origin) for origin in ORIGINS}
-    second = {(origin, other): str(folder / f"{origin} {other}") for origin in ORIGINS for other in OTHERS}
-    for origin, (strategy, devices) in ORIGINS.items():
-        in_ranks(on_xla, 1, strategy=strategy, devices=devices, max_steps=FIRST, legs=[(None, first[origin])])
-    moves = [
-        {"strategy": other, "start": first[origin], "checkpoint": path} for (origin, other), path in second.items()
-    ]
+def go_on(moves):
+    """Train in two processes of strategies of torch.distributed, from checkpoints to others."""
+    asked = {"max_steps": SECOND, "moves": moves}
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    program = [PYTHON, Path(__file__).with_name("goes_on.py"), json.dumps({"max_steps": SECOND, "moves": moves})]
+    program = [PYTHON, Path(__file__).with_name("goes_on.py"), json.dumps(asked)]
     subprocess.run(program, check=True, env={**environ, "DS_ACCELERATOR": "cpu"}, timeout=300)
-    found = {}
-    for origin, (strategy, devices) in ORIGINS.items():
-        legs = [(second[origin, other], None) for other in OTHERS]
-        (ended,) = in_ranks(on_xla, 1, strategy=strategy, devices=devices, max_steps=LAST, legs=legs)
-        found |= {(origin, other): parameters for other, parameters in zip(OTHERS, ended, strict=True)}
-    return found
 
 
-@pytest.fixture(scope="module")
-def never_moved():
-    return trained(LAST, shuffle=False, **ON_CPU)
-
-
-@pytest.mark.timeout(400)  # of which the fixture takes a minute on an idle machine
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_a_training_moves_to_other_strategies_and_back(moved, never_moved, origin, other):
-    for name, value in never_moved.items():
-        torch.testing.assert_close(torch.tensor(moved[origin, other][name]), value, rtol=1e-5, atol=1e-6)
+# In one test, as the other torch loads once: each strategy writes a checkpoint and goes on from another's.
+@pytest.mark.timeout(400)
+def test_a_training_moves_to_other_strategies_and_back(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for origin, _, _ in MOVES:
+        in_ranks(on_xla, 1, name=origin, max_steps=FIRST, start=None, save=f"{first} {origin}")
+    go_on(
+        [
+            {"strategy": other, "start": f"{first} {origin}", "checkpoint": f"{second} {other}"}
+            for origin, other, _ in MOVES
+        ]
+    )
+    never_moved = trained(LAST, shuffle=False, **ON_CPU)
+    for origin, other, last in MOVES:
+        (ended,) = in_ranks(on_xla, 1, name=last, max_steps=LAST, start=f"{second} {other}", save=None)
+        for name, value in never_moved.items():
+            message = f"{name} after {origin}, {other} and {last}"
+            torch.testing.assert_close(torch.tensor(ended[name]), value, rtol=1e-5, atol=1e-6, msg=message)

@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from packages.xla.tests.rank_fits import Block, Net, SavesAt, begin, counts, fit, loader
+from packages.xla.tests.rank_fits import Block, CountsSteps, Net, SavesAt, Tied, begin, fit, loader
 from tests.ranks import in_ranks
 
 from dstrat import Callback, Trainer
 from dstrat.errors import DeviceError, MisuseError, RequestError
 from dstrat_xla import XLASPMDStrategy, runtime
 
-WAYS = {
-    "plain": {},
-    "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-}
+BOTH = "accumulation and clipping"
+WAYS = {"plain": {}, BOTH: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}}
 
 
 def split_blocks(module, mesh):
@@ -34,126 +32,118 @@ MESHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def expected():
-    return {way: fit("single_device", accelerator="cpu", **options)["losses"] for way, options in WAYS.items()}
+def uneven():
+    """Return batches of 6, the last of 4, which no four devices divide evenly."""
+    return torch.utils.data.DataLoader(loader().dataset, batch_size=6)
 
 
-def losses_of_meshes(cluster, devices, names):
-    begin(devices)
-    return {
-        (name, way): fit(XLASPMDStrategy(**MESHES[name]), devices=devices, **options)
-        for name in names
-        for way, options in WAYS.items()
-    }
-
-
-@pytest.mark.parametrize("name", MESHES)
-def test_losses_are_those_of_one_device_on_four_devices(expected, name):
-    (fitted,) = in_ranks(losses_of_meshes, 1, devices=4, names=[name])
-    for (_, way), found in fitted.items():
-        assert found["losses"] == pytest.approx(expected[way], rel=1e-5), way
-        assert found["devices"] == ["cpu"]
-
-
-def test_losses_are_those_of_one_device_on_a_mesh_of_one(expected):
-    (fitted,) = in_ranks(losses_of_meshes, 1, devices=1, names=["data parallel", "sharded"])
-    for (_, way), found in fitted.items():
-        assert found["losses"] == pytest.approx(expected[way], rel=1e-5)
-
-
-class LooksAtShards(Callback):
+class NotesShards(Callback):
     """Notes how parameters and optimizer state are divided when training ends."""
 
     def __init__(self):
-        self.found = {}
+        self.shards = {}
 
     def on_train_end(self, trainer, module):
         optimizer = trainer.optimizers[0]
         for name, parameter in module.named_parameters():
-            moment = optimizer.state[parameter]["exp_avg"]
-            self.found[name] = runtime.sharding_of(parameter), runtime.sharding_of(moment)
+            momentum = optimizer.state[parameter]["momentum_buffer"]
+            self.shards[name] = runtime.sharding_of(parameter), runtime.sharding_of(momentum)
 
 
-def shards_of(cluster, name):
+def fits_of_meshes(cluster, devices, names, way):
+    """Fit on each mesh, in one process; return losses, and how parameters and their state are divided."""
+    begin(devices)
+    fits, shards = {}, {}
+    for name in names:
+        notes = NotesShards()
+        fits[name, way] = fit(XLASPMDStrategy(**MESHES[name]), devices=devices, callbacks=[notes], **WAYS[way])
+        shards[name] = notes.shards
+    return fits, shards
+
+
+def special_fits(cluster):
     begin(4)
-    looks = LooksAtShards()
-    fit(XLASPMDStrategy(**MESHES[name]), devices=4, data=loader(4), callbacks=[looks])
-    return looks.found
+    fits = {("sharded", "uneven"): fit(XLASPMDStrategy(**MESHES["sharded"]), devices=4, data=uneven())}
+    fits["sharded", "tied"] = fit(XLASPMDStrategy(**MESHES["sharded"]), net := Tied(), devices=4)
+    assert net.is_tied
+    return fits
 
 
-def test_parameters_and_optimizer_state_are_divided_over_the_devices():
-    (found,) = in_ranks(shards_of, 1, name="sharded")
-    assert found["first.weight"] == ("{devices=[4,1]0,1,2,3}",) * 2
-    assert found["blocks.0.down.weight"] == ("{devices=[1,4]0,1,2,3}",) * 2
-    assert found["last.bias"] == ("{replicated}",) * 2  # of two numbers
+def check_losses(fits):
+    special = {"uneven": {"data": uneven()}, "tied": {"net": Tied()}}
+    expected = {
+        way: fit("single_device", accelerator="cpu", **options)["losses"]
+        for way, options in {**WAYS, **special}.items()
+    }
+    for (name, way), fitted in fits.items():
+        assert len(fitted["losses"]) >= 20
+        assert fitted["losses"] == pytest.approx(expected[way], rel=1e-5), (name, way)
+        assert fitted["devices"] == ["cpu"]
 
 
-def test_what_annotate_marks_is_divided_as_it_says():
-    (found,) = in_ranks(shards_of, 1, name="tensor parallel")
-    assert found["blocks.0.up.weight"][0] == "{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}"
-    assert found["first.weight"][0] == "{replicated}"
+# In one test, as each test would have another process, which starts the runtime.
+def test_four_devices_give_the_losses_of_one_and_divide_state():
+    ((fits, shards),) = in_ranks(fits_of_meshes, 1, devices=4, names=list(MESHES), way="plain")
+    check_losses(fits)
+    assert shards["data parallel"]["first.weight"][0] in {"", "{replicated}"}
+    assert shards["sharded"]["first.weight"] == ("{devices=[4,1]0,1,2,3}",) * 2
+    assert shards["sharded"]["blocks.0.down.weight"] == ("{devices=[1,4]0,1,2,3}",) * 2
+    assert shards["sharded"]["last.bias"] == ("{replicated}",) * 2  # of two numbers
+    split = "{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}"
+    assert shards["tensor parallel"]["blocks.0.up.weight"] == (split,) * 2  # as annotate says
+    assert shards["tensor parallel"]["first.weight"][0] == "{replicated}"
 
 
-class Counts(Callback):
-    """Notes what torch_xla has counted, after the first steps and at the end."""
-
-    def __init__(self, warm_up):
-        self.warm_up, self.warm, self.end = warm_up, None, None
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx + 1 == self.warm_up:
-            self.warm = counts()
-
-    def on_train_end(self, trainer, module):
-        self.end = counts()
+def test_accumulation_and_clipping_on_four_devices_give_the_losses_of_one():
+    names = ["data parallel", "replicas of shards", "tensor parallel"]
+    ((fits, _),) = in_ranks(fits_of_meshes, 1, devices=4, names=names, way=BOTH)
+    check_losses(fits)
 
 
-def counts_of_steps(cluster, name, options):
+def test_uneven_batches_and_tied_weights_give_the_losses_of_one_device():
+    (fits,) = in_ranks(special_fits, 1)
+    check_losses(fits)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mesh_of_one_device_gives_the_losses_of_one(way):
+    ((fits, _),) = in_ranks(fits_of_meshes, 1, devices=1, names=["data parallel"], way=way)
+    check_losses(fits)
+
+
+def counts_of_steps(cluster):
     begin(4)
-    steps = Counts(warm_up=8)
-    fit(XLASPMDStrategy(**MESHES[name]), devices=4, data=loader(108), callbacks=[steps], **options)
-    return {what: steps.end[what] - steps.warm[what] for what in steps.end}
+    found = []
+    for name, batches, options in (("data parallel", 108, {}), ("sharded by blocks", 28, WAYS[BOTH])):
+        steps = CountsSteps()
+        fit(XLASPMDStrategy(**MESHES[name]), devices=4, data=loader(batches), callbacks=[steps], **options)
+        found.append(steps.more)
+    return found
 
 
-@pytest.mark.parametrize("name", ["data parallel", "sharded by blocks"])
-@pytest.mark.parametrize(("options", "graphs"), [({}, 100), ({"accumulate_grad_batches": 2}, 50)])
-def test_each_step_is_one_graph_that_was_compiled_before(name, options, graphs):
-    (more,) = in_ranks(counts_of_steps, 1, name=name, options=options)
-    assert more == {"compiled": 0, "run": graphs, "read": 0}
+def test_each_step_is_one_graph_that_was_compiled_before():
+    ((plain, accumulating),) = in_ranks(counts_of_steps, 1)
+    assert plain == {"compiled": 0, "run": 100, "read": 0}
+    assert accumulating == {"compiled": 0, "run": 10, "read": 0}
 
 
-def stopped_and_resumed(cluster, name, folder):
+def stopped_and_resumed(cluster, folder):
     begin(4)
-    path = f"{folder}/checkpoint"
     run = {"devices": 4, "data": loader(8, shuffle=True)}
-
-    def strategy():
-        return XLASPMDStrategy(**MESHES[name])
-
-    whole = fit(strategy(), Net(dropout=0.2), callbacks=[SavesAt(3, path)], **run)
-    resumed = fit(strategy(), Net(dropout=0.2), resume=path, **run)
-    return whole, resumed
-
-
-@pytest.mark.parametrize("name", ["data parallel", "sharded"])
-def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path, name):
-    ((whole, resumed),) = in_ranks(stopped_and_resumed, 1, name=name, folder=str(tmp_path))
-    assert resumed["losses"] == whole["losses"][3:]
-    assert resumed["weights"] == whole["weights"]
+    found = {}
+    for name in ("data parallel", "sharded"):
+        path = f"{folder}/{name}"
+        whole = fit(XLASPMDStrategy(**MESHES[name]), Net(dropout=0.2, adam=True), callbacks=[SavesAt(3, path)], **run)
+        resumed = fit(XLASPMDStrategy(**MESHES[name]), Net(dropout=0.2, adam=True), resume=path, **run)
+        found[name] = whole, resumed
+    return found
 
 
-def uneven(cluster):
-    begin(4)
-    data = torch.utils.data.DataLoader(loader().dataset, batch_size=6)  # of 160, so that the last has four
-    return fit(XLASPMDStrategy(mesh_shape={"fsdp": -1}), devices=4, data=data)["losses"]
-
-
-def test_batches_that_do_not_divide_evenly_count_the_same():
-    data = torch.utils.data.DataLoader(loader().dataset, batch_size=6)
-    expected = fit("single_device", accelerator="cpu", data=data)["losses"]
-    (losses,) = in_ranks(uneven, 1)
-    assert losses == pytest.approx(expected, rel=1e-5)
+def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path):
+    (found,) = in_ranks(stopped_and_resumed, 1, folder=str(tmp_path))
+    for name, (whole, resumed) in found.items():
+        assert resumed["losses"] == whole["losses"][3:], name
+        assert resumed["weights"] == whole["weights"], name
 
 
 # Invalid use
@@ -188,10 +178,10 @@ def test_there_is_no_mesh_before_a_run():
 
 
 @pytest.mark.tpu
-def test_losses_on_a_tpu_are_those_of_one_device(expected):
-    count = runtime.num_tpus()
-    (fitted,) = in_ranks(losses_on_tpu, 1, devices=count)
-    assert fitted == pytest.approx(expected["plain"], rel=1e-3)  # its products have fewer bits
+def test_losses_on_a_tpu_are_those_of_one_device():
+    (fitted,) = in_ranks(losses_on_tpu, 1, devices=runtime.num_tpus())
+    expected = fit("single_device", accelerator="cpu")["losses"]
+    assert fitted == pytest.approx(expected, rel=1e-3)  # its products have fewer bits
 
 
 def losses_on_tpu(cluster, devices):

@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import torch
-from xla_fit import ON_CPU, Regression, data, trainer
+from packages.xla.tests.rank_fits import begin, counts, fit, loader
+from packages.xla.tests.xla_fit import ON_CPU, Regression, data, trainer
+from tests.ranks import in_ranks
 
 from dstrat import seed_everything
-
-PROGRAM = """
-import sys
-import torch
-from xla_fit import Regression, data, trainer
-from dstrat import Callback, seed_everything
 from dstrat_xla import XLAStrategy
 
 
-class Keeping(Callback):
-    def on_train_end(self, trainer, module):
-        if trainer.is_global_zero:
-            torch.save(trainer.strategy.module_state_dict(), sys.argv[1])
-
-
-if __name__ == "__main__":
-    seed_everything(3, verbose=False)
-    fit = trainer(
-        strategy=XLAStrategy(reduce_on_host=True), devices=2, accumulate_grad_batches=2, gradient_clip_val=0.5,
-        callbacks=[Keeping()],
-    )
-    fit.fit(Regression(scheduled=True), data(batch_size=4, shuffle=False), data(24, shuffle=False, batch_size=4))
-"""
-
-
-def test_two_processes_train_as_one_device(tmp_path):
+def parameters_after(batch_size, **arguments):
+    """Train with validation, and return the parameters, which come back from the ranks to this process."""
     seed_everything(3, verbose=False)
     module = Regression(scheduled=True)
-    trainer(**ON_CPU, accumulate_grad_batches=2, gradient_clip_val=0.5).fit(module, data(shuffle=False))
-    program = tmp_path / "program.py"
-    program.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{PROGRAM}")
-    subprocess.run([sys.executable, program, tmp_path / "parameters"], check=True, timeout=170)
-    found = torch.load(tmp_path / "parameters", weights_only=True)
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    loaders = data(batch_size=batch_size, shuffle=False), data(24, shuffle=False, batch_size=batch_size)
+    trainer(accumulate_grad_batches=2, gradient_clip_val=0.5, **arguments).fit(module, *loaders)
+    return module.state_dict()
+
+
+def test_two_processes_train_as_one_device():
+    expected = parameters_after(8, **ON_CPU)
+    strategy = XLAStrategy(reduce_on_host=True, start_method="forkserver")
+    trained = parameters_after(4, strategy=strategy, devices=2)
+    for name, value in expected.items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-6)
+
+
+def graphs_of_steps(cluster):
+    """Return how many graphs a rank compiles in four steps."""
+    begin()
+    strategy = XLAStrategy(reduce_on_host=True)
+    before = counts()["compiled"]
+    fit(strategy, data=loader(8), devices=2, plugins=[cluster])
+    return counts()["compiled"] - before
+
+
+def test_gradients_that_are_averaged_on_the_host_are_fetched_together():
+    assert max(in_ranks(graphs_of_steps)) < 6  # of 16 parameters

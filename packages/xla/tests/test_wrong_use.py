@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -13,7 +14,7 @@ from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, DeviceError, MissingRequirementError
 from dstrat.interfaces.parts import Parts
 from dstrat.resolve import Request, make_plan
-from dstrat_xla import XLAStrategy
+from dstrat_xla import XLAStrategy, runtime
 
 
 def plan(environ=None, **asked):
@@ -97,6 +98,18 @@ def test_general_aliases_are_served_by_those_of_xla():
 def test_without_torch_xla_the_command_to_install_it_is_named(no_torch_xla):
     with pytest.raises(MissingRequirementError, match=r"pip install .*torch_xla"):
         plan(strategy="single_xla", accelerator="xla", devices=1)
+
+
+@pytest.mark.without_torch_xla
+def test_torch_xla_of_another_torch_is_named_with_both(no_torch_xla, tmp_path, monkeypatch):
+    message = "libtorch_xla.so: undefined symbol: _ZN5torch8autograd"
+    library = tmp_path / "torch_xla"
+    library.mkdir()
+    (library / "__init__.py").write_text(f"raise ImportError({message!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = rf"cannot be loaded with torch {re.escape(torch.__version__)} \(ImportError: {message}\): install"
+    with pytest.raises(DeviceError, match=expected):
+        runtime.torch_xla()
 
 
 @pytest.fixture

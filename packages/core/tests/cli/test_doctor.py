@@ -68,6 +68,18 @@ def test_an_accelerator_without_collectives_is_described_as_such():
     assert finding.text.endswith("(cpu), no collectives between processes")
 
 
+class Driven(CPUAccelerator):
+    def describe(self):
+        return "driver 1.2"
+
+
+def test_an_accelerator_says_what_drives_it():
+    catalog = Catalog({})
+    catalog.register(Component(kind="accelerator", alias="engine", summary="x", target=Driven))
+    texts = {finding.subject: finding.text for finding in check_devices(catalog)}
+    assert texts["accelerator engine"] == "1 by default (cpu), collectives by gloo; driver 1.2"
+
+
 def test_an_accelerator_says_why_it_is_not_there():
     catalog = Catalog({})
     catalog.register(Component(kind="accelerator", alias="asleep", target=Asleep, summary=""))

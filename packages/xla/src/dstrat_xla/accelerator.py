@@ -43,6 +43,9 @@ class XLAAccelerator(Accelerator):
             return str(error)
         return None
 
+    def describe(self) -> str:
+        return f"{runtime.PJRT_DEVICE} {runtime.pjrt_device()}, torch_xla {runtime.torch_xla().__version__}"
+
     def auto_device_count(self) -> int:
         return runtime.num_devices()
 

@@ -145,6 +145,8 @@ class XLAFSDPStrategy(XLAStrategy):
         self.mark_step()
 
     def on_exception(self, exception: BaseException) -> None:
+        if self.world_size > 1:  # the module stays sharded: gathering would wait for a rank that is gone
+            self._sharded = None
         self._end_sharding()
         super().on_exception(exception)
 

@@ -45,6 +45,16 @@ class LazySteps(Strategy):
         with ties_kept(self.module):
             super().model_to_device()  # type: ignore[safe-super]  # of the class beside this one
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Drop the gradients of the step that broke, which were recorded only.
+
+        When the module leaves the device, each would compile and run a graph of its own, with the collectives of a
+        step that other processes do not join.
+        """
+        if self._module is not None:
+            self._module.zero_grad(set_to_none=True)
+        super().on_exception(exception)
+
     def teardown(self) -> None:
         with nullcontext() if self._module is None else ties_kept(self._module):
             super().teardown()
@@ -132,7 +142,10 @@ def _uneven_sizes(loader: Any) -> tuple[int, int] | None:
     batches = getattr(loader, "batch_sampler", None)
     while isinstance(batches, RankBatchSampler | RepeatedBatches):  # of an evaluation that processes share
         batches = batches.batches
-    if not isinstance(batches, BatchSampler) or batches.drop_last:
+    # A class derived from torch's may form batches in another way.
+    if not isinstance(batches, BatchSampler) or type(batches).__iter__ is not BatchSampler.__iter__:
+        return None
+    if batches.drop_last:
         return None
     try:
         size = len(batches.sampler) % batches.batch_size  # type: ignore[arg-type]  # which may have no length

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PJRT_DEVICE = "PJRT_DEVICE"
+_DEBUG = "PT_XLA_DEBUG"
 _GOOGLE = "0x1ae0"  # as the PCI vendor of TPUs, and of Google's network cards
 
 _log = logging.getLogger(__name__)
@@ -133,6 +134,11 @@ def check_autograd() -> None:
             "torch cannot compute gradients on XLA devices in this process, as a backward pass ran before XLA's "
             "runtime started: call torch_xla.device() before the first backward pass, or train on XLA first"
         ) from error
+
+
+def report_compilations() -> None:
+    """Let torch_xla report each compilation and slow operation of this process, to the standard error."""
+    os.environ[_DEBUG] = "1"  # read when torch_xla is first imported, and in each cut
 
 
 def send(tensors: list[Tensor], device: torch.device) -> list[Tensor]:

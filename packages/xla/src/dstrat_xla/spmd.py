@@ -122,6 +122,8 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
     # The life cycle
 
     def setup_environment(self) -> None:
+        if self.debug:
+            runtime.report_compilations()
         devices = self._present(self.parts.parallel_devices, "devices")
         runtime.start_spmd(len(devices))
         super().setup_environment()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.parts import Parts, TrainerLike
     from dstrat.interfaces.precision import Precision
-
-_DEBUG = "PT_XLA_DEBUG"
 
 
 class SingleDeviceXLAStrategy(LazySteps, SingleDeviceStrategy):
@@ -54,7 +51,7 @@ class SingleDeviceXLAStrategy(LazySteps, SingleDeviceStrategy):
 
     def setup_environment(self) -> None:
         if self.debug:
-            os.environ[_DEBUG] = "1"  # read when torch_xla is first imported, and in each cut
+            runtime.report_compilations()
         super().setup_environment()
 
 
@@ -136,7 +133,7 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
 
     def setup_environment(self) -> None:
         if self.debug:
-            os.environ[_DEBUG] = "1"
+            runtime.report_compilations()
         if self.world_size > 1:
             runtime.start_in_rank(self.local_rank, len(self.parallel_devices))
         super().setup_environment()
@@ -162,15 +159,16 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
 
     def synchronize_gradients(self, gradients: Sequence[Tensor]) -> None:
         if self.reduce_on_host:
-            for gradient in gradients:
-                gradient.copy_(self.reduce(gradient))
+            # Fetched together: one after the other, each would compile and run the backward pass up to it again.
+            for gradient, value in zip(gradients, runtime.fetch(gradients), strict=True):
+                gradient.copy_(super().reduce(value))
         else:
             xla_model = runtime.xla_model()
             xla_model.all_reduce(xla_model.REDUCE_SUM, list(gradients), scale=1.0 / self.world_size)
 
     def take_from_first_rank(self, tensors: Iterable[Tensor]) -> None:
         tensors = [tensor.detach() for tensor in tensors]
-        on_host = [tensor.cpu() for tensor in tensors]
+        on_host = runtime.fetch(tensors)
         super().take_from_first_rank(on_host)
         with torch.no_grad():
             for tensor, value in zip(tensors, on_host, strict=True):

@@ -60,6 +60,10 @@ class Accelerator(ABC):
         """Return what keeps the hardware from being available, and how to remove it; None where nothing is known."""
         return None
 
+    def describe(self) -> str | None:
+        """Return what drives the hardware, such as a runtime and its version, for people; None where torch does."""
+        return None
+
     @abstractmethod
     def auto_device_count(self) -> int:
         """Return how many devices ``"auto"`` stands for."""

@@ -44,4 +44,6 @@ def _devices(accelerator: Accelerator) -> str:
     devices = ", ".join(str(device) for device in accelerator.get_parallel_devices(indices))
     backend = accelerator.process_group_backend
     collectives = "no collectives between processes" if backend == NO_BACKEND else f"collectives by {backend}"
-    return f"{len(indices)} by default ({devices}), {collectives}"
+    by_default = f"{len(indices)} by default ({devices}), {collectives}"
+    description = accelerator.describe()
+    return f"{by_default}; {description}" if description else by_default
