@@ -93,6 +93,21 @@ def test_values_of_the_device_cannot_be_read_while_tracing(simulator, step):
         training(simulator, Reading())[1](*batch())
 
 
+def test_constants_of_the_host_return_once_with_a_warning(simulator):
+    """python/_poplar_executor.py warns; ``popartBatchDimForAnchor`` of popart_compiler/source/Compiler.cpp is 1."""
+    kept = torch.arange(3)
+
+    class Constant(Model):
+        def forward(self, inputs, targets):
+            return (*super().forward(inputs, targets), kept + 1, torch.ones(1))
+
+    _, executor = training(simulator, Constant(), options(simulator, replicas=2))
+    with pytest.warns(UserWarning, match="Output expected to be on the IPU but is on cpu"):
+        _, losses, constant, made = executor(*batch())
+    assert losses.shape == made.shape == (2,)
+    assert constant.tolist() == [1, 2, 3]
+
+
 def test_inputs_are_tensors(simulator):
     """python/_args_parser.py, and the TypeError of python/_poplar_executor.py."""
     with pytest.raises(TypeError, match="must be Tensors"):

@@ -108,6 +108,30 @@ def test_a_loss_that_poptorch_does_not_know_is_marked():
     torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Output expected to be on the IPU but is on cpu")
+@pytest.mark.parametrize(("devices", "iterations"), [(1, 1), (2, 4)])
+def test_constants_of_the_host_are_those_of_every_batch(devices, iterations):
+    kept, weight = torch.arange(3), torch.tensor(0.25)
+    outputs = []
+
+    class Constant(Regression):
+        def training_step(self, batch, batch_idx):
+            self.log("weight", weight, on_step=False, on_epoch=True)
+            return {"loss": super().training_step(batch, batch_idx), "kept": kept, "weight": weight}
+
+        def on_train_batch_end(self, results, batch, batch_idx) -> None:
+            outputs.append(results)
+            super().on_train_batch_end(results, batch, batch_idx)
+
+    strategy = IPUStrategy(device_iterations=iterations)
+    module, trainer = fit(Constant, data(64), strategy=strategy, devices=devices)
+    count = devices * iterations
+    assert len(module.losses) == 8 // devices
+    assert outputs[0]["kept"].tolist() == [0, 1, 2] * count
+    assert outputs[0]["weight"].reshape(-1).tolist() == [0.25] * count
+    assert float(trainer.callback_metrics["weight"]) == 0.25
+
+
 def test_learning_rates_and_losses_are_written(tmp_path):
     logger = CSVLogger(tmp_path, name="", version="")
     monitor = LearningRateMonitor("step")

@@ -41,6 +41,7 @@ class _Traced:
         outputs: What the step returned, with placeholders for tensors.
         num_outputs: Number of its tensors.
         dtypes: Of all outputs of the graph.
+        shapes: The same, of one batch in one replica.
         logs: What was logged, each with its index among the outputs of the graph.
     """
 
@@ -49,6 +50,7 @@ class _Traced:
     outputs: Any = None
     num_outputs: int = 0
     dtypes: list[torch.dtype] = dataclasses.field(default_factory=list)
+    shapes: list[torch.Size] = dataclasses.field(default_factory=list)
     logs: list[tuple[Any, int]] = dataclasses.field(default_factory=list)
 
 
@@ -122,6 +124,7 @@ class StepModule(Module):
             traced.logs.append((call, len(tensors_out)))
             tensors_out.append(call.value.detach().reshape(()))
         traced.dtypes = [tensor.dtype for tensor in tensors_out]
+        traced.shapes = [tensor.shape for tensor in tensors_out]
         return tensors_out
 
     def finish(self, results: Sequence[Tensor], *, batches: int, replicas: int, batch_size: int) -> Any:
@@ -133,8 +136,9 @@ class StepModule(Module):
             replicas: Number of replicas that share a batch.
             batch_size: Number of samples in each batch, over all replicas.
         """
-        dtypes = self._traced.dtypes  # int64 and float64 come back as int32 and float32
-        results = [result.to(dtype) for result, dtype in zip(results, dtypes, strict=True)]
+        traced = zip(results, self._traced.dtypes, self._traced.shapes, strict=True)
+        # int64 and float64 come back as int32 and float32.
+        results = [_repeated(result.to(dtype), shape, batches * replicas) for result, dtype, shape in traced]
         for call, index in self._traced.logs:
             values = _reduced(call, index, results, batches, replicas)
             options = dict(call.options)
@@ -187,6 +191,19 @@ def _reduced(call: Any, index: int, results: Sequence[Tensor], batches: int, rep
     name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
     reduce = _REDUCTIONS.get({"amax": "max", "amin": "min"}.get(name, name), Tensor.mean)
     return list(reduce(results[index].reshape(batches, replicas), 1).unbind())
+
+
+def _repeated(result: Tensor, shape: torch.Size, count: int) -> Tensor:
+    """Return a result as if each batch and replica had one: poptorch returns constants of the host once.
+
+    Args:
+        result: As poptorch returned it.
+        shape: What the step had, for one batch in one replica.
+        count: Number of batches, over all replicas.
+    """
+    if count == 1 or result.shape != shape:
+        return result
+    return torch.cat([result.reshape(1) if result.dim() == 0 else result] * count)
 
 
 def _structure_of(argument: Any) -> Any:

@@ -7,6 +7,7 @@ poptorch/source/PoplarExecutable.cpp (``popartBatchDimForAnchor``).
 
 from __future__ import annotations
 
+import warnings
 import weakref
 
 import torch
@@ -401,6 +402,9 @@ class Executable:
             flat, self._output_spec = pytree.tree_flatten(outputs)
             if not all(isinstance(one, torch.Tensor) for one in flat):
                 raise Error("Every output of a model must be a tensor, or a list, tuple or dict of tensors")
+            self._on_host = [tape.is_on_host(one) for one in flat]
+            if any(self._on_host):
+                warnings.warn("Output expected to be on the IPU but is on cpu", stacklevel=1)
             gradients = self._gradients(trace, flat, [weights[name] for name in self._trained])
         if not self._training:
             self._num_outputs = len(flat)
@@ -460,7 +464,10 @@ class Executable:
                 if self._training:
                     self.optimizer.step({name: total * self._scale for name, total in totals.items()})
             self._save_rng()
-        returned = [_narrowed(self._returned(one)) for one in zip(*results, strict=True)]
+        returned = [
+            of_output[0] if is_on_host else _narrowed(self._returned(of_output))
+            for of_output, is_on_host in zip(zip(*results, strict=True), self._on_host, strict=True)
+        ]
         return pytree.tree_unflatten(returned, self._output_spec)
 
     def _run_one(self, leaves, replica, totals):

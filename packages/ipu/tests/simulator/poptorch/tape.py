@@ -33,7 +33,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._operations, self._num_inputs = [], len(inputs)
         self._slots, self._kept = {}, []
-        self._constants = {}
+        self._constants, self._on_host = {}, set()
         for tensor in inputs:
             self._keep(tensor)
 
@@ -48,6 +48,9 @@ class Tape(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         outputs = [self._keep(one) for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
         self._operations.append((func, arguments, outputs))
+        used = [one.index for one in pytree.tree_leaves(arguments) if isinstance(one, _Slot)]
+        if used and self._on_host.issuperset(used) and not name.startswith("aten.lift_fresh"):
+            self._on_host.update(outputs)
         return result
 
     def _keep(self, tensor):
@@ -63,7 +66,12 @@ class Tape(TorchDispatchMode):
         if index is None:
             index = self._keep(value)
             self._constants[index] = value
+            self._on_host.add(index)
         return _Slot(index)
+
+    def is_on_host(self, tensor):
+        """Return whether a tensor follows from others alone that the model had before it was traced."""
+        return self._slot_of(tensor).index in self._on_host
 
     def finish(self, outputs):
         """Forget the tensors of the recorded run; return a function of inputs, which returns outputs like these."""
