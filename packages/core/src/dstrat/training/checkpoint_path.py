@@ -273,3 +273,25 @@ def _nothing_in(folders: list[Place]) -> str:
 def _list(folder: Place) -> str:
     names = sorted(path.name for path in folder.glob("*.ckpt"))
     return ", ".join(names[:8]) or "no other"
+
+
+def check_writable(folder: Place, io: CheckpointIO) -> None:
+    """Check before training that checkpoints can be written to a folder, and write nothing.
+
+    Args:
+        folder: May be missing.
+        io: Writes the checkpoints; only that of dstrat is known to write them to the file system.
+
+    Raises:
+        CheckpointError: The system refuses it.
+    """
+    if isinstance(folder, RemotePath) or not _is_ours(io):
+        return
+    # Unlike Path.exists it takes a folder that may not be looked into for missing.
+    existing = next((path for path in (folder, *folder.parents) if os.path.exists(path)), folder)  # noqa: PTH110 - as above
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "is read-only for this process" if existing.is_dir() else "is no folder"
+        raise CheckpointError(
+            f"checkpoints cannot be written to {str(folder)!r}, as {str(existing)!r} {reason}: pass "
+            "Trainer(default_root_dir=...) or ModelCheckpoint(dirpath=...), or enable_checkpointing=False"
+        )

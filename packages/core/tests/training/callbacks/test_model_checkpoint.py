@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dstrat import Callback, LambdaCallback, ModelCheckpoint, TorchCheckpointIO
-from dstrat.errors import MisuseError, RequestError
+from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.module.loading import read_checkpoint
 
 
@@ -48,6 +48,22 @@ def test_the_best_k_by_a_monitored_value_are_kept(fit, tmp_path, mode, kept, bes
     assert names(tmp_path / "c") == [f"{name}.ckpt" for name in kept]
     assert callback.best_model_path == str(tmp_path / "c" / f"{best}.ckpt")
     assert f"{callback.best_model_score:.3f}" == best[2:]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_folder_that_cannot_be_made_is_an_error_before_training(fit, tmp_path, keeps):
+    (tmp_path / "file").touch()
+    trained = []
+    callbacks = [
+        ModelCheckpoint(tmp_path / "file" / "c", save_top_k=1 if keeps else 0),
+        LambdaCallback(on_train_start=lambda trainer, module: trained.append(trainer)),
+    ]
+    if not keeps:
+        fit(callbacks, validates=False)
+        return
+    with pytest.raises(CheckpointError, match=r"file' is no folder: pass Trainer\(default_root_dir=\.\.\.\)"):
+        fit(callbacks, validates=False)
+    assert not trained
 
 
 class NotRemoving(TorchCheckpointIO):

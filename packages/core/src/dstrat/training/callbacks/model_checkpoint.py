@@ -21,7 +21,7 @@ from dstrat.training.callbacks.monitored import is_new, is_overdue
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from dstrat.training.callbacks.ranking import as_tensor
 from dstrat.training.callbacks.saving_times import SavingTimes, check_count
-from dstrat.training.checkpoint_path import remove_checkpoint
+from dstrat.training.checkpoint_path import check_writable, remove_checkpoint
 from dstrat.training.loggers.several import call_loggers
 from dstrat.training.loops.interruption import Interrupted, Terminated
 
@@ -274,6 +274,8 @@ class ModelCheckpoint(Callback):
             root = trainer.log_dir
         self.dirpath = self._given_dirpath or root.absolute() / "checkpoints"
         self._check_link(trainer)
+        if trainer.is_global_zero and (self.save_top_k or self.save_last):
+            check_writable(self.dirpath, trainer.strategy.checkpoint_io)
         self._is_running = self._is_fresh = True
         self._rescue = OnExceptionCheckpoint(self.dirpath) if self.save_on_exception else None
 

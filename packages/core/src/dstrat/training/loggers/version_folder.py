@@ -57,7 +57,8 @@ class VersionFolder:
             except OSError as error:
                 raise LoggerError(
                     f"the folder of a logger cannot be made ({error.strerror}: {str(error.filename)!r}): choose "
-                    "another save_dir, name or version"
+                    "another save_dir, name or version; the Trainer's default logger is in its default_root_dir, and "
+                    "logger=False leaves it out"
                 ) from error
         return self.claimed
 
