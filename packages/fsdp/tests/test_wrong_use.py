@@ -1,5 +1,6 @@
 """What cannot work says so, and what torch would lose silently is either kept or told."""
 
+import copy
 import logging
 
 import pytest
@@ -222,6 +223,25 @@ def replaced(cluster):
 def test_a_parameter_that_is_replaced_is_named():
     for message in in_ranks(replaced):
         assert message.startswith("parameter 'last.weight' was replaced after the module was sharded")
+
+
+def copied(cluster):
+    strategy = FSDPStrategy()
+    module = BlockNet()
+    start(strategy, module, parts(cluster))
+    try:
+        copy.deepcopy(module)
+    except MisuseError as error:
+        message = str(error)
+    finally:
+        strategy.teardown()
+    copy.deepcopy(module)  # as any module, when the run has ended
+    return message
+
+
+def test_a_copy_of_a_sharded_module_is_refused_with_advice():
+    for message in in_ranks(copied):
+        assert message.startswith("a module cannot be copied while it is sharded: for an average of its weights (EMA)")
 
 
 def with_views(cluster):

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
+def refuse_copy(memo: Any) -> Any:  # noqa: ARG001 - Python's signature
+    """Raise an error for a ``deepcopy`` of a module that is sharded."""
+    raise MisuseError(
+        "a module cannot be copied while it is sharded: for an average of its weights (EMA) take EMAWeightAveraging of "
+        "dstrat.callbacks, or in a loop of yours keep [p.detach().clone() for p in module.parameters()], which are the "
+        "shards of this rank; for other copies, copy it before it is set up"
+    )
+
+
 class OwnOutputs:
     """Copies what a block returns where it is a view of another tensor.
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat_fsdp.gradients import drop_waiting, fsdp_params, put_back, waiting_gradients
-from dstrat_fsdp.guards import ChangesInForward, OwnOutputs, ParameterGuard
+from dstrat_fsdp.guards import ChangesInForward, OwnOutputs, ParameterGuard, refuse_copy
 from dstrat_fsdp.shardable import check_dtypes, check_shapes, shards_explained
 from dstrat_fsdp.step_module import StepModule
 from dstrat_fsdp.unwrapping import unwrap
@@ -108,6 +108,8 @@ class ShardedModule:
         if around_steps:
             sharding.apply_to_root(self.root)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
+        for unit in self._units:
+            unit.__dict__["__deepcopy__"] = refuse_copy  # torch's own raises without a reason
         if sharding.sums_gradients:
             for unit in self._units:
                 unit.set_force_sum_reduction_for_comms(True)
@@ -195,6 +197,7 @@ class ShardedModule:
         self.free()
         self.leave_low_precision()
         for unit in self._units:
+            unit.__dict__.pop("__deepcopy__", None)
             unwrap(unit)
         for copied in self._copied:
             copied.remove()
