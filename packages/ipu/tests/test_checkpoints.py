@@ -105,10 +105,12 @@ def test_checkpoints_move_to_one_device_and_back(tmp_path, unbroken, plugins):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(unbroken[0]), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("family", ["ddp", "fsdp"])
-def test_checkpoints_move_to_several_processes_and_back(tmp_path, unbroken, family):
-    strategy = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}[family](start_method="fork")
-    elsewhere = {"strategy": strategy, "accelerator": "cpu", "devices": 2}
+@pytest.mark.parametrize(
+    ("family", "processes"), [("ddp", 2), ("fsdp", 2), ("deepspeed", 1)], ids=["ddp", "fsdp", "deepspeed"]
+)
+def test_checkpoints_move_to_other_families_and_back(tmp_path, unbroken, family, processes):
+    strategy = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}.get(family, lambda **_: "deepspeed")(start_method="fork")
+    elsewhere = {"strategy": strategy, "accelerator": "cpu", "devices": processes}
     for name, first, second in (("to", ON_IPUS, elsewhere), ("from", elsewhere, ON_IPUS)):
         path = tmp_path / name
         loaders = [data(320, batch_size=16 // where["devices"], shuffle=False) for where in (first, second)]

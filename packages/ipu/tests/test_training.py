@@ -96,6 +96,23 @@ def test_schedulers_reach_the_device(interval):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
+def test_groups_of_parameters_keep_their_own_options():
+    class Groups(Regression):
+        def configure_optimizers(self):
+            first, last = self.net[0], self.net[3]
+            groups = [
+                {"params": list(first.parameters()), "lr": 0.02, "weight_decay": 0.3, "label": "first"},
+                {"params": [last.weight], "betas": (0.5, 0.9)},
+            ]
+            optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+            factors = [lambda step: 0.9**step, lambda step: 1 / (1 + step)]
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    losses = [fit(Groups, data(), **where)[0].losses for where in (ON_CPU, {})]
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=0)
+
+
 def test_a_loss_that_poptorch_does_not_know_is_marked():
     class Written(Regression):
         def training_step(self, batch, batch_idx):

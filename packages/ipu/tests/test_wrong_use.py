@@ -113,6 +113,7 @@ class Closing(Regression):
         (TheirsClipped, {"gradient_clip_val": 1.0}, ConflictError, "give it max_grad_norm=1.0"),
         (lambda: made(optimizer="SGD", momentum=0.9, nesterov=True), {}, RequestError, "SGD with nesterov=True"),
         (lambda: made(amsgrad=True), {}, RequestError, "AdamW with amsgrad=True"),
+        (lambda: made(lr=torch.tensor(0.01)), {}, RequestError, "AdamW has a tensor as lr, .* pass a float"),
         (lambda: made(optimizer="RMSprop"), {"gradient_clip_val": 1.0}, ConflictError, "not possible with RMSprop"),
         (Regression, {"detect_anomaly": True}, ConflictError, "detect_anomaly=True cannot look"),
         (

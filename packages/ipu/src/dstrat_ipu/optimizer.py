@@ -162,6 +162,9 @@ def _kind_of(optimizer: Optimizer) -> str:
         refused = [name for name in _REFUSED if group.get(name) and not (kind == "AdamW" and name == _REFUSED[-1])]
         if refused:
             raise RequestError(f"poptorch cannot compile {kind} with {refused[0]}=True: leave it out")
+        tensors = [name for name in _OPTIONS[kind] if isinstance(group.get(name), torch.Tensor)]
+        if tensors:
+            raise RequestError(f"{kind} has a tensor as {tensors[0]}, and poptorch takes numbers: pass a float")
     return kind
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from dstrat_hpu import HPUFSDPStrategy as HPUFSDPStrategy
     from dstrat_hpu import HPUParallelStrategy as HPUParallelStrategy
     from dstrat_hpu import SingleHPUStrategy as SingleHPUStrategy
+    from dstrat_ipu import IPUAccelerator as IPUAccelerator
+    from dstrat_ipu import IPUStrategy as IPUStrategy
     from dstrat_xla import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
     from dstrat_xla import SingleTPUStrategy as SingleTPUStrategy
     from dstrat_xla import TPUAccelerator as TPUAccelerator

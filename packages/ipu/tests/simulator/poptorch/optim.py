@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import numbers
 
 import torch
 
@@ -88,12 +89,22 @@ def as_dict(optimizer):
             raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported.")
         if group.get("maximize"):
             raise ValueError("maximize is not supported.")
+        _check_numbers(group)
         groups.append({name: copy.copy(group[name]) for name in _HYPERPARAMETERS if name in group})
     return {
         "type": kind_of(optimizer),
         "groups": groups,
         "max_grad_norm": getattr(optimizer, "max_grad_norm", math.inf),
     }
+
+
+def _check_numbers(group):
+    """Refuse tensors and lists, as ``_assertIsNumber`` and ``assertIsFloatPair`` of _optimizer_attributes.py do."""
+    for name in ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha"):
+        assert isinstance(group.get(name, 0.0), numbers.Number), f"Expected a number for {name} but got {group[name]}"
+    betas = group.get("betas", (0.0, 0.0))
+    assert isinstance(betas, tuple), f"Expected a pair for betas but got {betas} instead"
+    assert all(isinstance(beta, numbers.Number) for beta in betas), f"Expected numbers for betas but got {betas}"
 
 
 class DeviceOptimizer:
