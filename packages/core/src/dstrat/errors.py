@@ -21,7 +21,7 @@ Each derives from :class:`DstratError` and from the built-in that a caller would
     ├── LaunchError                        RuntimeError   processes could not be started
     │   └── RankFailedError                               a rank failed, and the job was ended
     ├── AnomalyError                       FloatingPointError  values that are not finite, found by detect_anomaly
-    ├── LoggerError                        RuntimeError   a logger failed
+    ├── LoggerError                        RuntimeError   a logger failed in a run, or its folder cannot be made
     └── CheckpointError                    OSError        a checkpoint cannot be written or read
         └── StoreError                                    the store or disk that it is on refuses or fails
 """
@@ -127,7 +127,12 @@ class AnomalyError(DstratError, FloatingPointError):
 
 
 class LoggerError(DstratError, RuntimeError):
-    """A logger failed; what it raised is the cause."""
+    """A logger failed in a run, of a Trainer or an own loop, or its folder cannot be made.
+
+    What was raised first, such as an OSError of a full disk, is the ``__cause__``.  It is no OSError itself, because
+    loggers fail in many ways, of a network or a service for example.  Outside of a run, the methods of a logger raise
+    what its library raises.
+    """
 
 
 class CheckpointError(DstratError, OSError):

@@ -172,9 +172,10 @@ def test_weights_that_a_test_has_loaded_are_saved_with_a_warning(
     with torch.no_grad():
         line.layer.weight.zero_()
     trainer.test(line, loader(), ckpt_path=tmp_path / "end")
+    trainer.validate(line, loader())
     trainer.save_checkpoint(tmp_path / "after", weights_only=True)
     assert same(line_class.load_from_checkpoint(tmp_path / "after"), loaded)
-    assert "after gets the weights of" in caplog.text
+    assert f"after gets the weights of {tmp_path / 'end'}, which test has loaded into the module" in caplog.text
 
 
 def test_a_run_of_another_module_ends_the_time_for_saving(quiet_trainer, make_line, loader, tmp_path):

@@ -37,7 +37,7 @@ def collect_checkpoint(
             trainer, optimization_entries(trainer.strategy) if ended is None else ended.optimization
         )
         if trainer.is_fitting or ended is not None:
-            checkpoint |= _of_each_rank(trainer, own_state(trainer) if ended is None else ended.own)
+            checkpoint |= _of_each_rank(trainer, collect_rank_state(trainer) if ended is None else ended.rank_state)
     trainer.dispatch.call("on_save_checkpoint", checkpoint)
     return checkpoint
 
@@ -54,7 +54,7 @@ def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
     io = trainer.strategy.checkpoint_io
     checkpoint = _weights(trainer) | _training(trainer, optimization_entries(trainer.strategy))
     if trainer.world_size == 1:
-        checkpoint |= _of_each_rank(trainer, own_state(trainer))
+        checkpoint |= _of_each_rank(trainer, collect_rank_state(trainer))
     else:
         checkpoint["state_dict"] = trainer.strategy.module_state_dict()  # with this process's buffers
     trainer.dispatch.call("on_save_checkpoint", checkpoint)
@@ -84,7 +84,7 @@ def _training(trainer: Trainer, optimization: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def own_state(trainer: Trainer) -> dict[str, Any]:
+def collect_rank_state(trainer: Trainer) -> dict[str, Any]:
     """Return what belongs to this process alone; collective."""
     of_strategy = trainer.strategy.rank_state()
     if trainer.fit_loop.is_in_backward and of_strategy.get("gradients"):
@@ -92,11 +92,11 @@ def own_state(trainer: Trainer) -> dict[str, Any]:
     return {**trainer.fit_loop.rank_state(), "strategy": of_strategy, "buffers": rank_buffers(trainer.strategy)}
 
 
-def _of_each_rank(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
-    """Return what belongs to single processes: only this one's where each saves its own part; collective."""
+def _of_each_rank(trainer: Trainer, rank_state: dict[str, Any]) -> dict[str, Any]:
+    """Return what belongs to single processes: only this one's where each process saves; collective."""
     if trainer.strategy.checkpoint_io.is_collective:
-        return {"per_rank": own}
-    return {"ranks": _gather(trainer.strategy, own)}
+        return {"per_rank": rank_state}
+    return {"ranks": _gather(trainer.strategy, rank_state)}
 
 
 def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Final state of a fit, kept so that it can still be saved."""
+"""Final state of a fit, kept on the CPU so that it can still be saved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.training.checkpoint import collect_checkpoint, own_state
+from dstrat.training.checkpoint import collect_checkpoint, collect_rank_state
 from dstrat.training.meeting import waiting_is_told
 
 if TYPE_CHECKING:
@@ -23,19 +23,25 @@ _IN_A_RUN = "call it in on_train_end of the module or a callback, or take ModelC
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedFit:
-    """What the strategy gives up at the end of a fit; tensors are on the CPU.  The rest is in the Trainer's parts.
+    """What the strategy frees at the end of a fit; the module, the counters and the callbacks stay in the Trainer.
+
+    Tensors are on the CPU.  Where the devices are others they are copies, which take as much memory of the host as the
+    optimizers' state takes on the device (with Adam in float32 8 bytes per parameter).  The Trainer's optimizers, which
+    users may read after a fit, share it.
 
     Attributes:
         optimization: The state of optimizers, schedulers and precision; empty in processes that do not write it.
-        own: What belongs to this process alone.
+        rank_state: What belongs to this process alone.
         error: What was wrong with the state, so that it cannot be saved; None where nothing was.
         weights_of: The checkpoint whose weights an evaluation has loaded into the module since; None where none has.
+        loaded_by: The stage of that evaluation.
     """
 
     optimization: dict[str, Any]
-    own: dict[str, Any]
+    rank_state: dict[str, Any]
     error: Exception | None = None
     weights_of: str | Path | None = None
+    loaded_by: str = ""
 
     @classmethod
     def of(cls, trainer: Trainer) -> EndedFit | None:
@@ -45,17 +51,20 @@ class EndedFit:
         from dstrat.builtin.checkpoint.strategy_state import optimization_entries
 
         try:
-            entries, own = optimization_entries(trainer.strategy), own_state(trainer)
+            entries, rank_state = optimization_entries(trainer.strategy), collect_rank_state(trainer)
             if not trainer.is_global_zero and not trainer.strategy.checkpoint_io.is_collective:
                 entries = {}  # global rank 0 writes them alone
             to_host = trainer.strategy.to_host
-            return cls(optimization=apply_to_tensors(entries, to_host), own=apply_to_tensors(own, to_host))
+            return cls(
+                optimization=apply_to_tensors(entries, to_host), rank_state=apply_to_tensors(rank_state, to_host)
+            )
         except Exception as error:  # noqa: BLE001 - what is kept for later fails no fit that has ended
-            return cls(optimization={}, own={}, error=error)
+            return cls(optimization={}, rank_state={}, error=error)
 
-    def with_weights_of(self, path: str | Path) -> EndedFit:
-        """Return what is kept after an evaluation has loaded a checkpoint into the module."""
-        return replace(self, own={**self.own, "buffers": {}}, weights_of=path)  # a resume takes those of the module
+    def with_weights_of(self, path: str | Path, stage: str) -> EndedFit:
+        """Return what is kept after a stage has loaded the weights of a checkpoint into the module."""
+        rank_state = {**self.rank_state, "buffers": {}}  # a resume takes those of the module
+        return replace(self, rank_state=rank_state, weights_of=path, loaded_by=stage)
 
     def save(self, trainer: Trainer, path: str | Path, *, weights_only: bool) -> None:
         """Write the checkpoint; every process of the job calls it, and they are connected until it is written."""
@@ -66,13 +75,13 @@ class EndedFit:
                 "%s gets the weights of %s, which %s has loaded into the module%s",
                 path,
                 self.weights_of,
-                trainer.stage,
+                self.loaded_by,
                 "" if weights_only else ", and the optimizers of the end of the fit",
             )
         strategy = trainer.strategy
-        for part in (trainer.module, trainer.datamodule):
-            if part is not None:
-                part.attach(trainer)  # for on_save_checkpoint, as another Trainer may have run it since
+        for attachable in (trainer.module, trainer.datamodule):
+            if attachable is not None:
+                attachable.attach(trainer)  # for on_save_checkpoint, as another Trainer may have run it since
         try:
             with waiting_is_told(trainer, "save_checkpoint"):
                 strategy.setup_environment()

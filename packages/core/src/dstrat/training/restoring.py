@@ -63,7 +63,7 @@ class Restoration:
         if trainer.is_fitting:
             self._restore_training(checkpoint)
         elif trainer.ended_fit is not None:
-            trainer.ended_fit = trainer.ended_fit.with_weights_of(self._path)
+            trainer.ended_fit = trainer.ended_fit.with_weights_of(self._path, trainer.stage)
 
     def _restore_training(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on where the checkpoint was saved: exactly on as many processes, as near to it as can be on others."""

@@ -29,15 +29,15 @@ cluster = TorchElasticEnvironment({
 WAIT = """
 def wait_busily():
     while True:
-        time.sleep(0.03)
+        time.sleep(0.1)
         end = time.process_time() + 0.01
         while time.process_time() < end:
             pass
 """
 exec(compile(WAIT, Path(dist.__file__).with_name("wait.py"), "exec"))
 
-open_process_group(cluster, backend="gloo", timeout=timedelta(seconds=120))
-limits = {"limit": timedelta(seconds=1), "longest": timedelta(seconds=120)}
+open_process_group(cluster, backend="gloo", timeout=timedelta(seconds=600))
+limits = {"limit": timedelta(seconds=1), "longest": timedelta(seconds=600)}
 with watched_for_hangs(**limits, rank=rank, local_rank=local_rank, size=size):
     if rank == size - 1:
         time.sleep(1)  # so that it has published its state, and others know of it

@@ -58,7 +58,7 @@ def start_ranks():
 
 def test_idle_rank_that_waits_ends_beyond_the_first_ranks(start_ranks):
     *_, last = start_ranks("wait", 5, local_size=5)
-    _, errors = last.communicate(timeout=60)
+    _, errors = last.communicate(timeout=170)
     assert "rank 4 of 5 hung: nothing was done for 1 s, and ranks 0, 1, 2, 3 waited." in errors
     assert "Stack of rank 0:\n\nCurrent thread" in errors
     assert last.returncode == 1
@@ -67,6 +67,6 @@ def test_idle_rank_that_waits_ends_beyond_the_first_ranks(start_ranks):
 @pytest.mark.parametrize("deed", ["stop", "die"])
 def test_rank_that_stops_or_dies_is_named_by_one_of_its_machine(start_ranks, deed):
     ranks = start_ranks(deed, 6, local_size=4)
-    _, errors = ranks[4].communicate(timeout=60)
+    _, errors = ranks[4].communicate(timeout=170)
     assert "rank 5 of 6 hung: nothing was done for 1 s, and ranks 0, 1, 2, 3, 4 waited." in errors
     assert ranks[4].returncode == 1

@@ -32,9 +32,15 @@ STARTS_WORK = "parent = os.getpid()\nif os.fork():\n    time.sleep(600)\nwhile o
 @pytest.mark.parametrize(("code", "is_idle"), [(SLEEPS, True), (READS, False), (STARTS_WORK, False)])
 def test_process_is_idle_that_neither_computes_nor_reads_nor_has_children_that_do(code, is_idle):
     with running(code) as pid:
-        before = read_activities([pid])[pid]
-        time.sleep(1.0)
-        assert read_activities([pid])[pid].is_idle_since(before) is is_idle
+        deadline = time.monotonic() + 60
+        while True:
+            before = read_activities([pid])[pid]
+            time.sleep(1.0)
+            was_idle = read_activities([pid])[pid].is_idle_since(before)
+            # On a busy machine a process that sleeps may wait for a processor now and then, which counts as work.
+            if was_idle is is_idle or not is_idle or time.monotonic() > deadline:
+                break
+        assert was_idle is is_idle
 
 
 def test_names_of_other_programs_may_have_any_bytes():
