@@ -70,23 +70,21 @@ def test_the_rank_that_misbehaves_is_named(deed, rank, message):
 
 
 def until_it_breaks(cluster, deed):
-    """Train in a rank that nobody supervises, and once more alone; return what broke, and the losses."""
+    """Train in a rank that nobody supervises; return what broke, and whether it is still connected."""
     begin()
     strategy = XLAStrategy(reduce_on_host=True)
     try:
         fit(strategy, Misbehaving(deed), loader(6), devices=2, plugins=[cluster])
     except Exception as error:
-        seen = f"{type(error).__name__}: {error}", dist.is_initialized()
-        return *seen, fit("single_xla", data=loader(4))["losses"]
+        return f"{type(error).__name__}: {error}", dist.is_initialized()
     return None
 
 
-def test_the_other_rank_of_one_that_dies_can_close_and_train():
-    (message, is_open, losses), gone = in_ranks(until_it_breaks, may_die=(1,), deed=be_killed)
+def test_the_other_rank_of_one_that_dies_can_close():
+    (message, is_open), gone = in_ranks(until_it_breaks, may_die=(1,), deed=be_killed)
     assert gone is None
     assert message.startswith(("RuntimeError", "DistBackendError"))
     assert not is_open
-    assert losses == pytest.approx(fit("single_device", data=loader(4), accelerator="cpu")["losses"], rel=1e-5)
 
 
 class BreaksAfterBackward(Net):
