@@ -152,6 +152,12 @@ class _WithVariable(StrategySuite):
     environ: ClassVar = {"DSTRAT_TESTED_VARIABLE": "of the suite"}
 
 
+class _WithVariableOfTeam(StrategySuite):
+    alias = "single_device"
+    world_sizes = (1,)
+    environ: ClassVar = {"DSTRAT_TESTED_VARIABLE": "team {job}"}
+
+
 class _WithoutVariable(StrategySuite):
     alias = "single_device"
     world_sizes = (1,)
@@ -165,3 +171,11 @@ def variable(place):
 def test_ranks_have_the_environment_that_their_suite_declares(new):
     assert _WithVariable().job(variable, 1, needs_new_ranks=new) == ["of the suite"]
     assert _WithoutVariable().job(variable, 1, needs_new_ranks=new) == [None]
+
+
+def test_each_team_of_ranks_has_a_number_in_its_environment():
+    suite = _WithVariableOfTeam()
+    (first,), (again,) = suite.job(variable, 1), suite.job(variable, 1)
+    (other,) = suite.job(variable, 1, needs_new_ranks=True)
+    assert first.removeprefix("team ").isdecimal()
+    assert first == again != other

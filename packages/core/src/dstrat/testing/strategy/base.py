@@ -36,7 +36,8 @@ class StrategyTests(Suite):
         accelerator: Where everything runs.
         devices_per_process: Devices that each process drives.
         environ: Environment variables that ranks set before they run anything, such as those of a simulator; libraries
-            that ranks have loaded by then have read theirs before.
+            that ranks have loaded by then have read theirs before.  ``{job}`` in a value is another number for each
+            team of ranks, which stays for many tests: such as for the folder of simulated devices that processes hold.
         gives_losses_of_one_device: Whether the training is that of one device with the same global batches; not so for
             an algorithm that lets its ranks drift apart.
         tolerance: Largest relative difference of losses.
@@ -169,7 +170,8 @@ class StrategyTests(Suite):
 
 def run_with_environ(place: Place, task: Callable[..., T], environ: dict[str, str], arguments: dict[str, Any]) -> T:
     """Run a function in a rank that has these environment variables."""
-    os.environ.update(environ)
+    job = str(place.cluster.main_port)
+    os.environ.update({name: value.replace("{job}", job) for name, value in environ.items()})
     return task(place, **arguments)
 
 
