@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.async_io import AsyncCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable

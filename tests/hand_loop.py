@@ -8,10 +8,10 @@ from torch import nn
 from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.precision.true import TruePrecision
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.interfaces.checkpoint_io import CheckpointIO
-from dstrat.interfaces.optimization import Optimization
-from dstrat.interfaces.parts import Parts
+from dstrat.interfaces.optimizers import Optimization
+from dstrat.interfaces.strategy import Parts
 
 STEPS = 20
 BATCH = 8

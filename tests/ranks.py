@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dstrat.testing.jobs import first_culprit, run_ranks, story, what_happened
+from dstrat.testing.ranks.jobs import first_culprit, run_ranks, story, what_happened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
 
-    from dstrat.testing.loopback import LoopbackCluster
-    from dstrat.testing.place import Place
+    from dstrat.testing.ranks.team import LoopbackCluster, Place
 
 SECONDS = 100.0
 

@@ -118,7 +118,7 @@ def given(page: str) -> dict[str, Any]:
     """Return what a page takes for granted."""
     if page != "checkpoint-format.md":
         return {}
-    from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+    from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 
     return {
         "torch": torch,

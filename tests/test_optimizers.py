@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import SingleDeviceStrategy, TrainModule
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import DstratError
 from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy

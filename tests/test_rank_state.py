@@ -10,8 +10,8 @@ from tests.trainer_runs import quiet_trainer, same_when_resumed, shuffled_loader
 from torch import nn
 
 from dstrat import TrainModule
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy
 

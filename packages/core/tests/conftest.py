@@ -39,7 +39,7 @@ def reasons():
 
 HEADER = """
 from dstrat.plugins.component import Component, Tombstone
-from dstrat.plugins.hookspec import hookimpl
+from dstrat.plugins.component import hookimpl
 """
 
 

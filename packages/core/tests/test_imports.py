@@ -20,8 +20,8 @@ def test_a_trainer_is_made_without_what_only_runs_and_checkpoints_need(tmp_path)
     loaded = set(WarmProgram(script).run().split())
     assert "dstrat.training.trainer" in loaded
     assert not loaded & {
-        "dstrat.builtin.checkpoint.portable.loading",
-        "dstrat.builtin.checkpoint.portable.saving",
+        "dstrat.checkpoint.portable.load",
+        "dstrat.checkpoint.portable.save",
         "dstrat.data.loaders",
         "dstrat.training.loops.evaluation_loop",
         "dstrat.training.loops.fit_loop",

@@ -10,7 +10,7 @@ from tests.ranks import each, in_ranks
 
 from dstrat.errors import MisuseError
 from dstrat_ddp import DataParallelStrategy, DDP2Strategy
-from dstrat_ddp.replicas import joined
+from dstrat_ddp.data_parallel import joined
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from packages.ddp.tests import ddp_program
 from tests.warm_program import WarmProgram
 
 from dstrat import Callback
-from dstrat.training import meeting
+from dstrat.training import contexts
 from dstrat_ddp import DDPStrategy
 
 SCRIPT = f"""
@@ -81,7 +81,7 @@ class SavesAlone(Callback):
 
 
 def test_a_rank_that_saves_alone_says_that_it_waits_until_the_job_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(meeting, "SECONDS_UNTOLD", 0.5)
+    monkeypatch.setattr(contexts, "SECONDS_UNTOLD", 0.5)
     monkeypatch.setattr(logging.getLogger("dstrat"), "handlers", [logging.FileHandler(tmp_path / "log", delay=True)])
     strategy = DDPStrategy(start_method="fork", timeout=timedelta(seconds=2))
     ddp_program.run(tmp_path, "alone", devices=2, strategy=strategy, callbacks=[SavesAlone(tmp_path / "saved")])

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, Trainer, TrainModule
-from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.callbacks import EMAWeightAveraging
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat_ddp import DDPStrategy
 
 

@@ -161,7 +161,7 @@ def unfrozen_with_ddp(cluster, accumulate, options):
 
 
 def test_parameters_that_are_unfrozen_later_are_averaged_too():
-    from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+    from dstrat.builtin.single_device import SingleDeviceStrategy
 
     options = {"plain": {}, "static": {"static_graph": True}, "hook": {"ddp_comm_hook": "allreduce"}}
     cases = {(name, n): {"options": given, "accumulate": n} for name, given in options.items() for n in (1, 2)}

@@ -5,7 +5,7 @@ from deepspeed_loop import Net
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, Trainer, TrainModule
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 
 BATCH, SAMPLES = 12, 48
 

@@ -5,8 +5,8 @@ from tests import hand_loop
 from tests.hand_loop import BlockNet, batches, parts, share, train
 from torch import nn
 
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
-from dstrat.interfaces.optimization import read_optimizers
+from dstrat.builtin.single_device import SingleDeviceStrategy
+from dstrat.interfaces.optimizers import read_optimizers
 
 __all__ = ["Net", "Run", "batches", "losses_of", "parts", "share", "single_device_losses", "start", "train"]
 

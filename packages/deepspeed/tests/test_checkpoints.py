@@ -13,8 +13,8 @@ from tied_net import Tied, assert_close
 from torch import nn
 
 from dstrat import TrainModule
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import CheckpointError
 from dstrat_deepspeed import DeepSpeedStrategy
 

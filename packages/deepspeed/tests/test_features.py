@@ -10,7 +10,7 @@ from deepspeed_loop import Net, Run, batches, losses_of, parts, share, single_de
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat_deepspeed import DeepSpeedStrategy
 
 STAGES = (0, 1, 2, 3)

@@ -2,7 +2,7 @@
 
 import torch
 
-from dstrat_deepspeed.late_compiling import _compiled_when_called
+from dstrat_deepspeed.runtime import _compiled_when_called
 
 
 def twice(number):

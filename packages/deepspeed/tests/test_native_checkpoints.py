@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from deepspeed_loop import Net, batches, parts, start, train
 from tied_net import Tied, assert_close
 
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.cli.checkpoint.convert import convert
 from dstrat.errors import CheckpointError
 from dstrat_deepspeed import DeepSpeedStrategy
-from dstrat_deepspeed.native import DeepSpeedCheckpointIO
+from dstrat_deepspeed.native_checkpoint import DeepSpeedCheckpointIO
 
 STEPS = 3
 FLOAT32, BF16, UNIVERSAL = "float32", "bf16", "universal"

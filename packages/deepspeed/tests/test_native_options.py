@@ -5,10 +5,10 @@ import torch
 from deepspeed_fit import Model, fit
 
 from dstrat import Callback
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import CheckpointError
 from dstrat_deepspeed import DeepSpeedStrategy
-from dstrat_deepspeed.native import DeepSpeedCheckpointIO
+from dstrat_deepspeed.native_checkpoint import DeepSpeedCheckpointIO
 
 WAYS = {(stage, excludes): f"{stage}-{excludes}" for stage in (2, 3) for excludes in (False, True)}
 

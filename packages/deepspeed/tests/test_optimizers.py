@@ -11,7 +11,7 @@ from tests.trainer_runs import Losses, Saves, loader, quiet_trainer
 from torch import nn
 
 from dstrat import SingleDeviceStrategy, TrainModule
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import RequestError
 from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.optimizers import check_division

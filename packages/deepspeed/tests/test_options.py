@@ -10,8 +10,7 @@ from deepspeed_loop import parts
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed import DeepSpeedStrategy
-from dstrat_deepspeed.config import from_options
-from dstrat_deepspeed.configuration import Configuration
+from dstrat_deepspeed.config import Configuration, from_options
 from dstrat_deepspeed.options import read_options
 from dstrat_deepspeed.prerequisites import build_folder, is_compiled
 

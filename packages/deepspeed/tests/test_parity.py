@@ -3,7 +3,7 @@
 import pytest
 from deepspeed_loop import Net, parts, start, train
 
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat_deepspeed import DeepSpeedStrategy
 
 STAGES = (0, 1, 2, 3)

@@ -13,13 +13,12 @@ from deepspeed_loop import Net, Run, parts, start
 
 from dstrat import Trainer
 from dstrat.errors import ConflictError, RequestError
-from dstrat.testing.loopback import LoopbackCluster
+from dstrat.testing.ranks.team import LoopbackCluster
 from dstrat_deepspeed import DeepSpeedStrategy
-from dstrat_deepspeed.config_source import PATH_VARIABLE, read_config
-from dstrat_deepspeed.configuration import Configuration
-from dstrat_deepspeed.optimizer_section import check_named_optimizer
+from dstrat_deepspeed.config import PATH_VARIABLE, Configuration, read_config
 from dstrat_deepspeed.prerequisites import build_folder, check_lockable, check_prerequisites
 from dstrat_deepspeed.runtime import load_deepspeed, log_level
+from dstrat_deepspeed.validation import check_named_optimizer
 
 
 def refused(error, match, **options):

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from dstrat import TrainModule
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
 
 BATCHES = 5  # of an epoch on two ranks

@@ -10,10 +10,10 @@ from tests.hand_loop import BlockNet, Run, batches, losses_of, one_pass, parts, 
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import WAYS, losses_of_one_device
 
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, MisuseError, RequestError
-from dstrat.interfaces.optimization import Optimization, SchedulerConfig
-from dstrat.interfaces.parts import Parts
+from dstrat.interfaces.optimizers import Optimization, SchedulerConfig
+from dstrat.interfaces.strategy import Parts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from dstrat_fsdp import ModelParallelStrategy, meshes
+from dstrat_fsdp import ModelParallelStrategy
+from dstrat_fsdp import mesh as fsdp_mesh
 
 
 def split(module, mesh):
@@ -161,7 +162,7 @@ def opening_with_a_late_rank(cluster):
     strategy = ModelParallelStrategy(tensor_parallel_size=2)
     strategy.receive(parts(cluster))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(meshes, "init_device_mesh", open_late)
+        patched.setattr(fsdp_mesh, "init_device_mesh", open_late)
         strategy.setup_environment()
     went_on = time.monotonic()
     strategy.teardown()

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.precision.true import TruePrecision
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, RequestError
 from dstrat_fsdp import FSDPStrategy
 from dstrat_fsdp.options import input_dtype, precision_policy

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dstrat.parallel.process_group import close_process_group, open_process_group
-from dstrat_fsdp.slices import copy_whole, shard_like, whole_of
+from dstrat_fsdp.state import copy_whole, shard_like, whole_of
 
 PLANS = {"by rows": ColwiseParallel, "by columns": RowwiseParallel}
 

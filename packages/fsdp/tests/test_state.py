@@ -10,9 +10,9 @@ from tests.hand_loop import BlockNet, parts, single_device_losses, start, train
 from tests.ranks import each, in_ranks
 from torch.distributed.tensor import DTensor
 
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.checkpoint.strategy_state import module_entries, read_checkpoint
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.strategy_state import module_entries, read_checkpoint
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat_fsdp import FSDPStrategy
 

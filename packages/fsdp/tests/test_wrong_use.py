@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
 
 from dstrat.errors import ConflictError, DstratError, MisuseError, RequestError
-from dstrat.interfaces.optimization import Optimization
+from dstrat.interfaces.optimizers import Optimization
 from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
-from dstrat_fsdp.clipping import clip_by_value
-from dstrat_fsdp.meshes import parallel_sizes, sharding_mesh_shape
+from dstrat_fsdp.gradients import clip_by_value
+from dstrat_fsdp.mesh import parallel_sizes, sharding_mesh_shape
 
 
 class Sharing(BlockNet):
@@ -456,7 +456,7 @@ class Manual(BlockNet):
 
 
 def manual_losses(cluster):
-    from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+    from dstrat.builtin.single_device import SingleDeviceStrategy
 
     strategy = FSDPStrategy() if cluster else SingleDeviceStrategy()
     module = Manual()

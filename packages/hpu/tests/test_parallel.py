@@ -16,7 +16,7 @@ from tests.ways_of_training import WAYS, losses_of_one_device
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.precision.true import TruePrecision
-from dstrat.interfaces.parts import Parts
+from dstrat.interfaces.strategy import Parts
 
 OPTIONS = {
     "plain": ("HPUParallelStrategy", {}),

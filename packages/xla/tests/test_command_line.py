@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dstrat.cli.diagnosis.devices import check_devices
+from dstrat.cli.doctor import check_devices
 from dstrat.cli.main import commands
 from dstrat.plugins.catalog import get_catalog
 from dstrat_xla import SingleDeviceXLAStrategy, XLAFSDPStrategy, XLASPMDStrategy, XLAStrategy

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 
 
 def test_tensors_of_one_shape_are_not_taken_for_tied_ones(tmp_path):

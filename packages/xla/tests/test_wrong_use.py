@@ -10,9 +10,9 @@ import torch
 from xla_fit import ON_XLA, trainer
 
 from dstrat.builtin.clusters.local import LocalEnvironment
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, DeviceError, MissingRequirementError
-from dstrat.interfaces.parts import Parts
+from dstrat.interfaces.strategy import Parts
 from dstrat.resolve import Request, make_plan
 from dstrat_xla import XLAStrategy, runtime
 

@@ -11,10 +11,10 @@ from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
     from dstrat.builtin.accelerators.devices import parse_devices as parse_devices
-    from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO as TorchCheckpointIO
     from dstrat.builtin.clusters.external import ExternalEnvironment as ExternalEnvironment
     from dstrat.builtin.clusters.external import RankNames as RankNames
-    from dstrat.builtin.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
+    from dstrat.builtin.single_device import SingleDeviceStrategy as SingleDeviceStrategy
+    from dstrat.checkpoint.torch_file import TorchCheckpointIO as TorchCheckpointIO
     from dstrat.data.combined_loader import CombinedLoader as CombinedLoader
     from dstrat.data.random_state import seed_everything as seed_everything
     from dstrat.data.sharded_dataset import ShardedIterableDataset as ShardedIterableDataset
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from dstrat.interfaces.launcher import Launcher as Launcher
     from dstrat.interfaces.precision import Precision as Precision
     from dstrat.interfaces.strategy import Strategy as Strategy
-    from dstrat.own_loop.building import build as build
     from dstrat.own_loop.loop import OwnLoop as OwnLoop
+    from dstrat.own_loop.loop import build as build
     from dstrat.parallel.collectives import take_from_first_rank as take_from_first_rank
     from dstrat.parallel.gradient_sync import GradientSyncStrategy as GradientSyncStrategy
     from dstrat.parallel.strategy import ParallelStrategy as ParallelStrategy
     from dstrat.plugins.component import Component as Component
     from dstrat.plugins.component import Tombstone as Tombstone
-    from dstrat.plugins.hookspec import hookimpl as hookimpl
+    from dstrat.plugins.component import hookimpl as hookimpl
     from dstrat.plugins.registry import AcceleratorRegistry as AcceleratorRegistry
     from dstrat.plugins.registry import StrategyRegistry as StrategyRegistry
     from dstrat.resolve.rank_zero import rank_zero_info as rank_zero_info
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.model_summary import ModelSummary as ModelSummary
     from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from dstrat.training.callbacks.prediction_writer import PredictionWriter as PredictionWriter
+    from dstrat.training.callbacks.prediction_writer import TorchPredictionWriter as TorchPredictionWriter
+    from dstrat.training.callbacks.prediction_writer import read_predictions as read_predictions
     from dstrat.training.callbacks.progress_bar import ProgressBar as ProgressBar
     from dstrat.training.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
     from dstrat.training.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
@@ -65,8 +67,6 @@ if TYPE_CHECKING:
     )
     from dstrat.training.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from dstrat.training.callbacks.timer import Timer as Timer
-    from dstrat.training.callbacks.torch_prediction_writer import TorchPredictionWriter as TorchPredictionWriter
-    from dstrat.training.callbacks.torch_prediction_writer import read_predictions as read_predictions
     from dstrat.training.callbacks.tqdm_progress_bar import TQDMProgressBar as TQDMProgressBar
     from dstrat.training.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from dstrat.training.callbacks.weight_averaging import WeightAveraging as WeightAveraging
@@ -84,8 +84,8 @@ if TYPE_CHECKING:
     from dstrat.training.profilers.profiler import Profiler as Profiler
     from dstrat.training.profilers.simple import SimpleProfiler as SimpleProfiler
     from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
-    from dstrat.training.status import TrainerFn as TrainerFn
-    from dstrat.training.status import TrainerStatus as TrainerStatus
+    from dstrat.training.state import TrainerFn as TrainerFn
+    from dstrat.training.state import TrainerStatus as TrainerStatus
     from dstrat.training.trainer import Trainer as Trainer
     from dstrat.training.tuner import Tuner as Tuner
 
@@ -136,7 +136,7 @@ _HOMES = {
     "RichProgressBarTheme": "dstrat.training.callbacks.rich_progress_bar",
     "ShardedIterableDataset": "dstrat.data.sharded_dataset",
     "SimpleProfiler": "dstrat.training.profilers.simple",
-    "SingleDeviceStrategy": "dstrat.builtin.strategies.single_device",
+    "SingleDeviceStrategy": "dstrat.builtin.single_device",
     "StochasticWeightAveraging": "dstrat.training.callbacks.stochastic_weight_averaging",
     "Strategy": "dstrat.interfaces.strategy",
     "StrategyRegistry": "dstrat.plugins.registry",
@@ -145,25 +145,25 @@ _HOMES = {
     "ThroughputMonitor": "dstrat.training.callbacks.throughput_monitor",
     "Timer": "dstrat.training.callbacks.timer",
     "Tombstone": "dstrat.plugins.component",
-    "TorchCheckpointIO": "dstrat.builtin.checkpoint.torch_file",
-    "TorchPredictionWriter": "dstrat.training.callbacks.torch_prediction_writer",
+    "TorchCheckpointIO": "dstrat.checkpoint.torch_file",
+    "TorchPredictionWriter": "dstrat.training.callbacks.prediction_writer",
     "TorchProfiler": "dstrat.training.profilers.torch_profiler",
     "TrainModule": "dstrat.training.module.train_module",
     "Trainer": "dstrat.training.trainer",
-    "TrainerFn": "dstrat.training.status",
-    "TrainerStatus": "dstrat.training.status",
+    "TrainerFn": "dstrat.training.state",
+    "TrainerStatus": "dstrat.training.state",
     "Tuner": "dstrat.training.tuner",
     "WandbLogger": "dstrat.training.loggers.wandb_logger",
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "apply_to_tensors": "dstrat.interfaces.batch",
-    "build": "dstrat.own_loop.building",
+    "build": "dstrat.own_loop.loop",
     "grad_norm": "dstrat.training.module.optimization",
-    "hookimpl": "dstrat.plugins.hookspec",
+    "hookimpl": "dstrat.plugins.component",
     "parse_devices": "dstrat.builtin.accelerators.devices",
     "rank_zero_info": "dstrat.resolve.rank_zero",
     "rank_zero_only": "dstrat.resolve.rank_zero",
     "rank_zero_warn": "dstrat.resolve.rank_zero",
-    "read_predictions": "dstrat.training.callbacks.torch_prediction_writer",
+    "read_predictions": "dstrat.training.callbacks.prediction_writer",
     "seed_everything": "dstrat.data.random_state",
     "take_from_first_rank": "dstrat.parallel.collectives",
 }

@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 
 from dstrat.builtin.accelerators.cpu import CPUAccelerator
-from dstrat.cli.diagnosis.all_reduce import check_all_reduce
-from dstrat.cli.diagnosis.broken import check_plugins
-from dstrat.cli.diagnosis.devices import check_devices
-from dstrat.cli.diagnosis.evidence import check_evidence
-from dstrat.cli.diagnosis.leftovers import check_leftovers
+from dstrat.cli.doctor import check_all_reduce, check_devices, check_evidence, check_leftovers, check_plugins
 from dstrat.plugins.catalog import Catalog
 from dstrat.plugins.component import Component
 
@@ -158,7 +154,7 @@ def test_processes_and_folders_of_jobs_that_are_over_are_found(temporary):
 
 RUNNING = """
 import sys, time
-from dstrat.builtin.launchers.local import LocalLauncher
+from dstrat.launch.local import LocalLauncher
 
 def wait():
     print("running", flush=True)

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dstrat.cli.new.command import new
-from dstrat.cli.new.names import Names, make_names
+from dstrat.cli.new.command import Names, make_names, new
 from dstrat.errors import DstratError
 from dstrat.plugins.catalog import refresh_catalog
 from dstrat.plugins.component import KINDS

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from dstrat.cli.main import commands
 from dstrat.testing import PrecisionSuite
-from dstrat.testing.standard import CAPABILITIES, standard_tests
+from dstrat.testing.suite import CAPABILITIES, standard_tests
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 WRITTEN = """
@@ -49,8 +49,8 @@ def test_what_fails_gives_its_advice_and_the_exit_code(run, mine):
 MANY = """
 import pytest
 from dstrat.testing import PrecisionSuite
-from dstrat.testing.advice import fail
-from dstrat.testing.standard import standard
+from dstrat.testing.suite import fail
+from dstrat.testing.suite import standard
 
 class Mine(PrecisionSuite):
     __module__ = "dstrat.testing.mine"
@@ -84,8 +84,8 @@ def test_what_is_expected_to_fail_is_listed(run, mine):
 UNDECLARED = """
 import pytest
 from dstrat.testing import PrecisionSuite
-from dstrat.testing.skips import not_declared
-from dstrat.testing.standard import standard
+from dstrat.testing.suite import not_declared
+from dstrat.testing.suite import standard
 
 class Mine(PrecisionSuite):
     __module__ = "dstrat.testing.mine"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dstrat.data.continued import Beginning
 from dstrat.data.loaders import prepare_training_loader
+from dstrat.data.resume import Beginning
 
 
 @pytest.fixture

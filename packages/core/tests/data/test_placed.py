@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from dstrat.data.continued import Beginning
-from dstrat.data.placed import PlacedLoader
+from dstrat.data.resume import Beginning, PlacedLoader
 from dstrat.errors import MisuseError
 
 

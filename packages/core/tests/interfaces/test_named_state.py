@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dstrat.errors import CheckpointError
-from dstrat.interfaces.named_state import load_named_state, named_state
+from dstrat.interfaces.state_dict import load_named_state, named_state
 
 
 class Pair(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from dstrat.errors import MisuseError
-from dstrat.interfaces.optimization import SchedulerConfig, read_optimizers
+from dstrat.interfaces.optimizers import SchedulerConfig, read_optimizers
 
 ONE, OTHER = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
 STEPPED, WATCHING = StepLR(ONE, 1), ReduceLROnPlateau(OTHER)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dstrat
 from dstrat import OwnLoop
 from dstrat.errors import CheckpointError, ConflictError, MisuseError, RequestError, UnknownAliasError
-from dstrat.interfaces.compiled_steps import CompiledSteps
+from dstrat.interfaces.strategy import CompiledSteps
 
 
 @pytest.fixture

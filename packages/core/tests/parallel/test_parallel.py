@@ -14,14 +14,13 @@ import torch.distributed as dist
 
 from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.builtin.clusters.local import LocalEnvironment
-from dstrat.builtin.launchers.local import LocalLauncher
 from dstrat.errors import CatalogMismatchError, ClusterError, RankFailedError, RequestError
 from dstrat.interfaces.strategy import Strategy
-from dstrat.parallel.agreement import check_same_catalog
+from dstrat.launch.local import LocalLauncher
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor
-from dstrat.parallel.process_group import close_process_group, open_process_group
+from dstrat.parallel.process_group import check_same_catalog, close_process_group, open_process_group
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat.testing.loopback import LoopbackCluster
+from dstrat.testing.ranks.team import LoopbackCluster
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -216,7 +215,7 @@ IMPORTED_WHILE_OPEN = """
 import socket, weakref
 from datetime import timedelta
 import torch.distributed as dist
-from dstrat.testing.loopback import LoopbackCluster
+from dstrat.testing.ranks.team import LoopbackCluster
 from dstrat.parallel.process_group import close_process_group, open_process_group
 listener = socket.create_server(("127.0.0.1", 0))
 cluster = LoopbackCluster(0, 1, listener.getsockname()[1], listener)

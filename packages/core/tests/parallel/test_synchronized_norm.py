@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dstrat import ParallelStrategy, Trainer
-from dstrat.parallel.synchronized_norm import SynchronizedNorm
+from dstrat.parallel.strategy import SynchronizedNorm
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from dstrat.plugins.slow_import import named_import
+from dstrat.plugins.offer import named_import
 
 BROKEN = {
     "raises when it is imported": ("raise ValueError('out of\\n  order')", "ValueError: out of order"),
@@ -21,27 +21,27 @@ BROKEN = {
         "InvalidComponentError: it defines dstrat_components without marking it with @hookimpl",
     ),
     "misspells the hook": (
-        "from dstrat.plugins.hookspec import hookimpl\n@hookimpl\ndef dstrat_component():\n    return []",
+        "from dstrat.plugins.component import hookimpl\n@hookimpl\ndef dstrat_component():\n    return []",
         "PluginValidationError: unknown hook 'dstrat_component'",
     ),
     "wants arguments": (
-        "from dstrat.plugins.hookspec import hookimpl\n@hookimpl\ndef dstrat_components(config):\n    return []",
+        "from dstrat.plugins.component import hookimpl\n@hookimpl\ndef dstrat_components(config):\n    return []",
         "PluginValidationError",
     ),
     "raises in the hook": (
-        "from dstrat.plugins.hookspec import hookimpl\n@hookimpl\ndef dstrat_components():\n    return 1 / 0",
+        "from dstrat.plugins.component import hookimpl\n@hookimpl\ndef dstrat_components():\n    return 1 / 0",
         "ZeroDivisionError: division by zero",
     ),
     "returns nothing": (
-        "from dstrat.plugins.hookspec import hookimpl\n@hookimpl\ndef dstrat_components():\n    pass",
+        "from dstrat.plugins.component import hookimpl\n@hookimpl\ndef dstrat_components():\n    pass",
         "dstrat_components returned None, not a list of Component records",
     ),
     "returns a text": (
-        "from dstrat.plugins.hookspec import hookimpl\n@hookimpl\ndef dstrat_components():\n    return 'ddp'",
+        "from dstrat.plugins.component import hookimpl\n@hookimpl\ndef dstrat_components():\n    return 'ddp'",
         "dstrat_components returned 'ddp', not a list",
     ),
     "returns a list of rubbish": (
-        "from dstrat.plugins.hookspec import hookimpl\n@hookimpl\ndef dstrat_components():\n    return [{}]",
+        "from dstrat.plugins.component import hookimpl\n@hookimpl\ndef dstrat_components():\n    return [{}]",
         "dstrat_components returned {} in its list, not a Component record",
     ),
     "uses a fact that does not exist": (
@@ -138,7 +138,7 @@ def test_a_plugin_may_be_an_object_of_a_module(site):
     source = "class Offer:\n    @hookimpl\n    def dstrat_components(self):\n        return [%s]\noffer = Offer()"
     site.add(
         "objects",
-        plugin="from dstrat.plugins.component import Component\nfrom dstrat.plugins.hookspec import hookimpl\n"
+        plugin="from dstrat.plugins.component import Component\nfrom dstrat.plugins.component import hookimpl\n"
         + source % site.component("fine"),
         entry_points=[("objects", "objects.plugin:offer")],
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dstrat.plugins.names import nearest, normalized
+from dstrat.plugins.settings import nearest, normalized
 
 
 @pytest.mark.parametrize("name", ["Acme-DDP", "acme_ddp", "acme.ddp", " ACME--_ddp "])

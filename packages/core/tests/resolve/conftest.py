@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dstrat.builtin.accelerators.cpu import CPUAccelerator
-from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.builtin.precision.true import TruePrecision
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.interfaces.accelerator import Accelerator
 from dstrat.interfaces.cluster import ClusterEnvironment
 from dstrat.interfaces.precision import Precision

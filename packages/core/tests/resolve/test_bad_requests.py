@@ -8,7 +8,7 @@ from types import FunctionType
 import pytest
 import torch
 
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import (
     BrokenComponentError,
     ClusterError,

@@ -7,11 +7,11 @@ import pickle
 import pytest
 import torch
 
-from dstrat.builtin.launchers.external import ExternalLauncher
-from dstrat.builtin.launchers.local import LocalLauncher
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import MisuseError, UnknownAliasError
-from dstrat.interfaces.parts import Parts
+from dstrat.interfaces.strategy import Parts
+from dstrat.launch.external import ExternalLauncher
+from dstrat.launch.local import LocalLauncher
 from dstrat.resolve import Request, build, make_plan
 
 FARM = {"FARM": "2", "FARM_RANK": "1"}

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from dstrat.testing.jobs import end_teams, run_in_team, run_job
+from dstrat.testing.ranks.jobs import end_teams, run_in_team, run_job
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ ARGUMENT_THAT_DOES_NOT_PICKLE = """
 from multiprocessing import forkserver
 
 forkserver.ensure_running()  # before it is told to load torch
-from dstrat.testing.jobs import run_in_team
+from dstrat.testing.ranks.jobs import run_in_team
 
 run_in_team(repr, 1, argument=lambda: 0)
 """

@@ -10,7 +10,7 @@ from dstrat.testing import PluginSuite
 NUMBERS = itertools.count()  # what was imported once is not imported again
 PLUGIN = """
 {imports}
-from dstrat.plugins.hookspec import hookimpl
+from dstrat.plugins.component import hookimpl
 
 @hookimpl
 def dstrat_components():

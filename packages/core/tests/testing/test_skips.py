@@ -11,8 +11,8 @@ pytestmark = pytest.mark.usefixtures("quick_collections")
 HEAD = """
 import unittest
 import pytest
-from dstrat.testing.skips import not_declared
-from dstrat.testing.standard import standard
+from dstrat.testing.suite import not_declared
+from dstrat.testing.suite import standard
 from dstrat.testing.suite import Suite
 
 class Small(Suite):

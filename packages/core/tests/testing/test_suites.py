@@ -19,7 +19,7 @@ from dstrat.testing import (
     StrategySuite,
 )
 from dstrat.testing.run import run_suite
-from dstrat.testing.standard import CAPABILITIES, standard_tests
+from dstrat.testing.suite import CAPABILITIES, standard_tests
 
 SUITES = (AcceleratorSuite, CheckpointIOSuite, ClusterEnvironmentSuite, PluginSuite, PrecisionSuite, StrategySuite)
 TIERS = ("basic", "optional", "processes", "device")

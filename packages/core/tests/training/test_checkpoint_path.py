@@ -20,8 +20,8 @@ from dstrat import (
     TorchPredictionWriter,
     read_predictions,
 )
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.reader import read_manifest
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat.training.module.loading import read_checkpoint
 

@@ -8,11 +8,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dstrat import ModelCheckpoint, OnExceptionCheckpoint, TorchCheckpointIO
-from dstrat.builtin.checkpoint.place import place
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.checkpoint.portable.opened_folder import read_manifest
+from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.reader import read_manifest
 from dstrat.errors import CheckpointError, StoreError
-from dstrat.training.checkpoint_path import written_ns
+from dstrat.training.checkpoint.path import written_ns
 from dstrat.training.module.loading import read_checkpoint
 
 IOS = [PortableCheckpointIO, TorchCheckpointIO]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dstrat import Callback, OwnLoop, SingleDeviceStrategy, build
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.loggers import Logger
 
 MARK = 7.0  # what a strategy puts into tensors, so that a test sees where they come from

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
 
 from dstrat import Callback, TorchCheckpointIO, TrainModule
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 
 BATCHES = 6  # of an epoch, and so of two epochs twice as many
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import dstrat
 from dstrat import GradientSyncStrategy, OwnLoop, SingleDeviceStrategy, TrainModule
 from dstrat.builtin.accelerators.cpu import CPUAccelerator
-from dstrat.interfaces.parts import Parts
+from dstrat.interfaces.strategy import Parts
 
 
 class LazyAccelerator(CPUAccelerator):

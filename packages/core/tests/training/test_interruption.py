@@ -14,7 +14,7 @@ from torch import nn
 
 from dstrat import Callback, TrainModule
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from dstrat.training.loops.interruption import Interruption
+from dstrat.training.loops.stopping import Interruption
 
 
 class Drops(TrainModule):

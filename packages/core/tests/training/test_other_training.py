@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dstrat import TorchCheckpointIO
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import CheckpointError
 
 FORMATS = pytest.mark.parametrize("io", [TorchCheckpointIO, PortableCheckpointIO], ids=["file", "folder"])

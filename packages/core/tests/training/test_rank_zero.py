@@ -8,7 +8,7 @@ import pytest
 from tests.printed import without_gloo
 
 from dstrat import rank_zero_only
-from dstrat.builtin.launchers import history
+from dstrat.launch import external
 from dstrat.resolve.rank_zero import is_rank_zero
 from dstrat.utilities import rank_zero_info, rank_zero_warn
 
@@ -38,10 +38,10 @@ def test_outside_a_run_the_environment_says_which_rank_this_is(environ, expected
 
 
 def test_what_a_rank_does_again_on_its_way_to_its_launch_is_left_out(monkeypatch):
-    monkeypatch.setattr(history, "_begun", [0])
-    monkeypatch.setattr(history, "_started_for", [1])
+    monkeypatch.setattr(external, "_begun", [0])
+    monkeypatch.setattr(external, "_started_for", [1])
     assert not is_rank_zero({})
-    history.next_launch()
+    external.next_launch()
     assert is_rank_zero({})
 
 

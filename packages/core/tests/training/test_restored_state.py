@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dstrat import Callback, DataModule, TorchCheckpointIO
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.builtin.precision.mixed import MixedPrecision
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 
 
 class Numbers(DataModule):

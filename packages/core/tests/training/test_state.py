@@ -20,7 +20,7 @@ from dstrat import (
     TrainerStatus,
 )
 from dstrat.errors import MisuseError
-from dstrat.training.loggers.silent import SilentLogger
+from dstrat.training.loggers.defaults import SilentLogger
 
 STAGES = ("training", "validating", "testing", "predicting", "evaluating", "sanity_checking", "is_fitting")
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, ParallelStrategy, SingleDeviceStrategy, TorchCheckpointIO, TrainModule
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 
 ROUND = 3
 

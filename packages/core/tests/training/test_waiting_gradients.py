@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, GradientSyncStrategy, SingleDeviceStrategy, TorchCheckpointIO, Trainer, TrainModule
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 
 SAMPLES, GLOBAL_BATCH = 24, 6
 

@@ -9,14 +9,13 @@ from dstrat.plugins.exports import lazy_exports
 if TYPE_CHECKING:
     from dstrat_ddp.data_parallel import DataParallelStrategy
     from dstrat_ddp.ddp2 import DDP2Strategy
-    from dstrat_ddp.spawn import DDPSpawnStrategy
-    from dstrat_ddp.strategy import DDPStrategy
+    from dstrat_ddp.strategy import DDPSpawnStrategy, DDPStrategy
 
 __all__ = ["DDP2Strategy", "DDPSpawnStrategy", "DDPStrategy", "DataParallelStrategy"]
 
 _HOMES = {
     "DDP2Strategy": "dstrat_ddp.ddp2",
-    "DDPSpawnStrategy": "dstrat_ddp.spawn",
+    "DDPSpawnStrategy": "dstrat_ddp.strategy",
     "DDPStrategy": "dstrat_ddp.strategy",
     "DataParallelStrategy": "dstrat_ddp.data_parallel",
 }

@@ -1,4 +1,4 @@
-"""Communication hooks of DistributedDataParallel: chosen by name or given, on any device that can run them."""
+"""Communication hooks of DistributedDataParallel, by name or callable, and local SGD."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
-from dstrat.plugins.names import nearest
-from dstrat_ddp.bf16_hooks import average_bf16, bf16_around
+from dstrat.plugins.settings import nearest
 
 if TYPE_CHECKING:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.nn import Module
+    from torch.optim import Optimizer
+
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 """What DistributedDataParallel calls, with a state, for each bucket of gradients."""
@@ -183,3 +185,99 @@ def _for_device(given: Any, device: torch.device) -> Any:
 def _torch(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(import_module(f"{_PACKAGE}.{module}"), name)
+
+
+# Communication in bfloat16 on any device: torch's own hook and wrapper ask for NCCL.
+
+
+def average_bf16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the gradients of a bucket in bfloat16.
+
+    Args:
+        state: The processes to average over; None is all of them.
+        bucket: The gradients of this rank.
+    """
+    buffer = bucket.buffer()
+    compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size(state))
+    future = dist.all_reduce(compressed, group=state, async_op=True).get_future()
+    averaged: torch.futures.Future[torch.Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
+    return averaged
+
+
+def bf16_around(hook: Hook) -> Hook:
+    """Return a hook that gives the given one bfloat16 instead of the gradients' dtype."""
+
+    def compressing(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        bucket.set_buffer(buffer.to(torch.bfloat16))
+        return hook(state, bucket).then(lambda done: buffer.copy_(done.value()))
+
+    return compressing
+
+
+# Averaging parameters now and then, where gradients are no longer averaged over all ranks (post-local SGD).
+
+
+def check_averaging_period(period: int | None, hook: CommHook | None) -> None:
+    """Raise an error unless parameters are averaged exactly where gradients are not.
+
+    Raises:
+        ConflictError: There is a period and no local SGD, or the other way round.
+        RequestError: The period is not a number of steps.
+    """
+    is_local_sgd = hook is not None and hook.is_local_sgd
+    if period is None:
+        if is_local_sgd:
+            raise ConflictError(
+                "ddp_comm_hook 'post_localSGD' lets the ranks drift apart: give model_averaging_period, "
+                "the steps between two averagings of their parameters"
+            )
+        return
+    if not is_local_sgd:
+        raise ConflictError(
+            f"model_averaging_period={period!r} averages parameters where gradients are not averaged: "
+            "it needs ddp_comm_hook='post_localSGD'"
+        )
+    if not isinstance(period, int) or period < 1:
+        raise RequestError(f"model_averaging_period {period!r} must be a number of steps, at least 1")
+
+
+class ParameterAveraging:
+    """Averages the parameters of each optimizer over all ranks, every so many of its steps.
+
+    The algorithm is post-local SGD (https://arxiv.org/abs/1808.07217).
+
+    Args:
+        period: Number of an optimizer's steps between two averagings.
+        state: The ``PostLocalSGDState``; where it lacks a subgroup, it gets the ranks of this machine.
+        ranks_per_machine: How many there are.
+    """
+
+    def __init__(self, period: int, state: Any, ranks_per_machine: int) -> None:
+        self._period = period
+        self._state = state
+        self._averagers: dict[int, PeriodicModelAverager] = {}
+        self._made_subgroup = state.post_local_gradient_allreduce and state.subgroup is None
+        if self._made_subgroup:
+            # torch makes one of its own by the number of CUDA devices, which fails where there is none.
+            state.subgroup, _ = dist.new_subgroups(ranks_per_machine)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Count a step of an optimizer, and average its parameters when it is time."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._averager(optimizer).average_parameters(iter(parameters))
+
+    def close(self) -> None:
+        """Forget the group that was made here: it ends with the process group."""
+        if self._made_subgroup:
+            self._state.subgroup = None
+
+    def _averager(self, optimizer: Optimizer) -> PeriodicModelAverager:
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+        # One for each: an averager counts calls, and all optimizers step in one iteration.
+        if id(optimizer) not in self._averagers:
+            self._averagers[id(optimizer)] = PeriodicModelAverager(
+                self._period, self._state.start_localSGD_iter, self._state.process_group
+            )
+        return self._averagers[id(optimizer)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
-from dstrat_ddp.replicas import replicated
+from dstrat_ddp.data_parallel import replicated
 from dstrat_ddp.step_module import StepModule
 from dstrat_ddp.strategy import DDPStrategy
 
 if TYPE_CHECKING:
     import torch
 
-    from dstrat.interfaces.parts import TrainerLike
+    from dstrat.interfaces.strategy import TrainerLike
 
 
 class DDP2Strategy(DDPStrategy):

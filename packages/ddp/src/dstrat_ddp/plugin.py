@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dstrat.plugins.component import Component, Tombstone
-from dstrat.plugins.hookspec import hookimpl
+from dstrat.plugins.component import Component, Tombstone, hookimpl
 
 _DDP = Component(
     kind="strategy",

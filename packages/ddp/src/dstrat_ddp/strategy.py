@@ -1,28 +1,25 @@
-"""Training with torch's DistributedDataParallel: one process per device, gradients averaged in the backward pass."""
+"""DDPStrategy: torch's DistributedDataParallel, one process per device."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from dstrat.errors import MisuseError
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_ddp.comm_hooks import comm_hook
-from dstrat_ddp.ddp_keywords import check_ddp_keywords
-from dstrat_ddp.ending import release_reducer
-from dstrat_ddp.layout import lay_out_buckets
-from dstrat_ddp.local_sgd import ParameterAveraging, check_averaging_period
-from dstrat_ddp.manual_backward import ManualBackward
-from dstrat_ddp.separate import SeparateWrappers
-from dstrat_ddp.step_module import StepModule, ignored_names
-from dstrat_ddp.unused_parameters import ExplainedUnusedParameters
+from dstrat.plugins.settings import nearest
+from dstrat_ddp.comm_hooks import ParameterAveraging, check_averaging_period, comm_hook
+from dstrat_ddp.reducer import SeparateWrappers, lay_out_buckets, release_reducer
+from dstrat_ddp.step_module import ExplainedUnusedParameters, ManualBackward, StepModule, ignored_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from datetime import timedelta
 
     import torch
@@ -33,9 +30,10 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.interfaces.parts import TrainerLike
     from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.strategy import TrainerLike
     from dstrat_ddp.comm_hooks import Hook
+
 
 _logger = logging.getLogger(__name__)
 
@@ -270,3 +268,50 @@ class DDPStrategy(ParallelStrategy):
             self.model.release()
         self.model, self._manual_backward = self._module, None
         self._explained, self._has_run_backward = nullcontext(), False
+
+
+# Checking the keywords that are passed through to DistributedDataParallel.
+
+
+_CHOSEN_BY_STRATEGY = ("device_ids", "output_device")
+
+
+def check_ddp_keywords(keywords: Mapping[str, Any], owner: type) -> None:
+    """Raise MisuseError for a keyword that DistributedDataParallel does not have, or that follows from the devices.
+
+    Args:
+        keywords: What is to be passed through.
+        owner: The strategy's class, one of whose own arguments may be meant.
+    """
+    known = [*inspect.signature(DistributedDataParallel).parameters][1:]
+    for name in keywords:
+        if name in _CHOSEN_BY_STRATEGY:
+            raise MisuseError(f"{owner.__name__} sets {name!r} itself, by parallel_devices or the Trainer's devices")
+        if name not in known:
+            raise MisuseError(
+                f"{owner.__name__} got {name!r}, which neither it nor torch's DistributedDataParallel knows; "
+                f"{_advice(name, known, inspect.signature(owner).parameters)}"
+            )
+
+
+def _advice(name: str, known: Collection[str], own: Collection[str]) -> str:
+    near = nearest(name, [*known, *own])
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"possible are {', '.join(known)}"
+
+
+# DistributedDataParallel in processes that are started with spawn.
+
+
+class DDPSpawnStrategy(DDPStrategy):
+    """DDPStrategy whose processes are started with ``spawn``, unless ``start_method`` says otherwise.
+
+    What the module and the callbacks refer to must pickle, and the script needs a ``__main__`` guard.
+
+    Args:
+        *args: As for DDPStrategy.
+        start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        **kwargs: As for DDPStrategy.
+    """
+
+    def __init__(self, *args: Any, start_method: str = "spawn", **kwargs: Any) -> None:
+        super().__init__(*args, **{"start_method": start_method, **kwargs})

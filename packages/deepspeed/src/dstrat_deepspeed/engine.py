@@ -1,4 +1,4 @@
-"""One engine of DeepSpeed around a module and its optimizer: steps, backward passes, updates, and the end."""
+"""DeepSpeed's engine around a module and its optimizer."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
 
 from dstrat.errors import MisuseError
-from dstrat_deepspeed.backward import ReplacedBackward
-from dstrat_deepspeed.changes import share_memory
 from dstrat_deepspeed.config import without_boundaries
-from dstrat_deepspeed.ending import release_groups
-from dstrat_deepspeed.exchanges import Exchanges, exchanges_of
-from dstrat_deepspeed.layers import naming_new_parameters
+from dstrat_deepspeed.gradient_order import UnusedGradients, unused_gradients
+from dstrat_deepspeed.groups import release_groups
 from dstrat_deepspeed.nvme import free_buffers_of_state, let_go_unused, with_files
 from dstrat_deepspeed.optimizers import keep, without_first_step
-from dstrat_deepspeed.unused import UnusedGradients, unused_gradients
+from dstrat_deepspeed.weight_changes import share_memory
+from dstrat_deepspeed.zero3 import Exchanges, exchanges_of, naming_new_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
-    from torch import Tensor
     from torch.optim import Optimizer
 
-    from dstrat_deepspeed.step_module import StepModule
 
 _logger = logging.getLogger(__name__)
 
@@ -290,3 +290,67 @@ def _refuse_group(param_group: dict[str, Any]) -> None:
         "which ZeRO cannot shard any more: let configure_optimizers return all groups, and set the learning rate of "
         "one that comes later to 0 until then"
     )
+
+
+# Computing gradients in the module's own way within DeepSpeed's ``engine.backward``.
+
+
+class ReplacedBackward(TorchFunctionMode):
+    """A context in which another function takes the place of a tensor's ``backward``.
+
+    DeepSpeed's engine scales the loss, calls its ``backward``, and does more before and after that, so that the call
+    cannot be made elsewhere.
+
+    Args:
+        compute: Called with the tensor; what it calls itself is not replaced.
+    """
+
+    def __init__(self, compute: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function is Tensor.backward:
+            return self._compute(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+# The module that DeepSpeed wraps, so that a step of the user's module is its forward.
+
+
+class StepModule(Module):
+    """A module whose forward runs a step of the user's module, and whose parts are those of the user's module.
+
+    DeepSpeed does its work around ``forward``, and a training calls ``training_step``.  Parameters have the names that
+    they have in the user's module, also in checkpoints of DeepSpeed's own.
+
+    Args:
+        module: The user's module.
+        context: Returns the context that each step runs in.
+    """
+
+    def __init__(self, module: Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.__dict__.update(_user_module=module, _step_context=context)
+        for parts in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[parts] = getattr(module, parts)
+
+    @property
+    def training(self) -> bool:
+        """Whether the user's module is in training mode."""
+        return bool(self.__dict__["_user_module"].training) if "_user_module" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Leave the mode as it is, which is set on the user's module."""
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step, which is a method of the user's module."""
+        with self.__dict__["_step_context"]():
+            return step(*args, **kwargs)

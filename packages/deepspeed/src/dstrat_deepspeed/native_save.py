@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrat.builtin.checkpoint.place import RemotePath, place
-from dstrat.builtin.checkpoint.portable.ranks import GroupRanks, Ranks
+from dstrat.checkpoint.paths import RemotePath, place
+from dstrat.checkpoint.portable.ranks import GroupRanks, Ranks
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:

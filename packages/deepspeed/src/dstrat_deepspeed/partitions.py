@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dstrat.interfaces.flat_shard import FlatShard
+from dstrat.interfaces.checkpoint_io import FlatShard
 from dstrat_deepspeed.nvme import GroupInFiles, group_in_files, held_elements
 
 if TYPE_CHECKING:

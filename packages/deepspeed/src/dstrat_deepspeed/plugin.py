@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dstrat.plugins.component import Component
-from dstrat.plugins.hookspec import hookimpl
+from dstrat.plugins.component import Component, hookimpl
 
 # DeepSpeed brings code for each type of device, chosen by its name; those of its own list that can communicate.
 # The ones beside CPUs and CUDA need software of their makers, and are not among our tests.
@@ -49,7 +48,7 @@ def dstrat_components() -> list[Component]:
     files = Component(
         kind="checkpoint_io",
         alias="deepspeed",
-        target="dstrat_deepspeed.native:DeepSpeedCheckpointIO",
+        target="dstrat_deepspeed.native_checkpoint:DeepSpeedCheckpointIO",
         summary="reads what DeepSpeed itself has saved",
     )
     variants = [_DEEPSPEED.variant(alias, text, **options) for alias, (text, options) in _VARIANTS.items()]

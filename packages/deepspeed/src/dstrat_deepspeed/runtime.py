@@ -1,7 +1,8 @@
-"""DeepSpeed as a library: imported for the right hardware, quiet, and bound to the process group that is open."""
+"""DeepSpeed as a library: imported for the right hardware, quiet, bound to the open process group."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import warnings
@@ -10,14 +11,15 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 
 from dstrat.errors import ConflictError, RequestError
-from dstrat_deepspeed.late_compiling import compile_muon_late
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from datetime import timedelta
+
 
 _ACCELERATOR_VARIABLE = "DS_ACCELERATOR"
 _COMPATIBLE = "__compatible_ops__"
@@ -176,3 +178,77 @@ def quiet_warnings() -> Iterator[None]:
         for entry in added:
             if entry in warnings.filters:
                 cast("list[Any]", warnings.filters).remove(entry)
+
+
+# Keeping DeepSpeed from loading torch's compiler, which takes a second in each rank, before somebody needs it.
+
+
+_MUON = "deepspeed.runtime.zero.muon.original_muon"
+
+
+def compile_muon_late() -> None:
+    """Import DeepSpeed's Muon so that its functions are compiled when they are called first.
+
+    DeepSpeed imports it for every optimizer, to see whether it is one, and decorates them with ``torch.compile``.
+    """
+    compiler: Any = import_module("deepspeed.runtime.compiler")
+    before = compiler.compile
+    compiler.compile = lambda: _compiled_when_called
+    try:
+        import_module(_MUON)
+    finally:
+        compiler.compile = before
+
+
+def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a part of another one, which compiles it too
+            return function(*args, **kwargs)
+        if not compiled:
+            compiled.append(torch.compile(function))
+        return compiled[0](*args, **kwargs)
+
+    return call
+
+
+# DeepSpeed's own activation checkpointing, which has its settings in globals.
+
+
+_GLOBALS = (
+    "CONTIGUOUS_CHECKPOINTING",
+    "CPU_CHECKPOINT",
+    "PARTITION_ACTIVATIONS",
+    "PROFILE_TIME",
+    "SYNCHRONIZE",
+    "deepspeed_checkpointing_enabled",
+    "num_layers",
+)
+
+
+@contextmanager
+def activation_checkpointing(deepspeed: Any, section: Mapping[str, Any]) -> Iterator[None]:
+    """Let ``deepspeed.checkpointing.checkpoint`` follow a configuration in a ``with`` block.
+
+    Args:
+        deepspeed: The library.
+        section: ``activation_checkpointing`` of a configuration.
+    """
+    checkpointing = deepspeed.checkpointing
+    before = {name: getattr(checkpointing, name) for name in _GLOBALS}
+    try:
+        checkpointing.configure(
+            None,
+            partition_activations=section.get("partition_activations"),
+            contiguous_checkpointing=section.get("contiguous_memory_optimization"),
+            num_checkpoints=section.get("number_checkpoints"),
+            checkpoint_in_cpu=section.get("cpu_checkpointing"),
+            synchronize=section.get("synchronize_checkpoint_boundary"),
+            profile=section.get("profile"),
+        )
+        yield
+    finally:
+        checkpointing.reset()
+        vars(checkpointing).update(before)

@@ -13,22 +13,18 @@ from torch import Tensor
 from dstrat.errors import MisuseError
 from dstrat.parallel.collectives import take_from_first_rank
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_deepspeed.activations import activation_checkpointing
-from dstrat_deepspeed.changes import FixedFlags, OutsideChanges
-from dstrat_deepspeed.checkpointed import CheckpointedStrategy
-from dstrat_deepspeed.configuration import Configuration
-from dstrat_deepspeed.creation import shard, sharded_creation
-from dstrat_deepspeed.engine import Engine
-from dstrat_deepspeed.feasibility import check_clipping, check_state_buffers, uses_cpu_optimizer
-from dstrat_deepspeed.layers import check_layers, lay_out
+from dstrat_deepspeed.checkpoint import CheckpointedStrategy
+from dstrat_deepspeed.config import Configuration
+from dstrat_deepspeed.engine import Engine, StepModule
 from dstrat_deepspeed.nvme import free_buffers, read_once, swappers_of
 from dstrat_deepspeed.optimizers import check_division, only_optimizer, optimizer_for_cpu, resume_exactly
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.prerequisites import programs_path
-from dstrat_deepspeed.runtime import environment, load_deepspeed, log_level, running
-from dstrat_deepspeed.scalars import ScalarsAsBytes
-from dstrat_deepspeed.step_module import StepModule
-from dstrat_deepspeed.unwrapping import Footprint, restore_linear, take_back
+from dstrat_deepspeed.restore_module import Footprint, restore_linear, take_back
+from dstrat_deepspeed.runtime import activation_checkpointing, environment, load_deepspeed, log_level, running
+from dstrat_deepspeed.validation import check_clipping, check_state_buffers, uses_cpu_optimizer
+from dstrat_deepspeed.weight_changes import FixedFlags, OutsideChanges
+from dstrat_deepspeed.zero3 import ScalarsAsBytes, check_layers, lay_out, shard, sharded_creation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,8 +38,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.interfaces.parts import Parts, TrainerLike
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
+    from dstrat.interfaces.strategy import Parts, TrainerLike
 
 
 class DeepSpeedStrategy(CheckpointedStrategy):

@@ -10,13 +10,12 @@ from torch.distributed.tensor import DTensor
 from dstrat.errors import MisuseError
 from dstrat.parallel.collectives import name_of_operation
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
-from dstrat_fsdp.first_values import take_from_first_rank
-from dstrat_fsdp.meshes import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
+from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
+from dstrat_fsdp.parameters import take_from_first_rank
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.sharded_strategy import ShardedStrategy
-from dstrat_fsdp.wrap_policy import blocks_of
+from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

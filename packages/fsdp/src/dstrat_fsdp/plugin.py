@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dstrat.plugins.component import Component, Tombstone
-from dstrat.plugins.hookspec import hookimpl
+from dstrat.plugins.component import Component, Tombstone, hookimpl
 
 _FSDP = Component(
     kind="strategy",

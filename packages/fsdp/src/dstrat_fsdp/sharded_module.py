@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat_fsdp.checks import (
+    ChangesInForward,
+    OwnOutputs,
+    ParameterGuard,
+    check_dtypes,
+    check_shapes,
+    refuse_copy,
+    shards_explained,
+)
 from dstrat_fsdp.gradients import drop_waiting, fsdp_params, put_back, waiting_gradients
-from dstrat_fsdp.guards import ChangesInForward, OwnOutputs, ParameterGuard, refuse_copy
-from dstrat_fsdp.shardable import check_dtypes, check_shapes, shards_explained
-from dstrat_fsdp.step_module import StepModule
-from dstrat_fsdp.unwrapping import unwrap
+from dstrat_fsdp.units import StepModule, unwrap
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 
 if TYPE_CHECKING:

@@ -15,16 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
-from dstrat.interfaces.named_state import load_named_state, named_state
+from dstrat.interfaces.state_dict import load_named_state, named_state
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_fsdp.clipping import clip_by_norm, clip_by_value
-from dstrat_fsdp.first_values import materialize, parameters_on_meta, take_from_first_rank
-from dstrat_fsdp.meshes import release_mesh
-from dstrat_fsdp.optimizer_check import check_optimizers
-from dstrat_fsdp.shardable import check_gradients, check_steps_shards, shards_explained
+from dstrat_fsdp.checks import check_gradients, check_optimizers, check_steps_shards, shards_explained
+from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
+from dstrat_fsdp.mesh import release_mesh
+from dstrat_fsdp.parameters import make_whole, materialize, parameters_on_meta, put_to_rest, take_from_first_rank, wake
 from dstrat_fsdp.sharded_module import ShardedModule
-from dstrat_fsdp.shards_at_rest import make_whole, put_to_rest, wake
-from dstrat_fsdp.whole_state import as_shards, gathered, load_module, load_optimizer
+from dstrat_fsdp.state import as_shards, gathered, load_module, load_optimizer
 from dstrat_fsdp.wrap_policy import outermost_layers, running_statistics
 
 if TYPE_CHECKING:
@@ -35,11 +33,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from dstrat.interfaces.parts import TrainerLike
     from dstrat.interfaces.precision import ClipAlgorithm
-    from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
+    from dstrat.interfaces.strategy import TrainerLike
     from dstrat_fsdp.options import StateDictType
     from dstrat_fsdp.sharded_module import Sharding
+    from dstrat_fsdp.wrap_policy import ActivationCheckpointing
 
 _logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_fsdp.activation_checkpointing import ActivationCheckpointing
-from dstrat_fsdp.meshes import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
+from dstrat_fsdp.mesh import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
     check_known,
     gathers_early,
@@ -22,7 +21,7 @@ from dstrat_fsdp.options import (
 )
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.sharded_strategy import ShardedStrategy
-from dstrat_fsdp.wrap_policy import blocks_of, checked_policy
+from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,9 +42,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import Precision
-    from dstrat_fsdp.activation_checkpointing import LayerClasses, LayerPolicy
     from dstrat_fsdp.options import ShardingName
-    from dstrat_fsdp.wrap_policy import WrapPolicy
+    from dstrat_fsdp.wrap_policy import LayerClasses, LayerPolicy, WrapPolicy
 
 _logger = logging.getLogger(__name__)
 

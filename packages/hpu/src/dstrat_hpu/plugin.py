@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dstrat.plugins.component import Component
-from dstrat.plugins.hookspec import hookimpl
+from dstrat.plugins.component import Component, hookimpl
 
 _VENDOR = "habana-torch-plugin"
 # It is in the vendor's images; no index has it, and anybody may take its name.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 
 if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from dstrat.data.combined_loader import CombinedLoader
+from dstrat.data.combined_loader import CombinedLoader, map_leaves
 from dstrat.data.division import with_parts
-from dstrat.data.structure import map_leaves
 from dstrat.errors import ConflictError, RequestError
 from dstrat_ipu import runtime
 

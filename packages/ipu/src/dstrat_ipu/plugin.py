@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dstrat.plugins.component import Component
-from dstrat.plugins.hookspec import hookimpl
+from dstrat.plugins.component import Component, hookimpl
 
 _REQUIRES = ("poptorch>=3.0",)  # each fits one version of torch
 _FROM_SDK = ("--no-index", "--find-links=FOLDER_OF_GRAPHCORES_SDK")  # no index has it, and anybody may take its name

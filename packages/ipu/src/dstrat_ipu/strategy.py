@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.interfaces.compiled_steps import CompiledSteps
+from dstrat.interfaces.strategy import CompiledSteps
 from dstrat_ipu import runtime
 from dstrat_ipu.loader import joined
 from dstrat_ipu.optimizer import CompiledOptimizer
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.interfaces.parts import TrainerLike
     from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.strategy import TrainerLike
 
 _log = logging.getLogger(__name__)
 _ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"

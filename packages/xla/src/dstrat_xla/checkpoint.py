@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat_xla import runtime
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from dstrat.builtin.clusters.environ import Variables
 from dstrat.builtin.clusters.local import LocalEnvironment
-from dstrat.builtin.clusters.variables import Variables
 from dstrat.errors import ClusterError
 
 if TYPE_CHECKING:

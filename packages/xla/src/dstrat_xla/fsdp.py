@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.errors import CheckpointError, RequestError
-from dstrat.interfaces.checkpoint_io import OptionalTensors
-from dstrat.interfaces.fitting import is_extra_state, misfit
-from dstrat.interfaces.flat_shard import FlatShard
-from dstrat.interfaces.named_state import load_named_state, named_state
+from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
+from dstrat.interfaces.state_dict import is_extra_state, load_named_state, misfit, named_state
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.optimizer_probe import state_after_one_step
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
@@ -32,8 +30,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.interfaces.parts import Parts, TrainerLike
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
+    from dstrat.interfaces.strategy import Parts, TrainerLike
 
 _log = logging.getLogger(__name__)
 

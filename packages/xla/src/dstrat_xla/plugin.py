@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dstrat.plugins.component import Component
-from dstrat.plugins.hookspec import hookimpl
+from dstrat.plugins.component import Component, hookimpl
 
 _REQUIRES = ("torch>=2.9,<2.10", "torch_xla>=2.9,<2.10")  # each torch_xla loads with the torch of its version only
 _ACCELERATORS = ("xla", "tpu")

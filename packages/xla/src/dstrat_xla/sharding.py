@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from dstrat.errors import RequestError
-from dstrat.interfaces.flat_shard import FlatShard
+from dstrat.interfaces.checkpoint_io import FlatShard
 from dstrat_xla import runtime
 
 if TYPE_CHECKING:

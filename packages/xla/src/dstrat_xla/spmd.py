@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import DeviceError, MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat_xla import runtime
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
-    from dstrat.interfaces.parts import Parts, TrainerLike
     from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.strategy import Parts, TrainerLike
 
 DATA = "data"
 FSDP = "fsdp"

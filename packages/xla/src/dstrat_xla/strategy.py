@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.builtin.strategies.single_device import SingleDeviceStrategy
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, DeviceError
 from dstrat.parallel.gradient_sync import GradientSyncStrategy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.interfaces.parts import Parts, TrainerLike
     from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.strategy import Parts, TrainerLike
 
 
 class SingleDeviceXLAStrategy(LazySteps, SingleDeviceStrategy):

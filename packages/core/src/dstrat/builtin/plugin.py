@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from dstrat.plugins.component import Component
-from dstrat.plugins.hookspec import hookimpl
+from dstrat.plugins.component import Component, hookimpl
 
 _SINGLE_DEVICE = Component(
     kind="strategy",
     alias="single_device",
-    target="dstrat.builtin.strategies.single_device:SingleDeviceStrategy",
+    target="dstrat.builtin.single_device:SingleDeviceStrategy",
     summary="one process on one device, without communication",
     auto=100,  # where one device is enough nothing beats it; for more it cannot be chosen
     uses_torch_distributed=False,
@@ -77,14 +76,14 @@ _MIXED = Component(
 _TORCH_CHECKPOINT = Component(
     kind="checkpoint_io",
     alias="torch",
-    target="dstrat.builtin.checkpoint.torch_file:TorchCheckpointIO",
+    target="dstrat.checkpoint.torch_file:TorchCheckpointIO",
     summary="one file, written by torch.save",
     auto=10,
 )
 _PORTABLE_CHECKPOINT = Component(
     kind="checkpoint_io",
     alias="portable",
-    target="dstrat.builtin.checkpoint.portable.checkpoint_io:PortableCheckpointIO",
+    target="dstrat.checkpoint.portable.checkpoint_io:PortableCheckpointIO",
     summary="a directory that any strategy on any number of ranks can load, written by all ranks",
     auto=20,
 )

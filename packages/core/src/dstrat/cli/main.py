@@ -10,14 +10,14 @@ import click
 from dstrat.errors import DstratError
 
 _HOMES = {
-    "accelerators": "dstrat.cli.listing",
+    "accelerators": "dstrat.cli.components",
     "checkpoint": "dstrat.cli.checkpoint.group",
     "doctor": "dstrat.cli.doctor",
-    "explain": "dstrat.cli.explain",
+    "explain": "dstrat.cli.components",
     "new": "dstrat.cli.new.command",
-    "plugins": "dstrat.cli.plugins",
-    "show": "dstrat.cli.show",
-    "strategies": "dstrat.cli.listing",
+    "plugins": "dstrat.cli.components",
+    "show": "dstrat.cli.components",
+    "strategies": "dstrat.cli.components",
     "test": "dstrat.cli.test",
 }
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dstrat.cli.catalog import loaded_catalog
+from dstrat.cli.components import loaded_catalog
 from dstrat.cli.output import json_option, print_json, print_table
 from dstrat.errors import NotInstalledError
 from dstrat.plugins.component import KINDS

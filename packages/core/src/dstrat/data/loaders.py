@@ -1,21 +1,27 @@
-"""Bringing the user's loaders into the form in which a process reads them."""
+"""Preparation of the user's loaders for one process."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from dstrat.data.agreed_end import AgreedEnd
-from dstrat.data.combined_loader import CombinedLoader
-from dstrat.data.continued import ContinuedLoader
-from dstrat.data.division import divide_evaluation, divide_training, is_divisible, with_parts
-from dstrat.data.placed import PlacedLoader
+from dstrat.data.combined_loader import CombinedLoader, describe, is_structure, leaves, map_leaves, named_leaves
+from dstrat.data.division import (
+    divide_evaluation,
+    divide_training,
+    is_divisible,
+    record_batches,
+    sampler_of,
+    with_parts,
+    with_sampler,
+)
+from dstrat.data.equal_length import AgreedEnd
 from dstrat.data.random_state import WorkerSeeds
-from dstrat.data.recorded_batches import record_batches
+from dstrat.data.resume import ContinuedLoader, PlacedLoader
 from dstrat.data.sharded_dataset import ShardedIterableDataset
-from dstrat.data.structure import describe, is_structure, leaves, map_leaves, named_leaves
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -69,7 +75,7 @@ def prepare_evaluation_loader(
         loader: A DataLoader or any other iterable, or a CombinedLoader.
         strategy: Says how many processes share the data, and which this one is.
         distribute: Whether dstrat may divide the data.
-        records_indices: Whether :func:`~dstrat.data.recorded_batches.take_indices` is going to be
+        records_indices: Whether :func:`~dstrat.data.division.take_indices` is going to be
             asked which samples a batch holds.
 
     Raises:
@@ -204,3 +210,35 @@ def check_loaders(loaders: Any, name: str) -> None:
             raise MisuseError(f"{place} is a dataset ({kind}): pass DataLoader(dataset, batch_size=...)")
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise MisuseError(f"{place} is a {kind}, over which one cannot iterate: pass a DataLoader")
+
+
+# Loaders that give the same batches in every epoch, on which one lets a model overfit.
+
+
+_log = logging.getLogger(__name__)
+
+
+def unshuffled(loaders: Any) -> Any:
+    """Return loaders, in the structure in which they were given, that read the same samples in the same order always.
+
+    Instead of being shuffled, the samples come in the order of the dataset; a sampler of the user's own draws once,
+    and its order is kept.  What has no sampler is left as it is.
+    """
+    if isinstance(loaders, CombinedLoader):
+        return CombinedLoader(map_leaves(loaders.iterables, _unshuffled), loaders.mode)
+    return map_leaves(loaders, _unshuffled)
+
+
+def _unshuffled(loader: Any) -> Any:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        _log.warning("a %s cannot be kept from shuffling: overfit_batches takes what it gives", type(loader).__name__)
+        return loader
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        return with_parts(loader, batch_sampler=list(loader.batch_sampler))
+    sampler = sampler_of(loader)
+    if type(sampler) is SequentialSampler:
+        return loader
+    if type(sampler) is RandomSampler:
+        _log.info("overfit_batches: the samples come in the order of the dataset instead of being shuffled")
+        return with_sampler(loader, SequentialSampler(sampler.data_source))
+    return with_sampler(loader, list(sampler))

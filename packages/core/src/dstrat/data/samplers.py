@@ -1,4 +1,4 @@
-"""Samplers that divide the data between processes."""
+"""Samplers that divide the data between processes, and their epochs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
+from dstrat.data.combined_loader import CombinedLoader
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
 
 Order = Callable[[int, int], Iterable[Any]]
 """Returns the indices, or batches, of an epoch, when they are read for the so-manieth time in it (from 0)."""
@@ -186,3 +189,20 @@ class BroadcastOrder:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         return self._broadcast(list(self._sampler))
+
+
+# Telling samplers which epoch comes.
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell each sampler and dataset of a loader which epoch comes, where it wants to know."""
+    if isinstance(loader, CombinedLoader):
+        for part in loader.flattened:
+            set_epoch(part, epoch)
+        return
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None)
+    targets: list[Any] = [loader, sampler, batches, getattr(batches, "sampler", None), getattr(loader, "dataset", None)]
+    for target in {id(target): target for target in targets}.values():  # each once: a sampler may be found twice
+        if hasattr(target, "set_epoch"):
+            target.set_epoch(epoch)

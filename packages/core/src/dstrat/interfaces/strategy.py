@@ -1,4 +1,4 @@
-"""The interface to one way of distributing a training over devices and processes."""
+"""Interface of strategies: one way of distributing a training over devices and processes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat.interfaces.batch import move_to_device
-from dstrat.interfaces.fitting import check_names, groups_misfit, load_by_names
-from dstrat.interfaces.named_state import load_named_state, named_state
-from dstrat.interfaces.parts import Parts
+from dstrat.interfaces.state_dict import check_names, groups_misfit, load_by_names, load_named_state, named_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,11 +27,83 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
-    from dstrat.interfaces.compiled_steps import CompiledSteps
+    from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.launcher import Launcher
-    from dstrat.interfaces.optimization import SchedulerConfig
-    from dstrat.interfaces.parts import TrainerLike
+    from dstrat.interfaces.optimizers import Optimization, SchedulerConfig
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
+
+
+# The parts that a strategy is composed of, and the little that it asks of whoever runs it.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a strategy is composed of; None where a part is lacking.
+
+    Attributes:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine that the job uses, one for each local rank.
+        cluster_environment: Where the job runs.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes and what follows from them.
+        launcher: What starts the processes; None runs everything in the calling process.
+    """
+
+    accelerator: Accelerator | None = None
+    parallel_devices: tuple[torch.device, ...] | None = None
+    cluster_environment: ClusterEnvironment | None = None
+    checkpoint_io: CheckpointIO | None = None
+    precision_plugin: Precision | None = None
+    launcher: Launcher | None = None
+
+    def without_names(self) -> Parts:
+        """Return the parts that are objects: a user may have written others as an alias or a class."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Parts(**{name: value for name, value in values.items() if not isinstance(value, str | type)})
+
+
+class TrainerLike(Protocol):
+    """What a strategy's ``setup`` needs to know of whoever runs it: the Trainer, or somebody's own loop."""
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether the module is going to be trained, so that gradients and optimizers are needed."""
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Number of batches whose gradients are summed before an optimizer step."""
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        """Largest norm or value of gradients; None does not clip."""
+
+    @property
+    def gradient_clip_algorithm(self) -> ClipAlgorithm:
+        """How gradients are clipped."""
+
+    def configure_optimizers(self) -> Optimization:
+        """Create the optimizers of the module as it is now, on its device, and their schedulers."""
+
+
+# Compiled training steps: forward and backward passes and optimizer steps in one call.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledSteps:
+    """What one call of a strategy's ``training_step`` does, where the backend has compiled whole training steps.
+
+    Attributes:
+        batches: Number of batches that the call consumes, at least 1: so many are in an item of the loader that
+            ``process_dataloader`` returned.  Epochs, limits and intervals count these batches.
+        optimizer_steps: Number of optimizer steps in the call, at least 1, each after as many batches as the Trainer's
+            ``accumulate_grad_batches``.
+        clips_gradients: Whether the call clips gradients as the Trainer's ``gradient_clip_val`` says.
+    """
+
+    batches: int = 1
+    optimizer_steps: int = 1
+    clips_gradients: bool = False
+
 
 T = TypeVar("T")
 
@@ -517,7 +588,7 @@ class Strategy(ABC):
         """Return the state of the module under its own names, each tensor as this process holds it; collective.
 
         Tensors that are the same in every process are plain, sharded ones are DTensors or
-        :class:`~dstrat.interfaces.flat_shard.FlatShard`.
+        :class:`~dstrat.interfaces.checkpoint_io.FlatShard`.
         """
         state: dict[str, Any] = self.module.state_dict()
         return state

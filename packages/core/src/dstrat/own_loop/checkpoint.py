@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dstrat.builtin.checkpoint.formats import io_for
-from dstrat.builtin.checkpoint.portable.layout import SAVED_WITH
-from dstrat.builtin.checkpoint.strategy_state import (
+from dstrat.checkpoint.formats import io_for
+from dstrat.checkpoint.portable.format import SAVED_WITH
+from dstrat.checkpoint.strategy_state import (
     check_same_number,
     is_of_same_strategy,
     load_rank_buffers,

@@ -5,17 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from dstrat.data.agreed_length import agreed_length
-from dstrat.data.ahead import copied_ahead
-from dstrat.data.continued import (
-    Beginning,
-    ContinuedLoader,
-    generator_states,
-    set_generator_states,
-    share_seeds,
-    shared_seeds,
-)
-from dstrat.data.epochs import set_epoch
+from dstrat.data.equal_length import agreed_length
 from dstrat.data.loaders import (
     is_loaded_elsewhere,
     length_is_certain,
@@ -23,7 +13,19 @@ from dstrat.data.loaders import (
     prepare_evaluation_loader,
     prepare_training_loader,
 )
-from dstrat.data.placed import PlacedLoader, knows_its_place, rest_at
+from dstrat.data.prefetch import copied_ahead
+from dstrat.data.resume import (
+    Beginning,
+    ContinuedLoader,
+    PlacedLoader,
+    generator_states,
+    knows_its_place,
+    rest_at,
+    set_generator_states,
+    share_seeds,
+    shared_seeds,
+)
+from dstrat.data.samplers import set_epoch
 from dstrat.interfaces.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -1,10 +1,12 @@
-"""A strategy with a module, its optimizers and its loaders, for a loop that the user has written."""
+"""OwnLoop: a strategy with a module, its optimizers and its loaders, for a user's loop."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,11 +17,11 @@ from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.own_loop import checkpoint
 from dstrat.own_loop.loaders import EvaluationLoader, TrainingLoader
-from dstrat.own_loop.running import communicating
-from dstrat.own_loop.settings import Settings
-from dstrat.own_loop.steps import Steps
+from dstrat.own_loop.steps import Settings, Steps
 from dstrat.own_loop.values import as_loggers, collect, log_metrics, open_loggers
 from dstrat.parallel.separate_modules import SeparateModules
+from dstrat.resolve import Request, make_plan
+from dstrat.resolve import build as build_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.accelerator import Devices
     from dstrat.interfaces.precision import ClipAlgorithm
     from dstrat.training.loggers.logger import Logger
+
 
 T = TypeVar("T")
 
@@ -435,3 +439,84 @@ def _as_one(module: Any) -> Module:
     if isinstance(module, list | tuple):
         return SeparateModules({str(index): one for index, one in enumerate(module)})
     raise MisuseError(f"setup was given {module!r}: pass a torch.nn.Module, or a list or dict of them")
+
+
+# Communication around a hand-written loop, closed however the loop ends.
+
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]:
+    """Open communication; afterwards join what was trained and close it, and after an error free who waits for this.
+
+    Args:
+        strategy: Has not been set up.
+        end: Tears it down.
+    """
+    from dstrat.launch.progress import watched_for_hangs  # only runs need it
+
+    try:
+        with watched_for_hangs(
+            strategy.hang_timeout,
+            longest=strategy.timeout,
+            rank=strategy.global_rank,
+            local_rank=strategy.local_rank,
+            size=strategy.world_size,
+        ):
+            strategy.setup_environment()
+            yield
+            strategy.finish_training()
+            strategy.barrier("end")  # rank 0, which others may still need, is not to end before them
+    except BaseException as error:
+        _end_after(error, partial(strategy.on_exception, error), end)
+        raise
+    end()
+
+
+def _end_after(error: BaseException, *ends: Callable[[], None]) -> None:
+    """Clean up; what fails at that is told, as the error itself goes on."""
+    for end in ends:
+        try:
+            end()
+        except Exception as other:  # noqa: BLE001, PERF203 - whatever it is; there are two
+            _log.error("cleaning up after %s failed too", type(error).__name__, exc_info=other)
+
+
+# From what a user asks for to a strategy that is ready to be launched.
+
+
+def build(
+    *,
+    strategy: Any = "auto",
+    accelerator: Any = "auto",
+    devices: Devices = "auto",
+    num_nodes: int = 1,
+    precision: Any = None,
+    plugins: Any = None,
+) -> Strategy:
+    """Return the strategy with all its parts, as a Trainer that is asked for the same would use it.
+
+    No device is touched and no process started: :class:`~dstrat.OwnLoop` launches it.
+
+    Args:
+        strategy: How training is distributed: by alias (``"ddp"``, ``"auto"`` ...) or as a Strategy.
+        accelerator: Hardware by alias (``"cpu"``, ``"gpu"``, ``"auto"`` ...) or as an Accelerator.
+        devices: How many devices of each machine, or which: ``4``, ``"4"``, ``[0, 1]``, ``"0,1"``, ``-1``, ``"auto"``.
+        num_nodes: Number of machines.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"`` ...
+        plugins: Parts of one's own, one or a list: a Precision, a ClusterEnvironment, a CheckpointIO; one of each kind.
+
+    Raises:
+        DstratError: The request cannot be done as asked; the message says what is possible.
+    """
+    request = Request(
+        strategy=strategy,
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=num_nodes,
+        precision=precision,
+        plugins=() if plugins is None else tuple(plugins) if isinstance(plugins, list | tuple) else (plugins,),
+    )
+    return build_plan(make_plan(request), request)

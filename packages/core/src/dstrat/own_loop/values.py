@@ -58,7 +58,7 @@ def open_loggers(loggers: list[Logger], strategy: Strategy) -> Iterator[None]:
     if not loggers:
         yield
         return
-    from dstrat.training.loggers.several import agree_on_folders, call_loggers
+    from dstrat.training.loggers.defaults import agree_on_folders, call_loggers
 
     for logger in loggers:
         logger.root_dir = logger.root_dir or Path.cwd()
@@ -81,7 +81,7 @@ def log_metrics(loggers: Iterable[Logger], metrics: Mapping[str, Any], step: int
         MisuseError: A value is not a number.
         LoggerError: A logger failed.
     """
-    from dstrat.training.loggers.several import call_loggers
+    from dstrat.training.loggers.defaults import call_loggers
 
     call_loggers(list(loggers), "log_metrics", {name: _number(name, value) for name, value in metrics.items()}, step)
 

@@ -1,9 +1,10 @@
-"""Opening and closing the process group of a job."""
+"""Process group of a job: open, close, and check that all ranks have the same catalog."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import signal
 import time
 from datetime import timedelta
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from dstrat.errors import ClusterError, LaunchError
+from dstrat.errors import CatalogMismatchError, ClusterError, LaunchError
 
 if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.plugins.catalog import Catalog
+
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for other ranks, which may be at work, as rank 0 is that prepares data."""
@@ -206,3 +209,33 @@ def _check_existing(cluster: ClusterEnvironment) -> None:
             f"a process group is open already, with rank {existing[0]} of {existing[1]}, and the cluster environment "
             f"says rank {expected[0]} of {expected[1]}: close it with torch.distributed.destroy_process_group()"
         )
+
+
+# Checking, when a process group opens, that all ranks see the same catalog.
+
+
+_KEY = "catalog"
+
+
+def check_same_catalog(catalog: Catalog, store: dist.Store, rank: int, world_size: int) -> None:
+    """Compare this rank's catalog with that of rank 0, which waits until all others have read its own.
+
+    Raises:
+        CatalogMismatchError: They differ; the message names what only one of them has.
+    """
+    if rank == 0:
+        store.set(_KEY, json.dumps(list(catalog.fingerprint_lines)))
+        store.wait([f"{_KEY} read by {other}" for other in range(1, world_size)])
+        return
+    first = json.loads(store.get(_KEY))
+    store.set(f"{_KEY} read by {rank}", "")
+    mine = list(catalog.fingerprint_lines)
+    if mine == first:
+        return
+    only_mine = sorted(set(mine) - set(first))
+    only_first = sorted(set(first) - set(mine))
+    raise CatalogMismatchError(
+        f"rank {rank} and rank 0 see different plugins, so one alias could mean two things: "
+        f"only rank {rank} has {only_mine or 'nothing more'}; only rank 0 has {only_first or 'nothing more'}. "
+        "Install the same packages on every machine, or disable a plugin with DSTRAT_DISABLE_PLUGINS."
+    )

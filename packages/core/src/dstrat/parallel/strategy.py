@@ -1,4 +1,4 @@
-"""The base class of strategies that run one process per device over torch.distributed."""
+"""Base class of strategies that run one process per device over torch.distributed."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS
 
 from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
-from dstrat.parallel.agreement import check_same_catalog
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor, take_from_first_rank
 from dstrat.parallel.process_group import (
     DEFAULT_HANG_TIMEOUT,
     DEFAULT_TIMEOUT,
     abort_process_group,
+    check_same_catalog,
     close_process_group,
     open_process_group,
 )
-from dstrat.parallel.synchronized_norm import SynchronizedNorm
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
@@ -35,8 +34,9 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.interfaces.parts import Parts, TrainerLike
     from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.strategy import Parts, TrainerLike
+
 
 T = TypeVar("T")
 
@@ -225,3 +225,33 @@ class ParallelStrategy(Strategy):
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
         return gather_tensors(tensor, group=group, sync_grads=sync_grads)
+
+
+# Batch-norm layers that share their statistics over all processes for the time of a training.
+
+
+class SynchronizedNorm:
+    """Puts torch's SyncBatchNorm into the place of a module's batch-norm layers; :meth:`undo` puts these back.
+
+    Args:
+        module: Changed in place.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._places = [
+            (parent, name, layer)
+            for parent in module.modules()
+            for name, layer in parent.named_children()
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+        ]
+        for parent, name, layer in self._places:
+            parent.add_module(name, nn.SyncBatchNorm.convert_sync_batchnorm(layer))
+
+    def undo(self) -> None:
+        """Put the layers back, with the weights, statistics and mode that the training has left."""
+        for parent, name, layer in self._places:
+            synchronized = parent.get_submodule(name)
+            layer._parameters, layer._buffers = synchronized._parameters, synchronized._buffers  # noqa: SLF001 - all of both
+            layer.training = synchronized.training
+            parent.add_module(name, layer)
+        self._places = []

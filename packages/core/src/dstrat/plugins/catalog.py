@@ -1,28 +1,35 @@
-"""The catalog: every component that can be named, looked up by kind and alias."""
+"""Catalog: components by kind and alias, the choice between owners, and the fingerprint."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from importlib.metadata import MetadataPathFinder
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from dstrat.errors import InvalidComponentError, PluginError
-from dstrat.plugins import requirements
+from dstrat.errors import AmbiguousAliasError, InvalidComponentError, PluginError
 from dstrat.plugins.component import KINDS, Component, Kind
 from dstrat.plugins.discovery import discover
-from dstrat.plugins.fingerprint import catalog_lines, digest
-from dstrat.plugins.misses import miss
-from dstrat.plugins.names import normalized
-from dstrat.plugins.offer import CORE, THIS_PROCESS, Offer, Plugin, kind_label
-from dstrat.plugins.selection import choose, of_owner, visible
-from dstrat.plugins.settings import DISABLE, STRICT, PluginSettings
-from dstrat.plugins.target import load_class
+from dstrat.plugins.not_found import miss
+from dstrat.plugins.offer import (
+    CORE,
+    THIS_PROCESS,
+    Offer,
+    Plugin,
+    check_requirements,
+    kind_label,
+    load_class,
+    missing_requirements,
+)
+from dstrat.plugins.settings import DISABLE, PREFER, STRICT, PluginSettings, normalized
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
 
 class Catalog:
@@ -124,11 +131,11 @@ class Catalog:
 
     def missing_requirements(self, offer: Offer) -> tuple[str, ...]:
         """Return the requirements of the component that nothing installed satisfies."""
-        return requirements.missing_requirements(offer)
+        return missing_requirements(offer)
 
     def check_requirements(self, offer: Offer) -> None:
         """Raise MissingRequirementError, with the command that helps, unless all requirements are satisfied."""
-        requirements.check_requirements(offer)
+        check_requirements(offer)
 
     def register(self, component: Component, *, override: bool = False) -> Offer:
         """Add a component to this process.
@@ -229,3 +236,110 @@ def refresh_catalog() -> Catalog:
     catalog = get_catalog()
     catalog.refresh()
     return catalog
+
+
+# Choosing between the distributions that offer one alias.
+
+
+def visible(candidates: Sequence[Offer], preferred: str | None) -> Sequence[Offer]:
+    """Return the offers of one alias that stay when registration in this process and the preference are applied."""
+    registered = [offer for offer in candidates if offer.owner == THIS_PROCESS]
+    return registered or [offer for offer in candidates if normalized(offer.owner) == preferred] or candidates
+
+
+def choose(kind: Kind, alias: str, candidates: Sequence[Offer], preferred: str | None) -> Offer:
+    """Return the one offer that the alias means.
+
+    Args:
+        kind: What was looked for.
+        alias: What was asked.
+        candidates: What is offered under that name, at least one.
+        preferred: Normalized name of the distribution that the user prefers for it.
+
+    Raises:
+        AmbiguousAliasError: Several distributions offer it and none is preferred, or the preferred one does not.
+    """
+    left = visible(candidates, preferred)
+    if left[0].owner == THIS_PROCESS:
+        return left[0]
+    asked = f"{kind_label(kind)} {alias!r}"
+    if preferred is not None and normalized(left[0].owner) != preferred:
+        raise AmbiguousAliasError(
+            f"{PREFER} wants {asked} from {preferred}, which does not offer it: it is offered by {_owners(candidates)}"
+        )
+    if len(left) > 1:
+        first = left[0].owner
+        raise AmbiguousAliasError(
+            f"{asked} is offered by {_owners(candidates)}: write '{alias}@{first}', or set {PREFER}=\"{alias}={first}\""
+        )
+    return left[0]
+
+
+def of_owner(kind: Kind, alias: str, owner: str, candidates: Sequence[Offer]) -> Offer | None:
+    """Return the offer of one distribution; None where nobody offers the alias at all.
+
+    Raises:
+        AmbiguousAliasError: Others offer it, and this distribution does not.
+    """
+    for offer in candidates:
+        if normalized(offer.owner) == normalized(owner):
+            return offer
+    if not candidates:
+        return None
+    raise AmbiguousAliasError(
+        f"{kind_label(kind)} {alias!r} is not offered by {owner!r}: it is offered by {_owners(candidates)}"
+    )
+
+
+def _owners(candidates: Sequence[Offer]) -> str:
+    labels = [offer.owner_label for offer in candidates]
+    return " and ".join([", ".join(labels[:-1]), labels[-1]] if labels[1:] else labels)
+
+
+# Fingerprint of a catalog, which the ranks of a job compare.
+
+
+_SHOWN_FIRST = ("kind", "alias", "target", "summary")
+
+
+def catalog_lines(offers: Iterable[Offer], plugins: Iterable[Plugin], settings: PluginSettings) -> tuple[str, ...]:
+    """Return one line per component, retired alias and preference, sorted."""
+    components = (_component_line(offer) for offer in offers)
+    retired = (
+        f"retired {stone.kind} {stone.alias} in favour of {stone.replacement}, by {plugin.label}"
+        for plugin in plugins
+        for stone in plugin.tombstones
+    )
+    preferences = (f"{PREFER} {alias}={owner}" for alias, owner in settings.preferred.items())
+    return tuple(sorted([*components, *retired, *preferences]))
+
+
+def digest(lines: Iterable[str]) -> str:
+    """Return 16 hexadecimal digits that stand for the lines."""
+    import hashlib
+
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _component_line(offer: Offer) -> str:
+    component = offer.component
+    facts = {
+        field.name: _plain(getattr(component, field.name))
+        for field in fields(Component)
+        if field.name not in _SHOWN_FIRST and getattr(component, field.name) not in (field.default, {})
+    }
+    details = json.dumps(facts, sort_keys=True)
+    return f"{component.kind} {component.alias} from {offer.owner_label}: {component.target_name} {details}"
+
+
+def _plain(value: Any) -> Any:
+    """Reduce a value to what is equal in every process: no addresses, no order of hashes."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_plain(item), sort_keys=True) for item in value)
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"

@@ -1,4 +1,4 @@
-"""The record behind an alias: what a plugin says of one component without importing it."""
+"""Component records and the hook through which plugins offer them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+import pluggy
 
 from dstrat.errors import InvalidComponentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 Kind = Literal["strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment"]
 """The kinds of component that a plugin can offer."""
@@ -220,3 +226,22 @@ def check_alias(alias: str) -> None:
             f"alias {alias!r} must consist of lower-case letters, digits, '_', '-' and '.', "
             "and begin with a letter or digit"
         )
+
+
+# The hook that a plugin implements, and the marker it uses for that.
+
+
+API_VERSION = "v1"
+ENTRY_POINT_GROUP = f"dstrat.{API_VERSION}"
+
+hookspec = pluggy.HookspecMarker("dstrat")
+hookimpl = pluggy.HookimplMarker("dstrat")
+
+
+@hookspec
+def dstrat_components() -> Sequence[Component | Tombstone]:
+    """Return the components that this plugin offers, and the aliases that it has retired.
+
+    Called once per process.  The module that implements it must not import torch or a backend.
+    """
+    raise NotImplementedError  # a specification is never called

@@ -1,23 +1,26 @@
-"""Finding every installed plugin and loading each on its own, so that a broken one is data and not an exception."""
+"""Discovery of installed plugins, each loaded by itself: a broken one is data, not an exception."""
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
-from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, distributions
+from typing import TYPE_CHECKING, Any
 
-from dstrat.plugins.declarations import Declaration, read_declarations
-from dstrat.plugins.hookspec import ENTRY_POINT_GROUP
-from dstrat.plugins.loading import load_records
-from dstrat.plugins.names import normalized
-from dstrat.plugins.offer import Plugin
-from dstrat.plugins.settings import DISABLE, PluginSettings
-from dstrat.plugins.slow_import import named_import
+import pluggy
+
+from dstrat.errors import InvalidComponentError
+from dstrat.plugins import component
+from dstrat.plugins.component import ENTRY_POINT_GROUP, Component, Tombstone
+from dstrat.plugins.offer import Plugin, named_import
+from dstrat.plugins.settings import DISABLE, PluginSettings, normalized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from pluggy import HookimplOpts, HookspecOpts
+
 
 _SLOW_IMPORT = 10.0  # seconds; a plugin takes milliseconds
 
@@ -98,3 +101,146 @@ def _reject_repetitions(plugins: Iterable[Plugin]) -> Iterator[Plugin]:
             _, kind, name = repeated
             reason = f"it repeats {kind} {name!r} of entry point {offered[repeated]!r} of the same distribution"
             yield replace(plugin, state="failed", reason=reason, components=(), tombstones=())
+
+
+# Reading which installed distributions declare plugins.
+#
+# ``importlib.metadata.entry_points()`` is not used for it: one malformed line in the metadata of any distribution
+# makes it raise for all of them, and it parses the entry points of everything that is installed.
+
+
+_FILE = "entry_points.txt"
+_GROUP_PREFIX = "dstrat."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declaration:
+    """A distribution that declares plugins.
+
+    Attributes:
+        name: Its name.
+        version: Its version.
+        entry_points: The entry points in groups of dstrat, in the order of group, name and value.
+        problem: Why they cannot be read; None when they can.
+    """
+
+    name: str
+    version: str
+    entry_points: tuple[EntryPoint, ...] = ()
+    problem: Exception | None = None
+
+
+def read_declarations() -> Iterator[Declaration]:
+    """Yield the distributions that declare plugins, each once, in no particular order."""
+    seen: set[str] = set()
+    for found in distributions():
+        if not _declares_plugins(found):
+            continue
+        name, _ = _name_and_version(found)
+        if name not in seen:
+            seen.add(name)
+            active = _first_on_path(name)
+            if active is None:
+                yield _declaration(found)
+            elif _declares_plugins(active):
+                yield _declaration(active)
+
+
+def _declares_plugins(found: Distribution) -> bool:
+    try:
+        return f"[{_GROUP_PREFIX}" in (found.read_text(_FILE) or "")
+    except (OSError, ValueError):  # nobody can tell what is in it
+        return False
+
+
+def _first_on_path(name: str) -> Distribution | None:
+    """Return the distribution that an import would use, where several versions lie on the path."""
+    try:
+        return distribution(name)
+    except PackageNotFoundError:  # its folder is named otherwise than its metadata
+        return None
+
+
+def _declaration(found: Distribution) -> Declaration:
+    name, version = _name_and_version(found)
+    try:
+        entries = [entry for entry in found.entry_points if entry.group.startswith(_GROUP_PREFIX)]
+    except Exception as error:  # noqa: BLE001 - malformed text raises TypeError or other things, by version of Python
+        return Declaration(name=name, version=version, problem=error)
+    entries.sort(key=lambda entry: (entry.group, entry.name, entry.value))
+    return Declaration(name=name, version=version, entry_points=tuple(entries))
+
+
+def _name_and_version(found: Distribution) -> tuple[str, str]:
+    """Read both from the header; ``Distribution.metadata`` parses the whole text as an e-mail each time."""
+    text = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
+    header = dict(line.split(": ", 1) for line in text.partition("\n\n")[0].splitlines() if ": " in line)
+    return header.get("Name", "unknown"), header.get("Version", "")
+
+
+# Loading one plugin: import its module, call its hook, and check what it returns.
+
+
+_HOOK = "dstrat_components"
+
+
+class _PluginManager(pluggy.PluginManager):
+    """Passes over the names that every module has, which halves the time that loading a plugin takes."""
+
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> HookimplOpts | None:
+        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> HookspecOpts | None:
+        return None if name.startswith("__") else super().parse_hookspec_opts(module_or_class, name)
+
+
+def load_records(entry_point: EntryPoint) -> tuple[tuple[Component, ...], tuple[Tombstone, ...]]:
+    """Return what the plugin behind the entry point offers and has retired.
+
+    Raises:
+        InvalidComponentError: What it returned breaks the contract.
+        pluggy.PluginValidationError: It implements a hook that does not exist, or in another shape.
+        Exception: Whatever the plugin raises itself.
+    """
+    records = _call_hook(entry_point.load())
+    components = tuple(record for record in records if isinstance(record, Component))
+    tombstones = tuple(record for record in records if isinstance(record, Tombstone))
+    _check_unique([*components, *tombstones])
+    return components, tombstones
+
+
+def _call_hook(plugin: Any) -> list[Component | Tombstone]:
+    manager = _PluginManager("dstrat")
+    manager.add_hookspecs(component)
+    manager.register(plugin)
+    manager.check_pending()  # finds misspelt hooks, which pluggy would otherwise never call
+    hook = manager.hook.dstrat_components
+    if not hook.get_hookimpls():
+        marked = " without marking it with @hookimpl" if hasattr(plugin, _HOOK) else ""
+        verb = "defines" if marked else "does not implement"
+        raise InvalidComponentError(f"it {verb} {_HOOK}{marked}")
+    results = hook()
+    return _checked_records(results[0] if results else None)
+
+
+def _checked_records(returned: Any) -> list[Component | Tombstone]:
+    if not isinstance(returned, list | tuple):
+        raise InvalidComponentError(f"{_HOOK} returned {_shortened(returned)}, not a list of Component records")
+    for record in returned:
+        if not isinstance(record, Component | Tombstone):
+            raise InvalidComponentError(f"{_HOOK} returned {_shortened(record)} in its list, not a Component record")
+    return list(returned)
+
+
+def _check_unique(records: list[Component | Tombstone]) -> None:
+    seen: set[tuple[str, str]] = set()
+    for record in records:
+        for name in (record.alias, *getattr(record, "synonyms", ())):
+            if (record.kind, name) in seen:
+                raise InvalidComponentError(f"{_HOOK} returned {record.kind} {name!r} twice")
+            seen.add((record.kind, name))
+
+
+def _shortened(value: object, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

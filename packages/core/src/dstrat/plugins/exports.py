@@ -80,7 +80,7 @@ def _find_class(kinds: tuple[Kind, ...], name: str) -> type[Any] | None:
         CatalogError: It cannot be imported.
     """
     from dstrat.plugins.catalog import get_catalog
-    from dstrat.plugins.misses import class_miss
+    from dstrat.plugins.not_found import class_miss
 
     catalog = get_catalog()
     offers = {
@@ -103,7 +103,7 @@ def _find_class(kinds: tuple[Kind, ...], name: str) -> type[Any] | None:
 
 def _exported_class(kinds: tuple[Kind, ...], name: str, plugins: tuple[Plugin, ...]) -> type[Any] | None:
     """Return the class from the ``__all__`` of a plugin's package: a base or a variant that no alias stands for."""
-    from dstrat.plugins.target import is_of_kind
+    from dstrat.plugins.offer import is_of_kind
 
     for plugin in plugins:
         package = sys.modules.get(plugin.value.partition(":")[0].rpartition(".")[0])

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from dstrat.builtin.checkpoint.background import AsyncCheckpointIO as AsyncCheckpointIO
-    from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO as PortableCheckpointIO
-    from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO as TorchCheckpointIO
+    from dstrat.checkpoint.async_io import AsyncCheckpointIO as AsyncCheckpointIO
+    from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO as PortableCheckpointIO
+    from dstrat.checkpoint.torch_file import TorchCheckpointIO as TorchCheckpointIO
     from dstrat.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
 
     def __getattr__(name: str) -> Any: ...  # a class of an installed plugin
 
 
 _HOMES = {
-    "AsyncCheckpointIO": "dstrat.builtin.checkpoint.background",
+    "AsyncCheckpointIO": "dstrat.checkpoint.async_io",
     "CheckpointIO": "dstrat.interfaces.checkpoint_io",
-    "PortableCheckpointIO": "dstrat.builtin.checkpoint.portable.checkpoint_io",
-    "TorchCheckpointIO": "dstrat.builtin.checkpoint.torch_file",
+    "PortableCheckpointIO": "dstrat.checkpoint.portable.checkpoint_io",
+    "TorchCheckpointIO": "dstrat.checkpoint.torch_file",
 }
 
 if not TYPE_CHECKING:

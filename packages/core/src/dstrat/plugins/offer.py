@@ -1,12 +1,25 @@
-"""Offers of the catalog: components with their owner, and plugins with their state."""
+"""Offers of the catalog: components with their owner, their requirements, and their classes."""
 
 from __future__ import annotations
 
+import sys
+import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrat.errors import BrokenComponentError, InvalidComponentError, MissingRequirementError
+from dstrat.plugins.facts import contradiction
+from dstrat.plugins.known import pip_command
+from dstrat.plugins.settings import DISABLE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from dstrat.plugins.component import Component, Kind, Tombstone
+
 
 THIS_PROCESS = "this process"
 """The owner of what was registered in the running process."""
@@ -104,3 +117,151 @@ class Plugin:
     def is_broken(self) -> bool:
         """Whether somebody has to repair or upgrade something before it works."""
         return self.state in ("failed", "unsupported")
+
+
+# Checking requirements against installed metadata, without importing what is required.
+
+
+def missing_requirements(offer: Offer) -> tuple[str, ...]:
+    """Return the requirements of the component that nothing installed satisfies, as its record spells them.
+
+    A requirement whose marker does not hold here is not missing; a text that is no requirement is.
+    """
+    return tuple(text for text in offer.component.requires if _is_missing(text, offer))
+
+
+def _is_missing(text: str, offer: Offer) -> bool:
+    try:
+        return _problem(text, offer) is not None
+    except InvalidComponentError:
+        return True
+
+
+def check_requirements(offer: Offer) -> None:
+    """Raise MissingRequirementError, with the command that helps, unless all requirements are satisfied.
+
+    Raises:
+        InvalidComponentError: One of them is not a requirement.
+    """
+    missing = list(_missing(offer))
+    if not missing:
+        return
+    states = ", and ".join(f"{text}, {state}" for text, state in missing)
+    bare = [text.partition(";")[0].strip() for text, _ in missing]
+    command = pip_command(*bare, options=offer.component.pip_options)
+    note = offer.component.requires_note
+    raise MissingRequirementError(f"{offer.title} needs {states}: {command}{f' ({note})' if note else ''}")
+
+
+def _missing(offer: Offer) -> Iterable[tuple[str, str]]:
+    for text in offer.component.requires:
+        state = _problem(text, offer)
+        if state is not None:
+            yield text, state
+
+
+def _problem(text: str, offer: Offer) -> str | None:
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement as error:
+        raise InvalidComponentError(f"{offer.title} requires {text!r}, which is not a requirement: {error}") from error
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        return None
+    try:
+        installed: str | None = version(requirement.name)
+    except PackageNotFoundError:
+        installed = None
+    if installed is None:  # also where the metadata of an interrupted installation names no version
+        return "which is not installed"
+    if not requirement.specifier.contains(installed, prereleases=True):
+        return f"but {installed} is installed"
+    return None
+
+
+# Names of plugins on stderr whose import takes long or is interrupted.
+
+
+@contextmanager
+def named_import(module: str, distribution: str, *, seconds: float) -> Iterator[None]:
+    """Say on stderr which plugin is being imported, where that takes longer than some seconds or is interrupted."""
+    begun = f"dstrat: importing {module} of {distribution}"
+    cure = f"{DISABLE}={distribution} leaves it out"
+    timer = threading.Timer(seconds, _say, [f"{begun} has taken {seconds:g} s and goes on; {cure}"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say(f"{begun} was interrupted; {cure}")
+        raise
+    finally:
+        timer.cancel()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# Importing the class behind a component, and checking that it is what its kind demands.
+
+
+_SLOW_IMPORT = 60.0  # seconds; torch and a backend may take half of it on a slow disk
+
+# By name, as this layer lies below the interfaces.
+_INTERFACES: dict[Kind, str] = {
+    "strategy": "dstrat.interfaces.strategy:Strategy",
+    "accelerator": "dstrat.interfaces.accelerator:Accelerator",
+    "precision": "dstrat.interfaces.precision:Precision",
+    "checkpoint_io": "dstrat.interfaces.checkpoint_io:CheckpointIO",
+    "cluster_environment": "dstrat.interfaces.cluster:ClusterEnvironment",
+}
+
+
+def load_class(offer: Offer) -> type[Any]:
+    """Import and return the class of an offered component.
+
+    Raises:
+        MissingRequirementError: It cannot be imported, and something that it requires is missing.
+        BrokenComponentError: It cannot be imported, is not a complete class of its kind, or contradicts its record.
+    """
+    target = offer.component.target
+    found = _imported(offer, target) if isinstance(target, str) else target
+    problem = _target_problem(found, offer.component.kind)
+    if problem is not None:
+        raise BrokenComponentError(f"{offer.title} cannot be used: {offer.component.target_name} {problem}")
+    if (difference := contradiction(offer.component, found)) is not None:
+        raise BrokenComponentError(f"{offer.title} cannot be used: its record {difference}")
+    return found
+
+
+def is_of_kind(value: object, kind: Kind) -> bool:
+    """Return whether the value is a class that implements the interface of that kind."""
+    return isinstance(value, type) and issubclass(value, _attribute(_INTERFACES[kind]))
+
+
+def _imported(offer: Offer, target: str) -> Any:
+    try:
+        with named_import(target, offer.owner, seconds=_SLOW_IMPORT):
+            return _attribute(target)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ImportError):
+            check_requirements(offer)
+        cause = f"{type(error).__name__}: {error}"
+        raise BrokenComponentError(f"{offer.title} cannot be used: importing {target} raised {cause}") from error
+
+
+def _attribute(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _target_problem(found: Any, kind: Kind) -> str | None:
+    if not isinstance(found, type):
+        return f"is not a class but {type(found).__name__} {found!r}"
+    interface = _attribute(_INTERFACES[kind])
+    if not issubclass(found, interface):
+        return f"is not a subclass of {interface.__name__}, which every {kind_label(kind)} must be"
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    return f"does not implement {', '.join(missing)}" if missing else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dstrat.errors import DstratError
-from dstrat.resolve.ability import ability_of_offer
+from dstrat.resolve.part import ability_of_offer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Component
     from dstrat.plugins.offer import Offer
-    from dstrat.resolve.ability import Ability
-    from dstrat.resolve.part import Part
+    from dstrat.resolve.part import Ability, Part
 
 _MOST_ALIASES = 4
 

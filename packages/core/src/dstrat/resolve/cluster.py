@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dstrat.errors import ClusterError, DstratError
-from dstrat.resolve.chosen import Chosen, chosen_as_given
+from dstrat.resolve.choose import Chosen, chosen_as_given
 from dstrat.resolve.part import automatic_parts, part_of_offer
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.plugins.catalog import Catalog
-    from dstrat.resolve.given import Given
     from dstrat.resolve.part import Part
+    from dstrat.resolve.request import Given
 
 LOCAL = "local"
 """The cluster environment of a job that dstrat starts itself."""

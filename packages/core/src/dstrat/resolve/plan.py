@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dstrat.builtin.launchers.processes import StartMethod
+    from dstrat.launch.processes import StartMethod
     from dstrat.plugins.component import Kind
-    from dstrat.resolve.choice import Choice
-    from dstrat.resolve.launcher import StartedBy
+    from dstrat.resolve.processes import StartedBy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,3 +63,23 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain dicts, lists, texts and numbers, for JSON."""
         return {**dataclasses.asdict(self), "catalog_names": dict(self.catalog_names)}
+
+
+# One line of a plan.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What was chosen for one subject, and why.
+
+    Attributes:
+        subject: What was to be chosen, such as ``"accelerator"``.
+        value: What was chosen, such as ``"cpu"``.
+        reason: Why, a few words.
+        owner: The distribution that brings it, such as ``"dstrat 0.1.0"``; empty for the user's own.
+    """
+
+    subject: str
+    value: str
+    reason: str
+    owner: str = ""

@@ -9,8 +9,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from dstrat.builtin.launchers import history
-from dstrat.builtin.launchers.rank import this_rank
+from dstrat.launch import external
+from dstrat.launch.rank import this_rank
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve.cluster import choose_cluster
 
@@ -75,7 +75,7 @@ def is_rank_zero(environ: Mapping[str, str] = os.environ) -> bool:
         ClusterError: The environment variables make no sense.
     """
     rank = this_rank()
-    if history.is_behind() or (rank is not None and rank.imports_main):
+    if external.is_behind() or (rank is not None and rank.imports_main):
         return False
     distributed = sys.modules.get("torch.distributed")  # which is not there where nobody has opened a group
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

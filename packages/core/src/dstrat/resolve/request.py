@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrat.errors import CatalogError, ConflictError, MisuseError, PluginError, RequestError, UnknownAliasError
+from dstrat.interfaces.strategy import Parts
+from dstrat.plugins.offer import kind_label
+from dstrat.plugins.settings import nearest
+from dstrat.resolve.part import INTERFACES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from dstrat.interfaces.accelerator import Accelerator, Devices
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
+    from dstrat.plugins.catalog import Catalog
+    from dstrat.plugins.component import Kind
+    from dstrat.resolve.part import Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,3 +44,154 @@ class Request:
     num_nodes: int = 1
     precision: str | int | Precision | type[Precision] | None = None
     plugins: tuple[Any, ...] = ()
+
+
+# Collecting the parts that the user gave, in whatever place, each at most once.
+
+
+Subject = Literal["accelerator", "devices", "cluster environment", "precision", "checkpoint io"]
+
+_OF_STRATEGY: dict[str, Subject] = {
+    "accelerator": "accelerator",
+    "parallel_devices": "devices",
+    "cluster_environment": "cluster environment",
+    "checkpoint_io": "checkpoint io",
+    "precision_plugin": "precision",
+}
+_PLUGIN_KINDS: dict[Kind, Subject] = {
+    "precision": "precision",
+    "cluster_environment": "cluster environment",
+    "checkpoint_io": "checkpoint io",
+}
+SUBJECTS: dict[Kind, Subject] = {"accelerator": "accelerator", **_PLUGIN_KINDS}
+"""The subject of each kind of part that a strategy is composed of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """A part that the user gave.
+
+    Attributes:
+        value: An alias, a class or an instance; for devices whatever the user wrote.
+        place: Where, as in ``"precision='16-mixed'"`` or ``"DDPStrategy(checkpoint_io=...)"``.
+        in_strategy: Whether the strategy has it already.
+    """
+
+    value: Any
+    place: str
+    in_strategy: bool = False
+
+
+def given_parts(request: Request, strategy: Part[Any] | None, catalog: Catalog) -> dict[Subject, Given]:
+    """Return what the user gave, by subject.
+
+    Args:
+        request: What the user said.
+        strategy: The strategy that was asked for, constructed; it may have been given parts.
+        catalog: Where the aliases of plugins are looked up.
+
+    Raises:
+        ConflictError: A part was given twice.
+        RequestError: A plugin is of another type.
+        CatalogError: Nothing usable has a plugin's alias.
+    """
+    found: dict[Subject, Given] = {}
+    for subject, given in (*_of_arguments(request), *_of_plugins(request, catalog), *_of_strategy(strategy)):
+        if subject in found:
+            raise ConflictError(
+                f"{found[subject].place} and {given.place} both give the {subject}: leave one of the two out"
+            )
+        found[subject] = given
+    return found
+
+
+def _of_arguments(request: Request) -> Iterator[tuple[Subject, Given]]:
+    if not _is_auto(request.accelerator):
+        yield "accelerator", Given(value=request.accelerator, place=written("accelerator", request.accelerator))
+    if not _is_auto(request.devices):
+        yield "devices", Given(value=request.devices, place=written("devices", request.devices))
+    if request.precision is not None:
+        yield "precision", Given(value=request.precision, place=written("precision", request.precision))
+
+
+def _of_plugins(request: Request, catalog: Catalog) -> Iterator[tuple[Subject, Given]]:
+    plugins: Any = request.plugins
+    if plugins is None:
+        return
+    for plugin in plugins if isinstance(plugins, tuple | list) else (plugins,):
+        kind = _kind_of_alias(plugin, catalog) if isinstance(plugin, str) else _kind_of_object(plugin)
+        yield _PLUGIN_KINDS[kind], Given(value=plugin, place=f"plugins=[{_shown(plugin)}]")
+
+
+def _kind_of_object(plugin: object) -> Kind:
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    for kind, interface in INTERFACES.items():
+        if issubclass(cls, interface) and kind in _PLUGIN_KINDS:
+            return kind
+        if issubclass(cls, interface):
+            raise RequestError(f"plugins=[{_shown(plugin)}] is a part of its own: give it as {kind}={_shown(plugin)}")
+    raise RequestError(
+        f"plugins=[{_shown(plugin)}] is of the type {type(plugin).__name__}: "
+        "a plugin is a Precision, a ClusterEnvironment or a CheckpointIO"
+    )
+
+
+def _kind_of_alias(alias: str, catalog: Catalog) -> Kind:
+    kinds = [kind for kind in _PLUGIN_KINDS if _is_known(kind, alias, catalog)]
+    if len(kinds) == 1:
+        return kinds[0]
+    if kinds:
+        labels = " and of a ".join(kind_label(kind) for kind in kinds)
+        raise ConflictError(f"plugins=[{alias!r}] is the name of a {labels}: give the class instead")
+    known = sorted({name for kind in _PLUGIN_KINDS for offer in catalog.offers(kind) for name in offer.names})
+    near = " or ".join(repr(name) for name in nearest(alias, known))
+    hint = f"did you mean {near}?" if near else f"available are {', '.join(known) or 'none'}"
+    raise UnknownAliasError(f"plugins=[{alias!r}] is not known: {hint}")
+
+
+def _is_known(kind: Kind, alias: str, catalog: Catalog) -> bool:
+    """Return whether the alias means something of this kind, be it retired, not installed or offered by two."""
+    try:
+        catalog.find(kind, alias)
+    except PluginError:
+        raise
+    except UnknownAliasError:
+        return False
+    except CatalogError:  # says more when it is raised where the part is looked up
+        return True
+    return True
+
+
+def _of_strategy(strategy: Part[Any] | None) -> Iterable[tuple[Subject, Given]]:
+    if strategy is None:
+        return
+    arguments = _constructed_with(strategy.construct())
+    for argument, subject in _OF_STRATEGY.items():
+        value = arguments.get(argument)
+        if value is not None and not (subject == "accelerator" and _is_auto(value)):  # as in the Trainer's argument
+            owner = f"alias {strategy.name!r} " if strategy.catalog_name else strategy.name
+            yield subject, Given(value=value, place=f"{owner}({argument}=...)", in_strategy=True)
+
+
+def _constructed_with(strategy: Any) -> dict[str, Any]:
+    given = getattr(strategy, "given_parts", None)
+    if not isinstance(given, Parts):
+        name = type(strategy).__name__
+        raise MisuseError(f"{name} is not ready: its __init__ must call super().__init__()")
+    return {field.name: getattr(given, field.name) for field in dataclasses.fields(Parts)}
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def written(argument: str, value: object) -> str:
+    """Return how the user wrote an argument, the same in every process."""
+    return f"{argument}={_shown(value)}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, type):
+        return value.__name__
+    is_object = isinstance(value, tuple(INTERFACES.values()))
+    return f"{type(value).__name__}()" if is_object else repr(value)

@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import DeviceError
 from dstrat.plugins.catalog import get_catalog
 from dstrat.plugins.facts import accelerator_facts, contradiction
-from dstrat.testing.advice import fail
-from dstrat.testing.jobs import run_job
-from dstrat.testing.light import check_light
-from dstrat.testing.record import check_record
-from dstrat.testing.skips import not_declared
-from dstrat.testing.standard import standard
-from dstrat.testing.suite import Suite
+from dstrat.testing.plugin import check_light, check_record
+from dstrat.testing.ranks.jobs import run_job
+from dstrat.testing.suite import Suite, fail, not_declared, standard
 
 if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
@@ -64,7 +60,7 @@ class AcceleratorSuite(Suite):
             accelerator.parse_devices(2)
         except DeviceError:
             not_declared(f"{self.alias} has fewer than two devices here")
-        from dstrat.testing.communication import sum_over_ranks
+        from dstrat.testing.ranks.communication import sum_over_ranks
 
         totals = run_job(sum_over_ranks, 2, component=self.offer.component, options=dict(self.options))
         if totals != [3.0, 3.0]:

@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING
 
 from dstrat.errors import ClusterError
 from dstrat.plugins.catalog import get_catalog
-from dstrat.testing.advice import fail
-from dstrat.testing.light import check_light
-from dstrat.testing.record import check_record
-from dstrat.testing.skips import not_declared
-from dstrat.testing.standard import standard
-from dstrat.testing.suite import Suite
+from dstrat.testing.plugin import check_light, check_record
+from dstrat.testing.suite import Suite, fail, not_declared, standard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from dstrat.errors import RequestError
-from dstrat.testing.standard import CAPABILITIES, standard_of
-from dstrat.testing.suite import Suite
+from dstrat.testing.suite import CAPABILITIES, Suite, standard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from dstrat.plugins.component import Kind
-    from dstrat.testing.standard import Standard, Tier
+    from dstrat.testing.suite import Standard, Tier
 
 Outcome = Literal["passed", "failed", "expected failure", "not declared"]
 

@@ -1,25 +1,25 @@
-"""The base of every suite: which component is tested, and what its author declares."""
+"""Base of every suite: what its author declares, and that no standard test disappears."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
-try:
-    import pytest
-except ImportError as error:
-    raise ImportError('dstrat.testing needs pytest: pip install "dstrat[testing]"') from error
+import pytest
 
 from dstrat.errors import CatalogError, MisuseError
 from dstrat.plugins.catalog import get_catalog
 from dstrat.plugins.facts import declares_all, with_class_facts
-from dstrat.testing.skips import KeepsStandardTests
-from dstrat.testing.standard import check_collected, check_complete, expected_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Iterator, Mapping
 
     from dstrat.plugins.component import Component, Kind
     from dstrat.plugins.offer import Offer
+
 
 _EVERY_SETTING = frozenset({"alias", "options", "expected_failures", "pytestmark"})
 
@@ -90,3 +90,263 @@ class Suite(metaclass=Collected):
             return with_class_facts(record, get_catalog().load(self.offer))
         except CatalogError:  # the test of the record says why
             return record
+
+
+# Marking the standard tests, and seeing to it that a test class keeps all of them.
+
+
+Tier = Literal["basic", "optional", "processes", "device"]
+"""What a test needs: nothing, a declared capability, several processes, or hardware."""
+
+TIERS: tuple[Tier, ...] = ("basic", "optional", "processes", "device")
+
+CAPABILITIES = (
+    "record",
+    "life cycle",
+    "collectives",
+    "gradients",
+    "training",
+    "precision",
+    "evaluation",
+    "checkpoints",
+    "moving",
+    "failures",
+    "sessions",
+    "hardware",
+    "devices",
+    "random numbers",
+    "dtypes",
+    "steps",
+    "state",
+    "round trip",
+    "errors",
+    "removal",
+    "evidence",
+    "ranks",
+)
+"""What tests can prove, in the order of the table: what others rest on comes first."""
+
+_Test = TypeVar("_Test", bound=Callable[..., None])
+
+_OURS = "dstrat.testing."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standard:
+    """What a standard test is about.
+
+    Attributes:
+        tier: What it needs.
+        capability: What it proves, as one line of the table names it: ``"collectives"``.
+    """
+
+    tier: Tier
+    capability: str
+
+
+def standard(tier: Tier, capability: str) -> Callable[[_Test], _Test]:
+    """Mark a method as a standard test."""
+
+    def mark(test: _Test) -> _Test:
+        test.standard = Standard(tier=tier, capability=capability)  # type: ignore[attr-defined]  # read again below
+        return test
+
+    return mark
+
+
+def standard_of(test: object) -> Standard | None:
+    """Return what a test is about; None where it is an author's own."""
+    return getattr(test, "standard", None)
+
+
+def standard_tests(cls: type[Any]) -> dict[str, Standard]:
+    """Return the standard tests of a suite by name."""
+    return {name: found for name, member in _members(cls) if (found := standard_of(member)) is not None}
+
+
+def check_complete(cls: type[Any], settings: frozenset[str]) -> None:
+    """Refuse a test class that drops or replaces standard tests.
+
+    Args:
+        cls: Derived from a suite.
+        settings: Names that a test class may set.
+
+    Raises:
+        MisuseError: The class overrides a part of the suite, or names a test that does not exist.
+    """
+    __tracebackhide__ = True  # here and below, so that pytest shows the author's class alone
+    if cls.__module__.startswith(_OURS):
+        return
+    for name, member in _members(cls):
+        if name not in settings and inspect.getattr_static(cls, name, None) is not member:
+            raise MisuseError(_why_not(cls, name, member))
+    check_collected(cls)
+    _check_expected(cls)
+
+
+def expected_failure(cls: type[Any], name: str) -> str | None:
+    """Return why a standard test of a class is declared to fail, by its name with or without its case."""
+    reason: str | None = cls.expected_failures.get(name) or cls.expected_failures.get(name.partition("[")[0])
+    return reason
+
+
+def _members(cls: type[Any]) -> Iterator[tuple[str, object]]:
+    """Yield what the suites themselves define, each name as the first of them does."""
+    seen: set[str] = set()
+    for base in cls.__mro__:
+        if not base.__module__.startswith(_OURS):
+            continue
+        for name, member in vars(base).items():
+            if name not in seen and not name.startswith("__"):
+                seen.add(name)
+                yield name, member
+
+
+def _why_not(cls: type[Any], name: str, member: object) -> str:
+    if standard_of(member) is None:
+        return f"{cls.__name__}.{name} replaces a part of the conformance kit: choose another name"
+    return (
+        f"{cls.__name__}.{name} replaces a standard test, which may not be dropped or changed: remove it; "
+        f'what fails for a good reason is declared with expected_failures = {{"{name}": "the reason"}}'
+    )
+
+
+def check_collected(cls: type[Any]) -> None:
+    """Refuse what keeps pytest from collecting a class, of which it says little or nothing.
+
+    Raises:
+        MisuseError: It says what to remove.
+    """
+    __tracebackhide__ = True
+    if not getattr(cls, "__test__", True):
+        raise MisuseError(
+            f"{cls.__name__}.__test__ is {cls.__test__}, which would drop its standard tests: remove it; a class that "
+            "only declares what others inherit gets a name that does not begin with Test"
+        )
+    for name in ("__init__", "__new__"):
+        if getattr(cls, name) is not getattr(object, name):
+            raise MisuseError(
+                f"{cls.__name__} has {name}, and pytest collects no class that has: set class attributes, "
+                "or write a fixture"
+            )
+
+
+def _check_expected(cls: type[Any]) -> None:
+    __tracebackhide__ = True
+    known = standard_tests(cls)
+    for name, reason in cls.expected_failures.items():
+        if name.partition("[")[0] not in known:
+            raise MisuseError(
+                f"{cls.__name__}.expected_failures names {name!r}, which is no standard test: possible are "
+                f"{', '.join(sorted(known))}"
+            )
+        if not isinstance(reason, str) or not reason.strip():
+            raise MisuseError(f"{cls.__name__}.expected_failures gives no reason for {name!r}: say why it fails")
+
+
+# Standard tests are skipped by the kit alone, and a plugin of pytest makes a failure of every other way of it.
+
+
+_SELECTING_MARKS = {"skip", "skipif", "xfail"}
+_CURE = 'what fails for a good reason is declared with expected_failures = {"the test": "the reason"}'
+
+
+class NotDeclared(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # it has no public name of its own
+    """A test that is skipped by the kit, as the component does not declare what it proves."""
+
+    __module__ = "builtins"  # as pytest's own, whose summary would show a path here
+
+
+def not_declared(reason: str) -> NoReturn:
+    """End a standard test that does not apply."""
+    __tracebackhide__ = True
+    raise NotDeclared(reason)
+
+
+class KeepsStandardTests:
+    """The plugin; the first suite that pytest collects registers it, so that an author does nothing for it."""
+
+    def __init__(self) -> None:
+        self._checked: set[type] = set()
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> KeepsStandardTests:
+        """Return the plugin of a run."""
+        name = "dstrat-keeps-standard-tests"
+        found = config.pluginmanager.get_plugin(name)
+        if found is None:
+            found = cls()
+            config.pluginmanager.register(found, name)
+        return found
+
+    def check(self, test: pytest.Function, settings: frozenset[str]) -> None:
+        """Refuse a test of a suite whose class, mixins or module would drop it.
+
+        Raises:
+            CollectError: It says what to do.
+        """
+        try:
+            if test.cls not in self._checked:  # again, as a class can be changed after it was made
+                self._checked.add(test.cls)
+                check_complete(test.cls, settings)
+            if standard_of(test.function) is not None:
+                _check_marks(test)
+        except MisuseError as error:
+            raise pytest.Collector.CollectError(str(error)) from error
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Turn what somebody else skipped into a failure."""
+        report = yield
+        if report.skipped and standard_of(getattr(item, "function", None)) is not None:
+            by = _somebody_else(item, call)
+            if by is not None:
+                report.outcome = "failed"
+                report.longrepr = f"{by}, and a standard test cannot be skipped: take that away; {_CURE}"
+                vars(report).pop("wasxfail", None)
+        return report
+
+
+def _check_marks(test: pytest.Function) -> None:
+    for node, mark in test.iter_markers_with_node():
+        if mark.name in _SELECTING_MARKS:
+            raise MisuseError(
+                f"{node.name} is marked {mark.name}, which would drop standard tests of {test.cls.__name__}: "
+                f"take the mark away; {_CURE}"
+            )
+
+
+def _somebody_else(item: pytest.Item, call: pytest.CallInfo[None]) -> str | None:
+    """Return who ended a test that did not fail; None where the kit did."""
+    error = call.excinfo.value if call.excinfo is not None else None
+    if isinstance(error, NotDeclared):
+        return None
+    if isinstance(error, pytest.skip.Exception):
+        return f"skipped with {error.msg!r}"
+    declared = expected_failure(item.cls, item.name)  # type: ignore[attr-defined]  # a standard test has a class
+    if isinstance(error, pytest.xfail.Exception) or declared is None:
+        return "expected to fail by a mark or a call of pytest.xfail"
+    return None
+
+
+# Failure messages of the conformance kit: observed, expected, fix.
+
+
+_WIDTH = 110
+
+
+def fail(seen: str, *, expected: str = "", cure: str = "", details: str = "") -> NoReturn:
+    """End the test with advice.
+
+    Args:
+        seen: What is wrong, one sentence without a full stop.
+        expected: What should have been, as a sentence.
+        cure: What the author does about it.
+        details: Further lines as they are, such as a traceback.
+    """
+    __tracebackhide__ = True
+    paragraphs = [seen, *(f"{name}: {text}" for name, text in (("expected", expected), ("cure", cure)) if text)]
+    lines = [textwrap.fill(paragraph, _WIDTH, subsequent_indent="    ") for paragraph in paragraphs]
+    pytest.fail("\n".join([*lines, *([textwrap.indent(details.rstrip(), "  | ")] if details else [])]), pytrace=False)

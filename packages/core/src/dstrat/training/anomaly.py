@@ -1,10 +1,10 @@
-"""Finding where values stop to be finite: in which module, at which batch."""
+"""Detection of values that are not finite: in which module, at which batch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch import nn
+
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
 
 
 class AnomalyDetection:
@@ -136,3 +139,38 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _may_be_checked(tensor: Tensor) -> bool:
     has_fractions = tensor.is_floating_point() or tensor.is_complex()
     return has_fractions and tensor.dtype.itemsize > 1 and tensor.layout is torch.strided and not tensor.is_meta
+
+
+# Detecting anomalies in a fit: what is watched, and the batch that is named.
+
+
+@contextmanager
+def watched_fit(trainer: Trainer, module: TrainModule) -> Iterator[None]:
+    """In this context a loss or an output that is NaN is an error, if the Trainer was asked for that."""
+    if not trainer.detect_anomaly:
+        yield
+        return
+    place = _Place(trainer)
+    with AnomalyDetection(module, place.describe) as anomalies:
+        trainer.dispatch.insert("on_before_backward", anomalies.check_loss)
+        trainer.dispatch.insert("on_validation_batch_start", place.note_validation_batch)
+        yield
+
+
+class _Place:
+    """Where a fit is, for people."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._validation_batch = ""
+
+    def note_validation_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:  # noqa: ARG002 - a hook
+        of_loader = "" if dataloader_idx is None else f" of loader {dataloader_idx}"
+        self._validation_batch = f"batch {batch_idx}{of_loader}"
+
+    def describe(self) -> str:
+        trainer = self._trainer
+        batch = f"batch {trainer.fit_loop.batch_idx}"
+        if trainer.is_evaluating:
+            batch = f"{'sanity check' if trainer.sanity_checking else 'validation'} {self._validation_batch}"
+        return f"epoch {trainer.current_epoch}, {batch}, rank {trainer.global_rank}"

@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.data.random_state import RandomState
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.interfaces.optimization import Optimization
+from dstrat.interfaces.optimizers import Optimization
+from dstrat.training.anomaly import watched_fit
 from dstrat.training.callbacks.defaults import with_callbacks_of
-from dstrat.training.checkpoint_path import resolve_checkpoint
-from dstrat.training.dispatch import Dispatch, hook_of, overrides
-from dstrat.training.ended_fit import EndedFit
-from dstrat.training.fit_anomalies import watched_fit
+from dstrat.training.checkpoint.path import resolve_checkpoint
+from dstrat.training.checkpoint.restore import Restoration
+from dstrat.training.contexts import numerics
+from dstrat.training.hooks import Dispatch, hook_of, overrides
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
-from dstrat.training.loops.interruption import Interrupted, Terminated
+from dstrat.training.loops.stopping import Interrupted, Terminated
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule
-from dstrat.training.numerics import numerics
-from dstrat.training.outcome import Outcome
-from dstrat.training.restoring import Restoration
+from dstrat.training.results import EndedFit, Outcome
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from dstrat.training.callbacks.callback import Callback
-    from dstrat.training.checkpoint_path import Asked
-    from dstrat.training.data.sources import Sources
+    from dstrat.training.checkpoint.path import Asked
+    from dstrat.training.loops.sources import Sources
     from dstrat.training.state import Stage
     from dstrat.training.trainer import Trainer
 
@@ -47,7 +46,7 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
     Returns:
         What the process that called the Trainer needs of this one.
     """
-    from dstrat.builtin.launchers.progress import watched_for_hangs  # only runs need it
+    from dstrat.launch.progress import watched_for_hangs  # only runs need it
 
     _begin(trainer, module, sources)
     try:

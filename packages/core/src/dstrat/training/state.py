@@ -1,26 +1,27 @@
-"""State of a Trainer for callbacks and modules: rank, stage, counters."""
+"""State of a Trainer for callbacks and modules: status, rank, stage, counters."""
 
 from __future__ import annotations
 
 import math
 import signal
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.builtin.checkpoint.place import on_this_machine
+from dstrat.checkpoint.paths import on_this_machine
 from dstrat.errors import MisuseError
-from dstrat.interfaces.optimization import Optimization
+from dstrat.interfaces.optimizers import Optimization
 from dstrat.training.callbacks.early_stopping import EarlyStopping
 from dstrat.training.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-from dstrat.training.status import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from dstrat.builtin.checkpoint.place import Place
+    from dstrat.checkpoint.paths import Place
     from dstrat.interfaces.accelerator import Accelerator
-    from dstrat.interfaces.optimization import SchedulerConfig
+    from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.resolve import Plan
@@ -28,16 +29,89 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.prediction_writer import PredictionWriter
     from dstrat.training.callbacks.progress_bar import ProgressBar
     from dstrat.training.callbacks.timer import Duration
-    from dstrat.training.data.sources import Sources
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
-    from dstrat.training.loops.interruption import Interruption
-    from dstrat.training.metrics.latest import Metrics
+    from dstrat.training.loops.sources import Sources
+    from dstrat.training.loops.stopping import Interruption
     from dstrat.training.metrics.logged import LoggedValues
-    from dstrat.training.metrics.publisher import Publisher
+    from dstrat.training.metrics.publisher import Metrics, Publisher
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
+
+
+# The status of a Trainer, by Lightning's names.
+
+
+class _Text(str, Enum):
+    """Constants that are their texts, so that either may be compared."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class TrainerStatus(_Text):
+    """How far a Trainer is with what was called last."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+class TrainerFn(_Text):
+    """What was called last."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(_Text):
+    """What a Trainer does at this moment: a fit trains, and validates in between."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether that is a validation, also one that is only tried, or a test."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerState:
+    """What ``trainer.state`` was when it was asked for.
+
+    Attributes:
+        status: How far the Trainer is.
+        fn: What was called last; None before.
+        stage: What it does at this moment; None where it does nothing.
+    """
+
+    status: TrainerStatus
+    fn: TrainerFn | None
+    stage: RunningStage | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether what was called last has come to its end."""
+        return self.status is TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.status.stopped
+
 
 Stage = Literal["fit", "validate", "test", "predict"]
 

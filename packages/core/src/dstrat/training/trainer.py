@@ -7,22 +7,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from dstrat.builtin.checkpoint.place import on_this_machine, place
+from dstrat.checkpoint.paths import on_this_machine, place
 from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError
-from dstrat.interfaces.optimization import Optimization, read_optimizers
+from dstrat.interfaces.optimizers import Optimization, read_optimizers
 from dstrat.resolve import Request, build, make_plan
 from dstrat.training.arguments import check_arguments, check_count, check_fast_dev_run, choose_surroundings
 from dstrat.training.callbacks.defaults import complete_callbacks
-from dstrat.training.dispatch import overrides
+from dstrat.training.hooks import overrides
 from dstrat.training.loggers.defaults import complete_loggers
-from dstrat.training.loops.interruption import Interruption, end_by, is_by_signal
-from dstrat.training.metrics.latest import Metrics
+from dstrat.training.loops.stopping import Interruption, end_by, is_by_signal
 from dstrat.training.metrics.logged import LoggedValues
-from dstrat.training.metrics.publisher import Publisher
-from dstrat.training.profilers.names import make_profiler
-from dstrat.training.state import RunState
-from dstrat.training.status import TrainerStatus
+from dstrat.training.metrics.publisher import Metrics, Publisher
+from dstrat.training.profilers.defaults import make_profiler
+from dstrat.training.state import RunState, TrainerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,17 +32,16 @@ if TYPE_CHECKING:
     from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.timer import Duration
-    from dstrat.training.checkpoint_path import Asked
-    from dstrat.training.data.sources import Source, Sources
-    from dstrat.training.dispatch import Dispatch
-    from dstrat.training.ended_fit import EndedFit
+    from dstrat.training.checkpoint.path import Asked
+    from dstrat.training.hooks import Dispatch
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
+    from dstrat.training.loops.sources import Source, Sources
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
-    from dstrat.training.outcome import Outcome
     from dstrat.training.profilers.profiler import Profiler
+    from dstrat.training.results import EndedFit, Outcome
     from dstrat.training.state import Stage
 
 R = TypeVar("R")
@@ -293,8 +290,8 @@ class Trainer(RunState):
             MisuseError: The module lacks something, or the training is finished already.
             RankFailedError: A process of the job failed.
         """
-        from dstrat.training.checkpoint_path import asked_checkpoint
-        from dstrat.training.data.sources import Sources
+        from dstrat.training.checkpoint.path import asked_checkpoint
+        from dstrat.training.loops.sources import Sources
 
         asked = asked_checkpoint(ckpt_path, resume)
         if self.fit_loop.finished and self.fit_loop.batches_seen:
@@ -390,9 +387,9 @@ class Trainer(RunState):
             MisuseError: There is nothing to save from any more: another module was run since, the fit ran in processes
                 that have ended, or its strategy has shared out the state and given it up.
         """
-        from dstrat.training.checkpoint import collect_checkpoint
-        from dstrat.training.ended_fit import no_end_to_save
-        from dstrat.training.meeting import waiting_is_told
+        from dstrat.training.checkpoint.save import collect_checkpoint
+        from dstrat.training.contexts import waiting_is_told
+        from dstrat.training.results import no_end_to_save
 
         path = os.path.expanduser(path)  # noqa: PTH111 - it may be a URL; a CheckpointIO of the user's own may not do it
         if self.is_running:
@@ -412,7 +409,7 @@ class Trainer(RunState):
         Args:
             empty_init: Whether parameters are left as the memory was, for a module whose weights are loaded anyway.
         """
-        from dstrat.training.creation import creating_modules
+        from dstrat.training.contexts import creating_modules
 
         return creating_modules(self.strategy, is_empty=empty_init)
 
@@ -463,8 +460,8 @@ class Trainer(RunState):
         dataloaders: Any,
         ckpt_path: str | Path | None,
     ) -> Any:
-        from dstrat.training.checkpoint_path import Search
-        from dstrat.training.data.sources import Sources
+        from dstrat.training.checkpoint.path import Search
+        from dstrat.training.loops.sources import Sources
 
         module = self.module if model is None else model
         if module is None:
@@ -477,7 +474,7 @@ class Trainer(RunState):
 
     def _shown(self, stage: str, results: list[dict[str, float]]) -> list[dict[str, float]]:
         """Show what an evaluation came to, and return it."""
-        from dstrat.training.results_table import show_results
+        from dstrat.training.results import show_results
 
         if self.is_global_zero and not self.barebones and results:  # there are none on a machine without rank 0
             show_results(stage, results)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from dstrat.data.continued import generator_states, set_generator_states
+from dstrat.data.combined_loader import leaves
 from dstrat.data.random_state import RandomState
-from dstrat.data.structure import leaves
+from dstrat.data.resume import generator_states, set_generator_states
 from dstrat.errors import MisuseError
 from dstrat.interfaces.precision import Precision
 from dstrat.training.callbacks.callback import Callback
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from dstrat.interfaces.optimization import Optimization
-    from dstrat.training.data.sources import Sources
+    from dstrat.interfaces.optimizers import Optimization
+    from dstrat.training.loops.sources import Sources
     from dstrat.training.module.train_module import TrainModule
 
 _SHARED_SETTINGS = (

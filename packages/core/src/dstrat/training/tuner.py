@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrat.errors import MisuseError
 from dstrat.training.callbacks.batch_size_finder import find_batch_size
 from dstrat.training.callbacks.learning_rate_finder import find_learning_rate
-from dstrat.training.data.sources import Sources
+from dstrat.training.loops.sources import Sources
 
 if TYPE_CHECKING:
     from dstrat.training.callbacks import batch_size_finder, learning_rate_finder
-    from dstrat.training.data.sources import Source
+    from dstrat.training.loops.sources import Source
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dstrat.builtin.clusters.nodelist import first_host
+from dstrat.builtin.clusters.slurm import first_host
 from dstrat.errors import ClusterError
 
 

@@ -12,10 +12,10 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from dstrat.builtin.checkpoint.place import place
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
-from dstrat.cli.checkpoint.sizes import readable_size
+from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.cli.checkpoint.group import readable_size
 from dstrat.errors import CheckpointError
 
 WITHOUT_TORCH = """

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from dstrat import Callback, LambdaCallback, ModelCheckpoint, TorchCheckpointIO
-from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.async_io import AsyncCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import CheckpointError
 from dstrat.training.module.loading import read_checkpoint
 

@@ -10,9 +10,8 @@ import torch
 
 from dstrat import Logger
 from dstrat.builtin.accelerators.cpu import CPUAccelerator
-from dstrat.training.callbacks import host_stats
-from dstrat.training.callbacks.device_stats_monitor import DeviceStatsMonitor
-from dstrat.training.callbacks.host_stats import HostStats
+from dstrat.training.callbacks import device_stats_monitor
+from dstrat.training.callbacks.device_stats_monitor import DeviceStatsMonitor, HostStats
 
 OF_HOST = {"host/process_memory", "host/available_memory", "host/process_cpu_percent", "host/load_1min"}
 
@@ -57,7 +56,7 @@ def test_where_the_accelerator_reports_nothing_the_hosts_values_are_written_with
 def test_a_process_that_keeps_one_core_busy_has_100_percent(monkeypatch):
     clocks = {"monotonic": iter((10.0, 12.0)), "process_time": iter((1.0, 3.0))}
     fake = SimpleNamespace(**{name: partial(next, values) for name, values in clocks.items()})
-    monkeypatch.setattr(host_stats, "time", fake)
+    monkeypatch.setattr(device_stats_monitor, "time", fake)
     assert HostStats().take()["process_cpu_percent"] == 100.0
 
 
@@ -83,15 +82,15 @@ def test_without_proc_and_psutil_it_says_once_what_is_missing(tmp_path, monkeypa
             raise ImportError(name)
         return import_(name, *args, **kwargs)
 
-    monkeypatch.setattr(host_stats, "_PROC", tmp_path)
+    monkeypatch.setattr(device_stats_monitor, "_PROC", tmp_path)
     monkeypatch.setattr(builtins, "__import__", without_psutil)
-    host_stats._psutil.cache_clear()
+    device_stats_monitor._psutil.cache_clear()
     stats = HostStats()
     with caplog.at_level(logging.WARNING):
         assert "process_memory" not in stats.take()
         assert "process_cpu_percent" in stats.take()
     assert caplog.text.count("pip install psutil") == 1
-    host_stats._psutil.cache_clear()
+    device_stats_monitor._psutil.cache_clear()
 
 
 @pytest.mark.cuda

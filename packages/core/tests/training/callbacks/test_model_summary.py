@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 from dstrat.errors import RequestError
-from dstrat.training.callbacks.model_summary import ModelSummary
-from dstrat.training.callbacks.model_summary_layers import summarize
-from dstrat.training.callbacks.model_summary_shapes import record_shapes
-from dstrat.training.callbacks.model_summary_table import as_text, format_bytes
+from dstrat.training.callbacks.model_summary import ModelSummary, as_text, format_bytes, record_shapes, summarize
 
 
 def lines_of(module, **options):

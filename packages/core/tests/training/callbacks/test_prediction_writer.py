@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 from dstrat import PredictionWriter, TorchPredictionWriter, TrainModule, read_predictions
-from dstrat.data.recorded_batches import record_batches, take_indices
+from dstrat.data.division import record_batches, take_indices
 from dstrat.errors import MisuseError, RankFailedError, RequestError
 
 

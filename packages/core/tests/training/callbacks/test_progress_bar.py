@@ -24,7 +24,7 @@ from dstrat.errors import RequestError
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from dstrat.training.callbacks.progress import Progress
 from dstrat.training.callbacks.progress_bar import ProgressBar
-from dstrat.training.callbacks.progress_live import LiveDisplay
+from dstrat.training.callbacks.progress_terminal import LiveDisplay
 from dstrat.training.metrics import publisher
 
 NUMBER = r"[\d.e+-]+"
@@ -459,7 +459,7 @@ def test_nothing_is_drawn_while_someone_types_at_a_prompt(at_terminal):
 FOREIGN = r"""
 import os, sys
 from dstrat.training.callbacks.progress import Progress
-from dstrat.training.callbacks.progress_live import LiveDisplay
+from dstrat.training.callbacks.progress_terminal import LiveDisplay
 
 display = LiveDisplay()
 display.update([Progress("Epoch", 10), Progress("Validation", 10)], {"loss": 1.0})
@@ -486,8 +486,8 @@ def test_what_other_processes_write_to_the_terminal_stays_above_the_bars(make_sc
 FORKING = """
 import os, sys, threading
 from dstrat.training.callbacks.progress import Progress
-from dstrat.training.callbacks.progress_live import LiveDisplay
-from dstrat.training.callbacks.progress_ticker import Ticker
+from dstrat.training.callbacks.progress_terminal import LiveDisplay
+from dstrat.training.callbacks.progress_bar import Ticker
 
 display = LiveDisplay()
 ticker = Ticker(lambda: display.update([Progress("Epoch", 10)], {}) or 0)

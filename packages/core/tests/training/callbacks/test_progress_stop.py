@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dstrat.builtin.checkpoint.place import place
-from dstrat.training.callbacks.progress_stop import newest_checkpoint
+from dstrat.checkpoint.paths import place
+from dstrat.training.callbacks.progress_bar import newest_checkpoint
 
 
 def trainer(**paths):

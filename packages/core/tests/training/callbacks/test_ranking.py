@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrat.training.callbacks.ranking import Ranking
+from dstrat.training.callbacks.monitored import Ranking
 
 scores = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=20)
 

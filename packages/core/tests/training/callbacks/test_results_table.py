@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrat.training.results_table import show_results
+from dstrat.training.results import show_results
 
 
 @pytest.fixture

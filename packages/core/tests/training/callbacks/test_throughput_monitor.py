@@ -9,9 +9,7 @@ import torch
 
 from dstrat import CSVLogger, Logger
 from dstrat.errors import RequestError
-from dstrat.training.callbacks.peak_flops import peak_flops
-from dstrat.training.callbacks.throughput import Throughput
-from dstrat.training.callbacks.throughput_monitor import ThroughputMonitor
+from dstrat.training.callbacks.throughput_monitor import Throughput, ThroughputMonitor, peak_flops
 
 
 class Kept(Logger):

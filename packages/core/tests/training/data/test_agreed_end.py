@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dstrat import SingleDeviceStrategy
-from dstrat.data.agreed_end import MOST_BATCHES_AHEAD, AgreedEnd
+from dstrat.data.equal_length import MOST_BATCHES_AHEAD, AgreedEnd
 from dstrat.errors import RankFailedError
 
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dstrat import DataModule, SingleDeviceStrategy
-from dstrat.data.ahead import copied_ahead
+from dstrat.data.prefetch import copied_ahead
 from dstrat.errors import MisuseError
-from dstrat.training.data.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
+from dstrat.training.loops.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
 
 
 class Noting:

@@ -18,8 +18,7 @@ from torch.utils.data import (
 )
 
 from dstrat import CombinedLoader
-from dstrat.data.agreed_end import AgreedEnd
-from dstrat.data.epochs import set_epoch
+from dstrat.data.equal_length import AgreedEnd
 from dstrat.data.limits import limit_of
 from dstrat.data.loaders import (
     as_list,
@@ -29,6 +28,7 @@ from dstrat.data.loaders import (
     prepare_evaluation_loader,
     prepare_training_loader,
 )
+from dstrat.data.samplers import set_epoch
 from dstrat.errors import MisuseError, RankFailedError, RequestError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
 from dstrat import CombinedLoader
-from dstrat.data.unshuffled import unshuffled
+from dstrat.data.loaders import unshuffled
 
 
 class Stream(IterableDataset):

@@ -17,7 +17,7 @@ import torch
 from dstrat import Trainer
 from dstrat.errors import RequestError
 from dstrat.training.loggers.csv_logger import CSVLogger, CSVTable
-from dstrat.training.loggers.several import agree_on_folders
+from dstrat.training.loggers.defaults import agree_on_folders
 
 
 def rows_of(logger):

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from dstrat import Logger, ModelCheckpoint, Trainer
-from dstrat.builtin.checkpoint.place import place
-from dstrat.training.loggers.uploads import Uploads
+from dstrat.checkpoint.paths import place
+from dstrat.training.loggers.logger import Uploads
 
 
 @pytest.fixture

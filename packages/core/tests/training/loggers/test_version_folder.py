@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from dstrat.errors import LoggerError, RequestError
-from dstrat.training.loggers.version_folder import VersionFolder
+from dstrat.training.loggers.folder_logger import VersionFolder
 
 CLAIM = """
 import sys
 from pathlib import Path
-from dstrat.training.loggers.version_folder import VersionFolder
+from dstrat.training.loggers.folder_logger import VersionFolder
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(100):

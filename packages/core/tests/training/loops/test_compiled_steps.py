@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, GradientAccumulationScheduler, Logger, ProgressBar, SingleDeviceStrategy, TrainModule
 from dstrat.errors import ConflictError
-from dstrat.interfaces.compiled_steps import CompiledSteps
+from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.training.callbacks.throughput_monitor import ThroughputMonitor
 
 

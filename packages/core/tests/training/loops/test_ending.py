@@ -9,7 +9,7 @@ import pytest
 
 from dstrat import Callback
 from dstrat.errors import ConflictError, RequestError
-from dstrat.training.loops.votes import Votes
+from dstrat.training.loops.stopping import Votes
 
 
 class StopAfter(Callback):

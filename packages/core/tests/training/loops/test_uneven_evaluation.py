@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dstrat.training.loops import votes
+from dstrat.training.loops import stopping
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_predictions_come_once_and_in_order(quiet_trainer, line, loader, communi
 def test_iterables_of_unknown_length_end_together(
     quiet_trainer, line_class, averaging, communicating, seconds, waits, monkeypatch
 ):
-    monkeypatch.setattr(votes, "SECONDS_BETWEEN_VOTES", seconds)  # 0 lets the processes vote after every batch
+    monkeypatch.setattr(stopping, "SECONDS_BETWEEN_VOTES", seconds)  # 0 lets the processes vote after every batch
 
     class Uneven(line_class):
         def val_dataloader(self):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dstrat.errors import MisuseError
-from dstrat.training.metrics.batch_size import size_of
+from dstrat.training.metrics.logged import size_of
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - the plain kind too
 

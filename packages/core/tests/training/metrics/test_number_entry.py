@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dstrat.errors import MisuseError
-from dstrat.training.metrics.number_entry import NumberEntry
-from dstrat.training.metrics.options import Options
+from dstrat.training.metrics.reduction import Options
+from dstrat.training.metrics.values import NumberEntry
 
 
 def entry(*, on_step=False, on_epoch=True, reduce_fx="mean"):

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from dstrat import DataModule, HyperparametersMixin, TrainModule
-from dstrat.builtin.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError, RequestError
-from dstrat.training.module.hyperparameters import MODULE_KEYS, checkpoint_entries
-from dstrat.training.module.plain_values import from_plain
+from dstrat.training.module.hyperparameters import MODULE_KEYS, checkpoint_entries, from_plain
 
 
 class Net(TrainModule):

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from dstrat.errors import RequestError
-from dstrat.training.profilers.names import make_profiler
+from dstrat.training.profilers.defaults import make_profiler
 from dstrat.training.profilers.profiler import Profiler
 from dstrat.training.profilers.simple import SimpleProfiler
 from dstrat.training.profilers.torch_profiler import TorchProfiler

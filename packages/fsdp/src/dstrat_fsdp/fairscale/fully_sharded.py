@@ -11,11 +11,11 @@ import torch
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
-from dstrat.interfaces.fitting import check_names, load_by_names
+from dstrat.interfaces.state_dict import check_names, load_by_names
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_fsdp.optimizer_check import check_optimizers
-from dstrat_fsdp.step_module import StepModule
+from dstrat_fsdp.checks import check_optimizers
+from dstrat_fsdp.units import StepModule
 
 with warnings.catch_warnings():  # FairScale is older than what torch deprecates
     warnings.simplefilter("ignore")
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.interfaces.parts import Parts, TrainerLike
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
+    from dstrat.interfaces.strategy import Parts, TrainerLike
 
 
 class DDPFullyShardedStrategy(ParallelStrategy):

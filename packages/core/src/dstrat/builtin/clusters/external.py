@@ -7,7 +7,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dstrat.builtin.clusters.variables import Variables
+from dstrat.builtin.clusters.environ import Variables
 from dstrat.errors import ClusterError
 from dstrat.interfaces.cluster import ClusterEnvironment
 

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrat.builtin.clusters.variables import Variables
-from dstrat.builtin.launchers.job import JOB_VARIABLE, LOOPBACK, PID_VARIABLE, STOP_FILE, STORE_FILE
+from dstrat.builtin.clusters.environ import Variables
 from dstrat.errors import ClusterError
 from dstrat.interfaces.cluster import ClusterEnvironment
+from dstrat.launch.job import JOB_VARIABLE, LOOPBACK, PID_VARIABLE, STOP_FILE, STORE_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dstrat.builtin.clusters.environ import port_of_job
 from dstrat.builtin.clusters.external import ExternalEnvironment, RankNames
-from dstrat.builtin.clusters.variables import port_of_job
 from dstrat.errors import ClusterError
 
 if TYPE_CHECKING:

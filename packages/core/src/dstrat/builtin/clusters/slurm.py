@@ -1,4 +1,4 @@
-"""The cluster environment for tasks that SLURM's srun started."""
+"""Cluster environment of tasks that SLURM's srun started."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 import socket
 from typing import TYPE_CHECKING
 
+from dstrat.builtin.clusters.environ import port_of_job
 from dstrat.builtin.clusters.external import ExternalEnvironment, RankNames
-from dstrat.builtin.clusters.nodelist import first_host
-from dstrat.builtin.clusters.variables import port_of_job
 from dstrat.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
 
 _SHELL_NAMES = ("bash", "interactive")
 _REMEDY = "put srun before python, or choose the cluster environment 'local' to start processes on this machine only"
@@ -130,3 +130,26 @@ def _resolves(host: str) -> bool:
     except (OSError, UnicodeError):  # an empty or overlong label is a UnicodeError
         return False
     return True
+
+
+# Reading SLURM's short form of a list of hosts, as in ``"n[01-03,7],gpu5"``.
+
+
+_FIRST_HOST = re.compile(r"(?:[^\s,\[\]]|\[[^\s\[\]]*\])+(?=,|\Z)")
+_BRACKETS = re.compile(r"\[([0-9]+)(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]")
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a list.
+
+    Raises:
+        ClusterError: It is not such a list.
+    """
+    first = _FIRST_HOST.match(nodelist)
+    host = _BRACKETS.sub(r"\1", first.group()) if first else ""
+    if not host or "[" in host:
+        raise ClusterError(
+            f"SLURM's list of nodes is {nodelist!r}, which does not begin with a host: "
+            "set MASTER_ADDR to the machine of rank 0"
+        )
+    return host

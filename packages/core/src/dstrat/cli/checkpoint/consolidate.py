@@ -6,20 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dstrat.builtin.checkpoint.portable.newest import resolved
-from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
-from dstrat.builtin.checkpoint.portable.storage import file_size, is_taken, written
-from dstrat.cli.checkpoint.content import is_single_file
-from dstrat.cli.checkpoint.place import PLACE
-from dstrat.cli.checkpoint.progress import progress_bar
-from dstrat.cli.checkpoint.sizes import readable_size
+from dstrat.checkpoint.portable.newest import resolved
+from dstrat.checkpoint.portable.reader import OpenedFolder
+from dstrat.checkpoint.portable.storage import file_size, is_taken, written
+from dstrat.cli.checkpoint.diff import is_single_file
+from dstrat.cli.checkpoint.group import PLACE, progress_bar, readable_size
 from dstrat.cli.output import json_option, print_json
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dstrat.builtin.checkpoint.place import Place
+    from dstrat.checkpoint.paths import Place
 
 _WEIGHTS = "state_dict/"
 _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
@@ -65,10 +63,9 @@ def check_absent(output: Place) -> None:
 
 
 def _write_weights(folder: OpenedFolder, output: Place, advance: Callable[[int], None]) -> int:
-    from dstrat.builtin.checkpoint.portable.loading import read_tensors
-    from dstrat.builtin.checkpoint.portable.parts import Part
-    from dstrat.builtin.checkpoint.portable.payload import Payload
-    from dstrat.builtin.checkpoint.portable.shard_file import arrange, write_shard_file
+    from dstrat.checkpoint.portable.load import read_tensors
+    from dstrat.checkpoint.portable.save import arrange, write_shard_file
+    from dstrat.checkpoint.portable.shards import Part, Payload
 
     names = [name for name in folder.index() if name.startswith(_WEIGHTS)]
     if not names:
@@ -81,8 +78,8 @@ def _write_weights(folder: OpenedFolder, output: Place, advance: Callable[[int],
 
 
 def _write_all(folder: OpenedFolder, output: Place, advance: Callable[[int], None]) -> int:
-    from dstrat.builtin.checkpoint.portable.loading import load
-    from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+    from dstrat.checkpoint.portable.load import load
+    from dstrat.checkpoint.torch_file import TorchCheckpointIO
 
     checkpoint: dict[str, Any] = load(folder, rank=0, world_size=folder.manifest.world_size, advance=advance)
     if folder.manifest.world_size > 1:

@@ -1,10 +1,21 @@
-"""The commands below ``dstrat checkpoint``, each imported when it is used."""
+"""Group of commands ``dstrat checkpoint``, each imported when it is used."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from typing import TYPE_CHECKING, Any
 
 import click
+from typing_extensions import override
+
+from dstrat.checkpoint.paths import place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dstrat.checkpoint.paths import Place
+
 
 _NAMES = ("consolidate", "convert", "diff", "inspect", "verify")
 
@@ -30,3 +41,57 @@ def checkpoint() -> None:
     A PATH is the folder of a checkpoint, or the file 'last' beside some; or the URL of such a folder in a store that
     fsspec reaches, as s3://bucket/folder is with s3fs.
     """
+
+
+# A bar on standard error while bytes are worked on, in terminals only.
+
+
+@contextlib.contextmanager
+def progress_bar(doing: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that is told how many bytes more are done, from any thread."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(doing, total=num_bytes)
+        yield lambda done: progress.advance(task, done)
+
+
+# Path arguments of commands: local paths and URLs of stores.
+
+
+class PlaceType(click.ParamType):  # type: ignore[type-arg]  # older ones take no argument
+    """A path of this machine, or a URL such as ``s3://bucket/folder``."""
+
+    name = "path"
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Place:
+        return place(value)
+
+
+PLACE = PlaceType()
+
+
+# Sizes in bytes, for people.
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def readable_size(num_bytes: int) -> str:
+    """Return a size such as ``"1.5 GiB"``."""
+    size = float(num_bytes)
+    for unit in _UNITS[:-1]:
+        if size < 1023.95:
+            return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} {_UNITS[-1]}"

@@ -7,23 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dstrat.builtin.checkpoint.place import RemotePath
-from dstrat.builtin.checkpoint.portable.layout import BUCKET, MANIFEST, STATE
-from dstrat.builtin.checkpoint.portable.newest import resolved
-from dstrat.builtin.checkpoint.portable.opened_folder import OpenedFolder
-from dstrat.builtin.checkpoint.portable.parallel import map_in_threads
-from dstrat.builtin.checkpoint.portable.storage import file_size
-from dstrat.cli.checkpoint.content import is_single_file
-from dstrat.cli.checkpoint.place import PLACE
-from dstrat.cli.checkpoint.progress import progress_bar
-from dstrat.cli.checkpoint.sizes import readable_size
+from dstrat.checkpoint.paths import RemotePath
+from dstrat.checkpoint.portable.format import BUCKET, MANIFEST, STATE
+from dstrat.checkpoint.portable.newest import resolved
+from dstrat.checkpoint.portable.reader import OpenedFolder
+from dstrat.checkpoint.portable.storage import file_size, map_in_threads
+from dstrat.cli.checkpoint.diff import is_single_file
+from dstrat.cli.checkpoint.group import PLACE, progress_bar, readable_size
 from dstrat.cli.output import json_option, print_json
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from dstrat.builtin.checkpoint.place import Place
+    from dstrat.checkpoint.paths import Place
 
 
 @click.command()
@@ -54,7 +51,7 @@ def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
 
 def _verify_file(ctx: click.Context, path: Place, *, as_json: bool) -> None:
     """Read a file of torch, say what is wrong with it, and exit."""
-    from dstrat.builtin.checkpoint.stand_ins import StandInCheckpointIO
+    from dstrat.checkpoint.torch_file import StandInCheckpointIO
 
     num_bytes = file_size(path)
     problems = _complaints(lambda: StandInCheckpointIO().load_checkpoint(str(path)))

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
 
-from dstrat.testing.jobs import DEFAULT_SECONDS, end_teams, run_in_team, run_job
-from dstrat.testing.skips import not_declared
-from dstrat.testing.subject import Subject
-from dstrat.testing.suite import Suite
-from dstrat.testing.team import begin_loading
+from dstrat.testing.ranks.jobs import DEFAULT_SECONDS, Subject, end_teams, run_in_team, run_job
+from dstrat.testing.ranks.team import begin_loading
+from dstrat.testing.suite import Suite, not_declared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from dstrat.testing.place import Place
+    from dstrat.testing.ranks.team import Place
     from dstrat.training.module.train_module import TrainModule
 
 T = TypeVar("T")
@@ -135,7 +133,7 @@ class StrategyTests(Suite):
         """Return what each rank found, the same for all tests that ask for it."""
         __tracebackhide__ = True
         self.need_processes(world_size)
-        from dstrat.testing import communication
+        from dstrat.testing.ranks import communication
 
         return self.shared_job(
             getattr(communication, name), world_size, subject=self.subject, accelerator=self.accelerator

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dstrat.testing.advice import fail
-from dstrat.testing.reference import on_one_device, one_device
-from dstrat.testing.standard import standard
+from dstrat.testing.ranks.fits import on_one_device, one_device
 from dstrat.testing.strategy.base import StrategyTests
+from dstrat.testing.suite import fail, standard
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dstrat.testing.fits import Fitted
+    from dstrat.testing.ranks.fits import Fitted
 
 _SAMPLES = 64  # 8 steps
 _SAVE_AT = 3
@@ -31,7 +30,7 @@ class Checkpoints(StrategyTests):
 
     @standard("processes", "checkpoints")
     def test_a_checkpoint_is_written_once_and_every_rank_waits_for_it(self, pair: int) -> None:
-        from dstrat.testing.checkpoints import saves
+        from dstrat.testing.ranks.fits import saves
 
         found = self.job(saves, pair, subject=self.subject, accelerator=self.accelerator)
         writers = [rank for rank, one in enumerate(found) if one["wrote"]]
@@ -104,8 +103,7 @@ class Checkpoints(StrategyTests):
 
     def _check_round_trip(self, part: str, name: str, world_size: int, checkpoint_format: str) -> None:
         __tracebackhide__ = True
-        from dstrat.testing.checkpoints import differences, round_trip
-        from dstrat.testing.fits import Fit
+        from dstrat.testing.ranks.fits import Fit, differences, round_trip
 
         work = Fit(samples=24, accelerator=self.accelerator, checkpoint_format=checkpoint_format)  # type: ignore[arg-type]
         self.need_processes(world_size)
@@ -159,8 +157,8 @@ class Checkpoints(StrategyTests):
 
     def _run(self, world_size: int, alias: str = "", **options: Any) -> list[Fitted]:
         __tracebackhide__ = True
-        from dstrat.testing.fits import Fit, fit
-        from dstrat.testing.jobs import run_in_team
+        from dstrat.testing.ranks.fits import Fit, fit
+        from dstrat.testing.ranks.jobs import run_in_team
 
         if alias == "single_device":
             return run_in_team(fit, 1, subject=one_device(), work=Fit(samples=_SAMPLES, **options))

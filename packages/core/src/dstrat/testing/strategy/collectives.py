@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dstrat.testing.advice import fail
-from dstrat.testing.standard import standard
 from dstrat.testing.strategy.base import StrategyTests
+from dstrat.testing.suite import fail, standard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +44,7 @@ class Collectives(StrategyTests):
 
     @standard("processes", "collectives")
     def test_reduce_gives_mean_sum_max_and_min(self, world_size: int) -> None:
-        from dstrat.testing.communication import OPERATIONS, own_values
+        from dstrat.testing.ranks.communication import OPERATIONS, own_values
 
         columns = list(zip(*(own_values(part) for part in range(self.readers(world_size))), strict=True))
         for rank, found in enumerate(self.collected("reductions", world_size)):
@@ -55,7 +54,7 @@ class Collectives(StrategyTests):
 
     @standard("processes", "collectives")
     def test_reduce_leaves_its_argument_and_other_values_alone(self, world_size: int) -> None:
-        from dstrat.testing.communication import OPERATIONS, own_values
+        from dstrat.testing.ranks.communication import OPERATIONS, own_values
 
         for found, says in zip(
             self.collected("reductions", world_size), self.collected("positions", world_size), strict=True
@@ -82,7 +81,7 @@ class Collectives(StrategyTests):
 
     @standard("processes", "collectives")
     def test_all_gather_stacks_in_the_order_of_ranks(self, world_size: int) -> None:
-        from dstrat.testing.communication import own_values
+        from dstrat.testing.ranks.communication import own_values
 
         expected = [[own_values(rank)] * 2 for rank in range(world_size)]
         for rank, found in enumerate(self.collected("gathering", world_size)):

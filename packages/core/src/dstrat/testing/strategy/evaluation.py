@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from dstrat.testing.advice import fail
-from dstrat.testing.reference import one_device
-from dstrat.testing.standard import standard
+from dstrat.testing.ranks.fits import one_device
 from dstrat.testing.strategy.base import StrategyTests
+from dstrat.testing.suite import fail, standard
 
 _SAMPLES = (13, 3)  # which no number of ranks divides; with 3, one of 4 ranks has none
 
@@ -36,7 +35,7 @@ class Evaluation(StrategyTests):
 
     def _check_logged(self, stage: str, world_size: int) -> None:
         __tracebackhide__ = True
-        from dstrat.testing.fits import Fit, evaluate
+        from dstrat.testing.ranks.fits import Fit, evaluate
 
         for samples in _SAMPLES:
             found = self._evaluate(world_size, samples)
@@ -74,7 +73,7 @@ class Evaluation(StrategyTests):
 
     def _evaluate(self, world_size: int, samples: int) -> list[dict[str, Any]]:
         __tracebackhide__ = True
-        from dstrat.testing.fits import Fit, evaluate
+        from dstrat.testing.ranks.fits import Fit, evaluate
 
         work = Fit(evaluated=samples, accelerator=self.accelerator)
         self.need_processes(world_size)

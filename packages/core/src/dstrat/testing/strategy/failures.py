@@ -5,15 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dstrat.testing.advice import fail
-from dstrat.testing.processes import can_look
-from dstrat.testing.skips import not_declared
-from dstrat.testing.standard import standard
+from dstrat.testing.ranks.launching import can_look
 from dstrat.testing.strategy.base import StrategyTests
+from dstrat.testing.suite import fail, not_declared, standard
 
 if TYPE_CHECKING:
-    from dstrat.testing.launching import Misdeed, Outcome
-    from dstrat.testing.subject import Subject
+    from dstrat.testing.ranks.jobs import Subject
+    from dstrat.testing.ranks.launching import Misdeed, Outcome
 
 _NEEDS_NO_SCRIPT = ("fork", "forkserver")
 _WAITS = 4.0  # seconds that a collective waits for a rank that hangs, where the strategy lets it be chosen
@@ -26,7 +24,7 @@ class Failures(StrategyTests):
 
     @standard("processes", "failures")
     def test_a_rank_that_raises_ends_the_job_with_its_own_words(self, pair: int) -> None:
-        from dstrat.testing.launching import WORDS
+        from dstrat.testing.ranks.launching import WORDS
 
         outcome = self._launched(pair, "raises")
         self._check_end(outcome, "raised", pair)
@@ -60,7 +58,7 @@ class Failures(StrategyTests):
 
     @standard("basic", "failures")
     def test_an_error_in_a_step_reaches_the_user(self) -> None:
-        from dstrat.testing.launching import WORDS, launch
+        from dstrat.testing.ranks.launching import WORDS, launch
 
         if self.fewest > 1:
             not_declared(f"{type(self).__name__} declares world_sizes = {self.world_sizes}")
@@ -75,7 +73,7 @@ class Failures(StrategyTests):
 
     def _launched(self, devices: int, misdeed: Misdeed) -> Outcome:
         __tracebackhide__ = True
-        from dstrat.testing.launching import launch
+        from dstrat.testing.ranks.launching import launch
 
         self.need_processes(devices)
         job = {"accelerator": self.accelerator, "devices": devices, "misdeed": misdeed}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pickle
 
-from dstrat.testing.advice import fail
-from dstrat.testing.light import check_light
-from dstrat.testing.record import check_record
-from dstrat.testing.standard import standard
+from dstrat.testing.plugin import check_light, check_record
 from dstrat.testing.strategy.base import StrategyTests
+from dstrat.testing.suite import fail, standard
 
 
 class Records(StrategyTests):

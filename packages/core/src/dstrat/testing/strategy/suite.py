@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dstrat.testing.strategy.checkpoints import Checkpoints
 from dstrat.testing.strategy.collectives import Collectives
-from dstrat.testing.strategy.devices import Devices
 from dstrat.testing.strategy.evaluation import Evaluation
-from dstrat.testing.strategy.everyday import Everyday
 from dstrat.testing.strategy.gradients import Gradients
 from dstrat.testing.strategy.life_cycle import LifeCycle
 from dstrat.testing.strategy.records import Records
-from dstrat.testing.strategy.sessions import Sessions
+from dstrat.testing.strategy.sessions import Devices, Everyday, Sessions
 
 
 class StrategySuite(Records, LifeCycle, Collectives, Gradients, Everyday, Evaluation, Checkpoints, Sessions, Devices):

@@ -5,16 +5,14 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from dstrat.testing.advice import fail
-from dstrat.testing.reference import on_one_device
-from dstrat.testing.skips import not_declared
-from dstrat.testing.standard import standard
+from dstrat.testing.ranks.fits import on_one_device
 from dstrat.testing.strategy.base import StrategyTests
+from dstrat.testing.suite import fail, not_declared, standard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dstrat.testing.fits import Fitted
+    from dstrat.testing.ranks.fits import Fitted
 
 _STEPS = 20
 _FEW = 64  # samples
@@ -39,8 +37,8 @@ class Training(StrategyTests):
 
     @standard("processes", "training")
     def test_batch_norm_takes_the_statistics_of_each_ranks_own_batch(self, pair: int) -> None:
-        from dstrat.testing.batch_norm import with_own_statistics
-        from dstrat.testing.fits import Fit
+        from dstrat.testing.ranks.fits import Fit
+        from dstrat.testing.ranks.gradients import with_own_statistics
 
         self.need_losses_of_one_device()
         fitted = self._fit(pair, net="normed", samples=_FEW)
@@ -67,7 +65,7 @@ class Training(StrategyTests):
 
     @standard("processes", "training")
     def test_unused_parameters_are_left_alone_or_named_in_an_error(self, pair: int) -> None:
-        from dstrat.testing.fits import Fit, try_fit
+        from dstrat.testing.ranks.fits import Fit, try_fit
 
         work = Fit(net="unused", samples=_FEW, accelerator=self.accelerator)
         tried = self.job(try_fit, pair, subject=self.subject, work=work)
@@ -152,7 +150,7 @@ class Training(StrategyTests):
             )
 
     def _fit(self, world_size: int, **options: Any) -> list[Fitted]:
-        from dstrat.testing.fits import Fit, fit
+        from dstrat.testing.ranks.fits import Fit, fit
 
         __tracebackhide__ = True
         self.need_processes(world_size)

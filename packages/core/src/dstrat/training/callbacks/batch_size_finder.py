@@ -15,7 +15,7 @@ from dstrat.training.callbacks.callback import Callback
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dstrat.training.data.sources import Source, Sources
+    from dstrat.training.loops.sources import Source, Sources
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
@@ -212,7 +212,7 @@ class _DatasetSize(Callback):
         self._read(trainer.predict_dataloaders)
 
     def _read(self, loaders: object) -> None:
-        from dstrat.data.structure import leaves
+        from dstrat.data.combined_loader import leaves
 
         try:
             self.samples = max(len(loader.dataset) for loader in leaves(loaders))

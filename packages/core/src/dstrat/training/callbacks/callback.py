@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from dstrat.training.data.sources import Sources
+    from dstrat.training.loops.sources import Sources
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from dstrat.builtin.checkpoint.place import RemotePath
-from dstrat.builtin.checkpoint.portable.folder import Claim
-from dstrat.builtin.checkpoint.portable.storage import is_taken
+from dstrat.checkpoint.paths import RemotePath
+from dstrat.checkpoint.portable.local_files import Claim
+from dstrat.checkpoint.portable.storage import is_taken
 from dstrat.errors import MisuseError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from dstrat.builtin.checkpoint.place import Place
+    from dstrat.checkpoint.paths import Place
 
 EXTENSION = ".ckpt"
 

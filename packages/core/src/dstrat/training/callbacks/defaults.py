@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, RequestError
+from dstrat.training.arguments import read_duration
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.timer import Timer
-from dstrat.training.dispatch import overrides
-from dstrat.training.duration import read_duration
-from dstrat.training.removed_hooks import check_no_removed_hooks
+from dstrat.training.hooks import check_no_removed_hooks, overrides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

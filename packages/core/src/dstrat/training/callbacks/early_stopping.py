@@ -11,15 +11,14 @@ from typing_extensions import override
 from dstrat.errors import MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import not_logged
-from dstrat.training.callbacks.monitored import is_new, is_overdue, was_completed
-from dstrat.training.callbacks.ranking import as_tensor
+from dstrat.training.callbacks.monitored import as_tensor, is_new, is_overdue, was_completed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from dstrat.training.callbacks.ranking import Mode
+    from dstrat.training.callbacks.monitored import Mode
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 

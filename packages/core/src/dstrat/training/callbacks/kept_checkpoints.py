@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.builtin.checkpoint.place import place
+from dstrat.checkpoint.paths import place
 from dstrat.errors import CheckpointError
 from dstrat.training.callbacks.checkpoint_name import UnusedPaths
-from dstrat.training.callbacks.ranking import Mode, Ranking
-from dstrat.training.checkpoint_path import written_ns
+from dstrat.training.callbacks.monitored import Mode, Ranking
+from dstrat.training.checkpoint.path import written_ns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dstrat.builtin.checkpoint.place import Place
+    from dstrat.checkpoint.paths import Place
     from dstrat.training.callbacks.checkpoint_name import CheckpointName
 
 SaveLast = bool | Literal["link"]

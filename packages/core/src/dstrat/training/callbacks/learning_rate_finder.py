@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from dstrat.training.data.sources import Sources
+    from dstrat.training.loops.sources import Sources
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 

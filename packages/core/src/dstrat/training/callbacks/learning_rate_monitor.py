@@ -12,12 +12,12 @@ from typing_extensions import override
 
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.loggers.several import call_loggers
+from dstrat.training.loggers.defaults import call_loggers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from dstrat.interfaces.optimization import SchedulerConfig
+    from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer

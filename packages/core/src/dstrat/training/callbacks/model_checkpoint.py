@@ -9,28 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from dstrat.builtin.checkpoint.background import AsyncCheckpointIO
-from dstrat.builtin.checkpoint.place import RemotePath, place
-from dstrat.builtin.checkpoint.portable.layout import LAST
+from dstrat.checkpoint.async_io import AsyncCheckpointIO
+from dstrat.checkpoint.paths import RemotePath, place
+from dstrat.checkpoint.portable.format import LAST
 from dstrat.errors import CheckpointError, MisuseError, RequestError
-from dstrat.training.callbacks.background_saves import BackgroundSaves
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import EXTENSION, CheckpointName, not_logged
 from dstrat.training.callbacks.kept_checkpoints import Decision, KeptCheckpoints, SaveLast
-from dstrat.training.callbacks.monitored import is_new, is_overdue
+from dstrat.training.callbacks.monitored import as_tensor, is_new, is_overdue
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from dstrat.training.callbacks.ranking import as_tensor
-from dstrat.training.callbacks.saving_times import SavingTimes, check_count
-from dstrat.training.checkpoint_path import check_writable, remove_checkpoint
-from dstrat.training.loggers.several import call_loggers
-from dstrat.training.loops.interruption import Interrupted, Terminated
+from dstrat.training.callbacks.save_schedule import BackgroundSaves, SavingTimes, check_count
+from dstrat.training.checkpoint.path import check_writable, remove_checkpoint
+from dstrat.training.loggers.defaults import call_loggers
+from dstrat.training.loops.stopping import Interrupted, Terminated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
-    from dstrat.training.callbacks.ranking import Mode
+    from dstrat.training.callbacks.monitored import Mode
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
@@ -493,7 +491,7 @@ class ModelCheckpoint(Callback):
 
 def _resumed_path(trainer: Trainer) -> str:
     """Return the checkpoint from which a run has begun, where that is one of this machine; empty without one."""
-    from dstrat.builtin.checkpoint.portable.newest import resolved
+    from dstrat.checkpoint.portable.newest import resolved
 
     if trainer.ckpt_path is None or isinstance(place(trainer.ckpt_path), RemotePath):
         return ""

@@ -1,18 +1,30 @@
-"""A table of a module's layers, shown before training."""
+"""Table of a module's layers, shown before training."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from typing_extensions import override
 
+from dstrat.data.random_state import RandomState
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
 
 if TYPE_CHECKING:
-    from dstrat.training.callbacks.model_summary_layers import Summary
+    from collections.abc import Callable, Iterable, Iterator
+
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
@@ -39,9 +51,6 @@ class ModelSummary(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero:
-            from dstrat.training.callbacks.model_summary_layers import summarize
-            from dstrat.training.callbacks.model_summary_shapes import try_example
-
             shapes, remark = try_example(trainer, module)
             show(summarize(module, max_depth=self._max_depth, shapes=shapes, remark=remark))
 
@@ -49,10 +58,301 @@ class ModelSummary(Callback):
 def show(summary: Summary) -> None:
     """Write a summary to stderr: with colours on a terminal, as plain text elsewhere."""
     if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-        from dstrat.training.callbacks.model_summary_rich import show_on_terminal
-
         show_on_terminal(summary)
     else:
-        from dstrat.training.callbacks.model_summary_table import as_text
-
         print(as_text(summary), file=sys.stderr, flush=True)
+
+
+# Parameters and memory of a module's layers.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """What a layer holds; sharded parameters count whole, uninitialized ones not at all.
+
+    Attributes:
+        name: Its name in the module.
+        kind: The name of its class.
+        parameters: Number of values in its parameters.
+        trainable: Number of those that are trained.
+        num_bytes: Memory that its parameters and buffers take; one that several layers share counts for each.
+        shapes: The shapes of its input and output, None where they are not known.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    trainable: int
+    num_bytes: int
+    shapes: Shapes | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What is known of a module.
+
+    Attributes:
+        layers: Its layers, those of a layer after it.
+        total: The module as a whole, where what is shared counts once.
+        remarks: What the figures do not say.
+    """
+
+    layers: tuple[Layer, ...]
+    total: Layer
+    remarks: tuple[str, ...]
+
+
+def summarize(
+    module: nn.Module, *, max_depth: int = 1, shapes: Mapping[str, Shapes] | None = None, remark: str | None = None
+) -> Summary:
+    """Return a summary of a module.
+
+    Args:
+        module: The module; nothing in it is changed.
+        max_depth: Levels of layers to list, -1 for all.
+        shapes: Shapes of the layers that are known, by their name; that of the module itself is empty.
+        remark: What is to be said besides.
+    """
+    known = shapes or {}
+    layers = [
+        _layer(name, part, part.parameters(), part.buffers(), known.get(name))
+        for name, part in _parts(module, max_depth)
+    ]
+    direct = _layer("(own)", None, module.parameters(recurse=False), module.buffers(recurse=False), None)
+    if direct.num_bytes and max_depth:
+        layers.append(direct)
+    total = _layer("total", module, module.parameters(), module.buffers(), known.get(""))
+    return Summary(layers=tuple(layers), total=total, remarks=tuple(filter(None, (*_remarks(module), remark))))
+
+
+def _parts(module: nn.Module, max_depth: int) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in module.named_modules():
+        if name and (max_depth < 0 or name.count(".") < max_depth):
+            yield name, part
+
+
+def _layer(
+    name: str,
+    module: nn.Module | None,
+    parameters: Iterable[nn.Parameter],
+    buffers: Iterable[Tensor],
+    shapes: Shapes | None,
+) -> Layer:
+    sizes = [(parameter.numel(), parameter.requires_grad, _bytes_of(parameter)) for parameter in _known(parameters)]
+    return Layer(
+        name=name,
+        kind="" if module is None else type(module).__name__,
+        parameters=sum(size for size, _, _ in sizes),
+        trainable=sum(size for size, trains, _ in sizes if trains),
+        num_bytes=sum(num_bytes for _, _, num_bytes in sizes) + sum(map(_bytes_of, _known(buffers))),
+        shapes=shapes,
+    )
+
+
+def _remarks(module: nn.Module) -> Iterator[str]:
+    parameters = list(module.parameters())
+    lazy = sum(isinstance(parameter, UninitializedParameter | UninitializedBuffer) for parameter in parameters)
+    if lazy:
+        yield f"{lazy} parameters of lazy layers have no size yet, and are not counted"
+    if any(parameter.is_meta for parameter in parameters):
+        yield "parameters on the meta device take no memory yet; their sizes are those that they will have"
+    owners = [parameter for part in module.modules() for parameter in part.parameters(recurse=False)]
+    shared = sum(parameter.numel() for parameter in _known(owners)) - sum(p.numel() for p in _known(parameters))
+    if shared:
+        yield f"layers share {shared:,} parameters, which count once in the total"
+
+
+def _known(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if not isinstance(tensor, UninitializedParameter | UninitializedBuffer)]
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# A summary of a module as a table on a terminal.
+
+
+def show_on_terminal(summary: Summary) -> None:
+    """Write a summary to stderr, which is a terminal."""
+    table = Table(
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        show_footer=True,
+        pad_edge=False,
+        collapse_padding=True,
+        header_style="bold",
+        footer_style="bold",
+    )
+    for name, total in zip(header(summary), cells(summary.total, summary), strict=True):
+        is_number = name not in LEFT
+        table.add_column(
+            name, Text(total), justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
+        )
+    for layer in summary.layers:
+        frozen = layer.parameters > 0 and layer.trainable == 0
+        table.add_row(*map(Text, cells(layer, summary)), style="dim" if frozen else "")
+    console = Console(stderr=True)
+    console.print(table)
+    for remark in summary.remarks:
+        console.print(Text(remark, style="dim"))
+
+
+# The shapes that go into a module's layers and come out of them, found by running an example.
+
+
+_LONGEST = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shapes:
+    """The shapes of a layer's first call, as text such as ``[32, 3]``.
+
+    Attributes:
+        input: Of what went in.
+        output: Of what came out.
+    """
+
+    input: str
+    output: str
+
+
+def try_example(trainer: Trainer, module: TrainModule) -> tuple[dict[str, Shapes], str | None]:
+    """Run the module's ``example_input_array``; return the shapes by layer, and why there are none where it failed."""
+    example = getattr(module, "example_input_array", None)
+    if example is None:
+        return {}, None
+    problem = _obstacle(trainer, module)
+    if problem:
+        return {}, f"no shapes: {problem}"
+    strategy = trainer.strategy
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with strategy.precision_plugin.forward_context():
+            return module.forward(*args, **kwargs)  # not the call itself, which may be compiled
+
+    try:
+        return record_shapes(module, strategy.batch_to_device(example), run), None
+    except Exception as error:  # noqa: BLE001 - a table is no reason not to train
+        return {}, f"no shapes: forward failed on example_input_array with {type(error).__name__}: {error}"
+
+
+def record_shapes(module: nn.Module, example: Any, run: Callable[..., Any]) -> dict[str, Shapes]:
+    """Run a module once on an example, and return the shapes of each layer that was called, by its name.
+
+    Args:
+        module: Its modes and random numbers are as before afterwards.
+        example: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        run: Called with these.
+    """
+    args = example if isinstance(example, tuple) else () if isinstance(example, Mapping) else (example,)
+    kwargs = example if isinstance(example, Mapping) else {}
+    found: dict[str, Shapes] = {}
+    with ExitStack() as stack:
+        _leave_as_it_was(module, stack)
+        for name, part in module.named_modules():
+            if name and not isinstance(part, torch.jit.ScriptModule):
+                hook = part.register_forward_hook(_recorder(name, found), with_kwargs=True)
+                stack.callback(hook.remove)
+        found[""] = _shapes(args, kwargs, run(*args, **kwargs))
+    return found
+
+
+def _obstacle(trainer: Trainer, module: nn.Module) -> str | None:
+    if trainer.world_size > 1 and not trainer.strategy.replicates_state:
+        return f"with {type(trainer.strategy).__name__} no process alone can run the module"
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(isinstance(tensor, UninitializedParameter | UninitializedBuffer) for tensor in tensors):
+        return "running example_input_array would give lazy layers their size"
+    if any(tensor.is_meta for tensor in tensors):
+        return "the module is on the meta device"
+    return None
+
+
+def _leave_as_it_was(module: nn.Module, stack: ExitStack) -> None:
+    for part in module.modules():
+        stack.callback(setattr, part, "training", part.training)
+    module.eval()
+    stack.callback(RandomState.capture().restore)
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    stack.enter_context(torch.random.fork_rng(devices=devices))
+    stack.enter_context(torch.no_grad())
+
+
+def _recorder(name: str, found: dict[str, Shapes]) -> Callable[..., None]:
+    def record(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
+        if name not in found:
+            found[name] = _shapes(args, kwargs, output)
+
+    return record
+
+
+def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Shapes:
+    given = [*map(shape_of, args), *(f"{name}={shape_of(value)}" for name, value in kwargs.items())]
+    return Shapes(input=_shortened(", ".join(given)), output=_shortened(shape_of(output)))
+
+
+def shape_of(value: Any) -> str:
+    """Return the shapes of the tensors in a value as text."""
+    if isinstance(value, Tensor):
+        return str(list(value.shape))
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {shape_of(part)}' for key, part in value.items())}}}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(shape_of, value))})"
+    return "None" if value is None else type(value).__name__
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+# A summary of a module as a table of text.
+
+
+LEFT = ("layer", "type", "input", "output")
+"""Columns of words; numbers are aligned to the right."""
+
+
+def header(summary: Summary) -> tuple[str, ...]:
+    """Return the names of the columns; there are shapes only where one is known."""
+    shapes = ("input", "output") if _has_shapes(summary) else ()
+    return ("layer", "type", "parameters", "trainable", "size", *shapes)
+
+
+def cells(layer: Layer, summary: Summary) -> tuple[str, ...]:
+    """Return a layer's row."""
+    row = (layer.name, layer.kind, f"{layer.parameters:,}", f"{layer.trainable:,}", format_bytes(layer.num_bytes))
+    if not _has_shapes(summary):
+        return row
+    return (*row, "", "") if layer.shapes is None else (*row, layer.shapes.input, layer.shapes.output)
+
+
+def as_text(summary: Summary) -> str:
+    """Return the whole as lines."""
+    names = header(summary)
+    rows = [names, *(cells(layer, summary) for layer in summary.layers), cells(summary.total, summary)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if name in LEFT else cell.rjust(width)
+            for cell, width, name in zip(row, widths, names, strict=True)
+        )
+        for row in rows
+    ]
+    rule = "-" * len(lines[0])
+    layers = [*lines[1:-1], rule] if summary.layers else []
+    return "\n".join(line.rstrip() for line in [lines[0], rule, *layers, lines[-1], *summary.remarks])
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes with a unit of powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _has_shapes(summary: Summary) -> bool:
+    return any(layer.shapes is not None for layer in (*summary.layers, summary.total))

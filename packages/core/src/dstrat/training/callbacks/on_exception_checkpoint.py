@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from dstrat.builtin.checkpoint.place import place
-from dstrat.builtin.launchers.failures import kind_of
+from dstrat.checkpoint.paths import place
 from dstrat.errors import RequestError
-from dstrat.training.callbacks.background_saves import wait_for_writes
+from dstrat.launch.failures import kind_of
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import UnusedPaths
-from dstrat.training.checkpoint import rescue_checkpoint
-from dstrat.training.loops.interruption import Interrupted, Terminated
+from dstrat.training.callbacks.save_schedule import wait_for_writes
+from dstrat.training.checkpoint.save import rescue_checkpoint
+from dstrat.training.loops.stopping import Interrupted, Terminated
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dstrat.builtin.checkpoint.place import RemotePath
+    from dstrat.checkpoint.paths import RemotePath
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 

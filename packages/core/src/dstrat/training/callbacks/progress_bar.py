@@ -1,28 +1,29 @@
-"""Progress of a run, shown while it goes on."""
+"""Progress bar of a run."""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
 
+from dstrat.checkpoint.paths import place
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.callbacks.progress import Progress
-from dstrat.training.callbacks.progress_display import make_display
-from dstrat.training.callbacks.progress_evaluation import EvaluationProgress
-from dstrat.training.callbacks.progress_stop import describe_stop
-from dstrat.training.callbacks.progress_ticker import Ticker, is_at_a_prompt
+from dstrat.training.callbacks.progress import EvaluationProgress, Progress
+from dstrat.training.checkpoint.path import written_ns
 
 if TYPE_CHECKING:
-    from dstrat.training.callbacks.progress_display import Display
+    from collections.abc import Callable, Mapping, Sequence
+
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
+
 
 SECONDS_BETWEEN_TICKS = 0.5
 """Time after which bars are drawn again although no batch has ended, so that a long one does not look like a hang."""
@@ -278,3 +279,129 @@ def _batches_of_epoch(trainer: Trainer) -> int | None:
     left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches - loop.in_group
     of_steps = loop.batches_done + left
     return of_steps if of_epoch is None else min(of_epoch, of_steps)
+
+
+# The line that says where a run was stopped, and from which checkpoint it can go on.
+
+
+_PATHS = ("ckpt_path", "last_model_path", "best_model_path")
+_STAGES = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+
+
+def describe_stop(trainer: Trainer, exception: BaseException) -> str:
+    """Return what was stopped by what, and where the newest checkpoint of a fit is.
+
+    For example ``training interrupted in epoch 3, after 1234 steps; newest checkpoint: logs/last.ckpt``.
+    """
+    text = f"{_STAGES[trainer.stage]} {_verb(exception)}"
+    if not trainer.is_fitting:
+        return text
+    if trainer.sanity_checking:
+        return f"{text} in the sanity check"
+    text += f" in epoch {trainer.current_epoch + 1}, after {trainer.global_step} steps"
+    path = newest_checkpoint(trainer)
+    return f"{text}; newest checkpoint: {path}" if path else text
+
+
+def newest_checkpoint(trainer: Trainer) -> str | None:
+    """Return the checkpoint that was written last, of those that the callbacks name; None without one."""
+    named = (getattr(callback, name, None) for callback in trainer.checkpoint_callbacks for name in _PATHS)
+    written = [(when, path) for path in named if path and (when := _written_ns(path)) is not None]
+    return max(written)[1] if written else None
+
+
+def _written_ns(path: str) -> int | None:
+    """Return when a checkpoint was written; None where it is not there, or nobody can say."""
+    try:
+        return written_ns(place(path))
+    except OSError:
+        return None
+
+
+def _verb(exception: BaseException) -> str:
+    if isinstance(exception, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(exception, SystemExit):
+        return "terminated"
+    return f"stopped by {type(exception).__name__}"
+
+
+# Displays of a progress bar: terminal and plain output.
+
+
+class Display(Protocol):
+    """Where progress is shown.
+
+    Attributes:
+        seconds_between_updates: How often it is worth an update.
+        starts_at_once: Whether the first update comes without that delay.
+        shows_time: Whether it shows the time that passes, so that it wants updates while nothing else happens.
+    """
+
+    seconds_between_updates: float
+    starts_at_once: bool
+    shows_time: bool
+
+    def update(self, running: Sequence[Progress], values: Mapping[str, float | str]) -> None:
+        """Show the loops that run, outermost first."""
+
+    def finish(self, progress: Progress, values: Mapping[str, float | str]) -> None:
+        """Show a loop that is over."""
+
+    def close(self) -> None:
+        """End the display."""
+
+
+def moves_bars() -> bool:
+    """Return whether stderr is a terminal that can move its cursor."""
+    return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def make_display() -> Display:
+    """Return bars for a terminal that can move its cursor, lines for everything else; rich is loaded for bars only."""
+    if moves_bars():
+        from dstrat.training.callbacks.progress_terminal import LiveDisplay
+
+        return LiveDisplay()
+    from dstrat.training.callbacks.progress import LineDisplay
+
+    return LineDisplay()
+
+
+# A thread that does something again and again, while another one is busy.
+
+
+_PROMPTS = ("bdb", "cmd", "code", "IPython", "ipdb", "pudb")
+
+
+class Ticker:
+    """Calls a function until it is stopped.
+
+    Args:
+        tick: Returns the seconds to wait until its next call; None ends it.
+    """
+
+    def __init__(self, tick: Callable[[], float | None]) -> None:
+        self._tick = tick
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (seconds := self._tick()) is not None and not self._stopped.wait(seconds):
+            pass
+
+    def stop(self) -> None:
+        """Wait for the present call, and let there be no other."""
+        self._stopped.set()
+        self._thread.join()
+
+
+def is_at_a_prompt(thread_id: int) -> bool:
+    """Return whether a thread is in a debugger or in another interactive prompt, whose line must not be touched."""
+    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - documented, for debugging
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in _PROMPTS:
+            return True
+        frame = frame.f_back
+    return False

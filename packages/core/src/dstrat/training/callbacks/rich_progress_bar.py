@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from dstrat.errors import RequestError
-from dstrat.training.callbacks.progress_bar import ProgressBar
-from dstrat.training.callbacks.progress_display import moves_bars
+from dstrat.training.callbacks.progress_bar import ProgressBar, moves_bars
 
 if TYPE_CHECKING:
     from rich.style import Style
 
-    from dstrat.training.callbacks.progress_display import Display
+    from dstrat.training.callbacks.progress_bar import Display
 
 
 @dataclass
@@ -76,6 +75,6 @@ class RichProgressBar(ProgressBar):
     def make_display(self) -> Display:
         if not moves_bars():
             return super().make_display()
-        from dstrat.training.callbacks.progress_live import LiveDisplay
+        from dstrat.training.callbacks.progress_terminal import LiveDisplay
 
         return LiveDisplay(self.theme, leaves=self.leave, **self._console_kwargs)

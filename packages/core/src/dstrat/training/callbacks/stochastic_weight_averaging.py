@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dstrat.errors import RequestError
-from dstrat.training.callbacks.saving_times import check_count
+from dstrat.training.callbacks.save_schedule import check_count
 from dstrat.training.callbacks.weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:

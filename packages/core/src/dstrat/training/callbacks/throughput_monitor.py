@@ -1,9 +1,11 @@
-"""Writing how fast training goes to the loggers."""
+"""Throughput of a training, written to the loggers: batches, samples, FLOPs."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import deque
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +15,15 @@ from typing_extensions import override
 
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.callbacks.peak_flops import peak_flops
-from dstrat.training.callbacks.throughput import Throughput
-from dstrat.training.loggers.several import call_loggers
-from dstrat.training.metrics.batch_size import size_of
+from dstrat.training.loggers.defaults import call_loggers
+from dstrat.training.metrics.logged import size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from dstrat.training.callbacks.throughput import Rates
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
+
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class ThroughputMonitor(Callback):
         length_fn: Returns the number of tokens of a batch, or of whatever a sample is made of; None counts none.
         window_size: Number of batches to measure over.
         available_flops: Peak operations per second of one device; by default that of common NVIDIA GPUs in the
-            dtype of the run's precision (:func:`~dstrat.training.callbacks.peak_flops.peak_flops`).
+            dtype of the run's precision (:func:`~dstrat.training.callbacks.throughput_monitor.peak_flops`).
         flops_per_sample: Operations of training on one sample; None counts them.
 
     Raises:
@@ -186,3 +186,127 @@ def _peak_of(trainer: Trainer) -> float | None:
             "ThroughputMonitor writes no mfu: the peak of %s in %s is not known, pass available_flops", name, dtype
         )
     return peak
+
+
+# Throughput over the last batches.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What one process does per second.
+
+    Attributes:
+        batches: Batches.
+        samples: Samples, 0 where they are not counted.
+        tokens: Tokens or whatever else a sample is made of, 0 where they are not counted.
+    """
+
+    batches: float
+    samples: float
+    tokens: float
+
+
+class Throughput:
+    """Counts batches, samples and tokens over a window of the last batches.
+
+    By the clock of the host: what is still queued on a device counts already, which evens out from one batch to the
+    next.  For a loop of one's own::
+
+        throughput = Throughput(window_size=100)
+        for batch in loader:
+            train(batch)
+            throughput.add(samples=len(batch))
+        print(throughput.rates())
+
+    Args:
+        window_size: Number of batches that rates are measured over, at least; more where one call takes several.
+    """
+
+    def __init__(self, window_size: int) -> None:
+        self._window_size = window_size
+        self._ends: deque[tuple[float, int, int, int]] = deque()
+        self._batches = self._samples = self._tokens = 0
+
+    def add(self, *, batches: int = 1, samples: int = 0, tokens: int = 0) -> None:
+        """Add what was trained on since the last call.
+
+        Args:
+            batches: Number of batches; more than one where a compiled step takes several at once.
+            samples: Number of samples in all of them.
+            tokens: Number of tokens in all of them.
+        """
+        self._batches += batches
+        self._samples += samples
+        self._tokens += tokens
+        self._ends.append((monotonic(), self._batches, self._samples, self._tokens))
+        while self._batches - self._ends[1 if len(self._ends) > 1 else 0][1] >= self._window_size:
+            self._ends.popleft()
+
+    def skip(self, seconds: float) -> None:
+        """Leave out a time in which something else was done."""
+        self._ends = deque((time + seconds, *counts) for time, *counts in self._ends)  # type: ignore[misc]  # mypy forgets the length
+
+    def rates(self) -> Rates | None:
+        """Return what was done per second, from the end of the first batch on; None before the end of the second."""
+        if len(self._ends) < 2:
+            return None
+        (start, *first), (end, *last) = self._ends[0], self._ends[-1]
+        batches, samples, tokens = (
+            (after - before) / max(end - start, 1e-9) for before, after in zip(first, last, strict=True)
+        )
+        return Rates(batches=batches, samples=samples, tokens=tokens)
+
+
+# Peak speed of common GPUs in floating-point operations per second.
+
+
+_TERA: Mapping[str, Mapping[str, float]] = {
+    "H200 NVL": {},  # slower than the H200 below, by how much is not checked
+    "H200": {"16": 989.4, "tf32": 494.7, "32": 66.9},
+    "H100 PCIe": {"16": 756, "tf32": 378, "32": 51},
+    "H100 NVL": {},  # likewise
+    "H100": {"16": 989.4, "tf32": 494.7, "32": 66.9},
+    "A100": {"16": 312, "tf32": 156, "32": 19.5},
+    "A40": {"16": 149.7, "tf32": 74.8, "32": 37.4},
+    "A10": {"16": 125, "tf32": 62.5, "32": 31.2},
+    "L40S": {"16": 362, "tf32": 183, "32": 91.6},
+    "L4": {"16": 121, "tf32": 60, "32": 30.3},
+    "V100-SXM2": {"float16": 125, "32": 15.7},
+    "V100-PCIE": {"float16": 112, "32": 14},
+    "T4": {"float16": 65, "32": 8.1},
+    "RTX 3090": {"16": 71, "tf32": 35.6, "32": 35.6},
+}
+
+
+def peak_flops(device_name: str, dtype: torch.dtype, *, allows_tf32: bool) -> float | None:
+    """Return the most operations per second that a GPU can do in matrix products, None where it is not in the table.
+
+    The figures are those of dense matrices in NVIDIA's data sheets (which print the doubled ones for sparse matrices
+    since the A100; the RTX 3090's are from the whitepaper of Ampere GA102, with accumulation in float32), and of the
+    full clock: a card that is limited in power does not reach them.
+
+    Args:
+        device_name: As ``torch.cuda.get_device_name`` gives it, such as ``"NVIDIA H100 80GB HBM3"``.
+        dtype: In which matrix products are computed: float16, bfloat16 or float32.
+        allows_tf32: Whether torch may compute those of float32 in TensorFloat-32.
+    """
+    speeds = next((speeds for part, speeds in _TERA.items() if _names(device_name, part)), {})
+    for kind in _kinds(str(dtype).removeprefix("torch."), allows_tf32=allows_tf32):
+        if kind in speeds:
+            return speeds[kind] * 1e12
+    return None
+
+
+def _kinds(dtype: str, *, allows_tf32: bool) -> list[str]:
+    """Return the columns that serve a dtype, the fastest first."""
+    if dtype == "float32":
+        return ["tf32", "32"] if allows_tf32 else ["32"]
+    return [dtype, "16"] if dtype in ("float16", "bfloat16") else []
+
+
+def _names(device_name: str, part: str) -> bool:
+    """Return whether a device is of a model: an A10G is no A10, an RTX 3090 Ti no RTX 3090, a MIG slice no H100."""
+    name, part = f" {device_name.lower()} ", f" {part.lower()}"
+    if part.startswith(" rtx"):
+        return name.endswith(f"{part} ")
+    return " mig " not in name and (f"{part} " in name or f"{part}-" in name)

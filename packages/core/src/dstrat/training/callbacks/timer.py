@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from typing_extensions import override
 
 from dstrat.errors import RequestError
+from dstrat.training.arguments import read_duration
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.duration import read_duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,7 @@ from typing_extensions import override
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.progress import format_value
 from dstrat.training.callbacks.progress_bar import ProgressBar
-from dstrat.training.loggers.requirement import require
+from dstrat.training.loggers.logger import require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from dstrat.training.callbacks.progress import Progress
-    from dstrat.training.callbacks.progress_display import Display
+    from dstrat.training.callbacks.progress_bar import Display
 
 
 class TQDMProgressBar(ProgressBar):

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.checkpoint import replace_rank_buffers
+from dstrat.training.checkpoint.save import replace_rank_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from dstrat.builtin.checkpoint.place import home_path
-from dstrat.training.loggers.logger import Logger
-from dstrat.training.loggers.parameters import as_mapping, as_numbers, as_pixels, named_images
-from dstrat.training.loggers.requirement import require
-from dstrat.training.loggers.writer import Silence, writer_only
+from dstrat.checkpoint.paths import home_path
+from dstrat.training.loggers.logger import (
+    Logger,
+    Silence,
+    as_mapping,
+    as_numbers,
+    as_pixels,
+    named_images,
+    require,
+    writer_only,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

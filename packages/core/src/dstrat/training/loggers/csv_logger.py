@@ -12,8 +12,7 @@ from typing_extensions import override
 
 from dstrat.errors import MisuseError, RequestError
 from dstrat.training.loggers.folder_logger import FolderLogger
-from dstrat.training.loggers.parameters import as_numbers
-from dstrat.training.loggers.writer import writer_only
+from dstrat.training.loggers.logger import as_numbers, writer_only
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,15 +1,18 @@
-"""The loggers that a Trainer uses: the user's, or the one that it takes when the user names none."""
+"""Loggers of a Trainer: the user's, the default one, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from dstrat.errors import RequestError
-from dstrat.training.loggers.logger import Logger
+from dstrat.errors import LoggerError, RequestError
+from dstrat.training.loggers.logger import Logger, Silence
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from dstrat.interfaces.strategy import Strategy
 
 
 def complete_loggers(
@@ -40,10 +43,79 @@ def complete_loggers(
                 f"logger={logger!r} is not a Logger, True or False: give an instance, such as CSVLogger()"
             )
     if is_tried:
-        from dstrat.training.loggers.silent import SilentLogger
-
         loggers = [SilentLogger() for _ in loggers]
     for logger in loggers:
         logger.root_dir = logger.root_dir or root_dir
         logger.writes = writes
     return loggers
+
+
+# The logger that stands in for the user's where nothing is to be written.
+
+
+class SilentLogger(Logger):
+    """Takes every call of any logger and does nothing, so that code which uses one can be tried."""
+
+    @property
+    def experiment(self) -> Silence:
+        return Silence()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Silence:
+        """Answer for the methods that one kind of logger has."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Silence()
+
+
+# Calling several loggers: the errors of one carry its name, and processes agree on the folders.
+
+
+def call_loggers(loggers: Sequence[Logger], method: str, *args: Any) -> None:
+    """Call a method of every logger that writes in this process, also after one that fails.
+
+    Raises:
+        LoggerError: One failed; what it raised is the cause.
+    """
+    failed: list[tuple[Logger, Exception]] = []
+    for logger in loggers:
+        if logger.writes:
+            try:
+                getattr(logger, method)(*args)
+            except Exception as error:  # noqa: BLE001 - it is raised below, with the logger's name
+                failed.append((logger, error))
+    if failed:
+        messages = [_describe(logger, method, cause) for logger, cause in failed]
+        raise LoggerError("; ".join(messages)) from failed[0][1]
+
+
+def _describe(logger: Logger, name: str, cause: Exception) -> str:
+    # Its own errors are sentences, which a repr would only quote.
+    return f"{type(logger).__name__}.{name} failed: {cause if isinstance(cause, LoggerError) else repr(cause)}"
+
+
+def agree_on_folders(loggers: Sequence[Logger], strategy: Strategy) -> Path | None:
+    """Let global rank 0 alone write, and broadcast where; collective.
+
+    Returns:
+        The folder of the first logger that has one.
+
+    Raises:
+        LoggerError: A logger cannot make its folder.
+    """
+    for logger in loggers:
+        logger.writes = strategy.is_global_zero
+    folders: list[Path | None] = strategy.broadcast([_folder_of(logger) for logger in loggers])
+    for logger, folder in zip(loggers, folders, strict=True):
+        if not logger.writes:
+            logger.join(folder)
+    return next((folder for folder in folders if folder is not None), None)
+
+
+def _folder_of(logger: Logger) -> Path | None:
+    try:
+        return logger.log_dir
+    except Exception as error:
+        raise LoggerError(_describe(logger, "log_dir", error)) from error

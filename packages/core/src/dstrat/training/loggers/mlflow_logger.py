@@ -10,12 +10,18 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.builtin.checkpoint.place import home_path
-from dstrat.training.loggers.logger import Logger
-from dstrat.training.loggers.parameters import as_numbers, as_pixels, flatten, named_images
-from dstrat.training.loggers.requirement import require
-from dstrat.training.loggers.uploads import Uploads
-from dstrat.training.loggers.writer import Silence, writer_only
+from dstrat.checkpoint.paths import home_path
+from dstrat.training.loggers.logger import (
+    Logger,
+    Silence,
+    Uploads,
+    as_numbers,
+    as_pixels,
+    flatten,
+    named_images,
+    require,
+    writer_only,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

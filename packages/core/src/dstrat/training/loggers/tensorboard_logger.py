@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from dstrat.training.loggers.folder_logger import FolderLogger
-from dstrat.training.loggers.parameters import as_numbers, as_pixels, flatten, named_images
-from dstrat.training.loggers.requirement import require
-from dstrat.training.loggers.writer import Silence, writer_only
+from dstrat.training.loggers.logger import Silence, as_numbers, as_pixels, flatten, named_images, require, writer_only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,13 +7,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.builtin.checkpoint.place import home_path
+from dstrat.checkpoint.paths import home_path
 from dstrat.errors import MisuseError
-from dstrat.training.loggers.logger import Logger
-from dstrat.training.loggers.parameters import as_mapping, as_numbers
-from dstrat.training.loggers.requirement import require
-from dstrat.training.loggers.uploads import Uploads
-from dstrat.training.loggers.writer import Silence, writer_only
+from dstrat.training.loggers.logger import Logger, Silence, Uploads, as_mapping, as_numbers, require, writer_only
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError
-from dstrat.training.dispatch import overrides
+from dstrat.training.hooks import overrides
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
-    from dstrat.interfaces.compiled_steps import CompiledSteps
+    from dstrat.interfaces.strategy import CompiledSteps
     from dstrat.training.trainer import Trainer
 
 _HOOKS_WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")

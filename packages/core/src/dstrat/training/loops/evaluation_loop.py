@@ -1,39 +1,37 @@
-"""The loop of validation, testing and prediction: steps without gradients over one or several loaders."""
+"""Loop of validation, testing and prediction: steps without gradients over one or several loaders."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import pickle
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dstrat.builtin.launchers.payload import unpicklable_part
+from dstrat.data.division import take_indices
 from dstrat.data.limits import limit_of, whole_items
 from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader
-from dstrat.data.recorded_batches import take_indices
 from dstrat.errors import MisuseError
-from dstrat.training.data.batches import (
-    batch_mover,
-    device_batches,
-    device_to_copy_ahead_to,
-    prefetching_strategy,
-)
-from dstrat.training.dispatch import hook_of
-from dstrat.training.loops.evaluation_votes import EvaluationVotes
-from dstrat.training.loops.interruption import stop_by
+from dstrat.launch.job import unpicklable_part
+from dstrat.training.hooks import hook_of
+from dstrat.training.loops.batches import batch_mover, device_batches, device_to_copy_ahead_to, prefetching_strategy
 from dstrat.training.loops.steps import bind_step, count_arguments, requires_arguments
-from dstrat.training.loops.uncounted_steps import uncounted, with_company
+from dstrat.training.loops.stopping import EvaluationVotes, stop_by
 from dstrat.training.metrics.logged import LoggedValues
+from dstrat.training.metrics.values import is_metric
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
+    from dstrat.interfaces.strategy import Strategy
     from dstrat.training.trainer import Trainer
+
 
 _log = logging.getLogger(__name__)
 
@@ -304,3 +302,57 @@ def _smaller(count: int | None, at_most: int | None) -> int | None:
     if at_most is None:
         return count
     return at_most if count is None else min(count, at_most)
+
+
+# Evaluation steps that a process runs only because others, which have more batches, communicate in theirs.
+
+
+def with_company(batches: Iterable[Any], others: Iterable[Any], strategy: Strategy) -> Iterator[tuple[Any, bool]]:
+    """Yield this process's batches, and then others until every process is through; collective.
+
+    Before each batch the processes agree on whether any of them has one, as their numbers may be unknown.
+
+    Args:
+        batches: What this process evaluates.
+        others: Where it takes a batch from if it has none at all.
+        strategy: Of which ``evaluates_together`` is True.
+
+    Yields:
+        A batch, and whether it counts.
+    """
+    iterator, nothing = iter(batches), object()
+    last = nothing
+    while True:
+        batch = next(iterator, nothing)
+        if not strategy.reduce_boolean_decision(batch is not nothing, all=False):
+            return
+        if batch is not nothing:
+            last = batch
+            yield batch, True
+        else:
+            last = next(iter(others)) if last is nothing else last
+            yield last, False
+
+
+@contextmanager
+def uncounted(trainer: Trainer, module: TrainModule, batch: Any) -> Iterator[None]:
+    """In this context nothing that a step logs or adds to a metric object is kept.
+
+    Args:
+        trainer: Whose logged values stay as they are.
+        module: Whose metric objects do.
+        batch: The batch of the step.
+    """
+    logged, trainer.logged = trainer.logged, LoggedValues(training=False)
+    trainer.logged.start_epoch()
+    trainer.logged.in_step, trainer.logged.batch = True, batch
+    metrics: list[Any] = [part for part in module.modules() if is_metric(part)]
+    states = [(copy.deepcopy(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001 - torchmetrics offers no other way to set it back
+    try:
+        yield
+    finally:
+        trainer.logged = logged
+        for metric, (state, count) in zip(metrics, states, strict=True):
+            for name, value in state.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, None  # noqa: SLF001 - the same

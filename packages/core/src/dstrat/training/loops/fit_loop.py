@@ -9,30 +9,26 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from typing_extensions import override
 
-from dstrat.data.epochs import set_epoch
 from dstrat.data.random_state import RandomState
+from dstrat.data.samplers import set_epoch
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.training.dispatch import hook_of
-from dstrat.training.loops.automatic import AutomaticOptimization
+from dstrat.training.hooks import hook_of
+from dstrat.training.loops.batches import TrainingData
 from dstrat.training.loops.compiled import CompiledOptimization
-from dstrat.training.loops.continuation import Continuation, rank_state
-from dstrat.training.loops.interruption import stop_by
-from dstrat.training.loops.manual import ManualOptimization
-from dstrat.training.loops.position import Position
-from dstrat.training.loops.schedulers import SchedulerSteps
+from dstrat.training.loops.optimization import AutomaticOptimization, ManualOptimization
+from dstrat.training.loops.position import Continuation, Position, rank_state
+from dstrat.training.loops.schedules import SchedulerSteps, ValidationSchedule
 from dstrat.training.loops.steps import count_arguments
-from dstrat.training.loops.training_data import TrainingData
-from dstrat.training.loops.validation_schedule import ValidationSchedule
-from dstrat.training.loops.votes import Votes
+from dstrat.training.loops.stopping import Votes, stop_by
 from dstrat.training.metrics.logged import LoggedValues
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from dstrat.training.data.sources import Sources
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
+    from dstrat.training.loops.sources import Sources
     from dstrat.training.trainer import Trainer
 
 

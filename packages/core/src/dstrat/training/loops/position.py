@@ -1,11 +1,32 @@
-"""Counters of a fit, and those that a checkpoint has."""
+"""Counters of a fit, and how a resumed fit continues them."""
 
 from __future__ import annotations
 
+import logging
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
+from dstrat.data.random_state import RandomState
+from dstrat.data.resume import (
+    Beginning,
+    generator_states,
+    knows_its_place,
+    rest_at,
+    set_generator_states,
+    share_seeds,
+    shared_seeds,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from dstrat.training.trainer import Trainer
+
 
 Phase = Literal["batch_end", "validated", "done"]
 """What has been done after a batch: its hooks, validation where it was due, everything."""
@@ -66,3 +87,156 @@ class Position:
         for name in _SAVED:
             setattr(self, name, state[name])
         self.epoch = self.epochs_done
+
+
+# Per-rank resume state: random state and position in the data.
+
+
+_log = logging.getLogger(__name__)
+
+
+def rank_state(
+    trainer: Trainer,
+    beginning: Beginning | None,
+    *,
+    random: RandomState,
+    logged: dict[str, Any],
+    has_gradients: bool,
+) -> dict[str, Any]:
+    """Return what a checkpoint keeps of this process alone, as plain values and tensors.
+
+    Args:
+        trainer: In a fit.
+        beginning: How the epoch began; None before the first.
+        random: The random numbers to go on with.
+        logged: What the epoch has logged so far.
+        has_gradients: Whether gradients may wait for an optimizer step, or stay behind one.
+    """
+    strategy, loop = trainer.strategy, trainer.fit_loop
+    in_first = loop.is_in_batch and not loop.batches_done and beginning is not None  # the epoch begins anew
+    return {
+        "random": random.state_dict(),
+        "device_random": strategy.accelerator.get_random_state(strategy.root_device),
+        "generators": beginning.generators if in_first and beginning else generator_states(loop.data.loader),
+        "beginning": None if beginning is None else beginning.state_dict(),
+        "validation": [shared_seeds(loader) for loader in trainer.fit_loop.validation_loaders],
+        "place": None if in_first else loop.data.place(None if _is_over(trainer) else loop.batches_done),
+        "logged": logged,
+        "gradients": _gradients(trainer) if has_gradients else None,
+    }
+
+
+def _is_over(trainer: Trainer) -> bool:
+    """Return whether no batch of an epoch is left."""
+    return trainer.fit_loop.ends_epoch or not trainer.fit_loop.batches_done
+
+
+def _gradients(trainer: Trainer) -> dict[str, Any] | None:
+    strategy = trainer.strategy
+    if strategy.saves_gradients:
+        return None
+    if strategy.replicates_state:
+        named = strategy.module.named_parameters()
+        return {name: _dense_parts(p.grad) for name, p in named if p.grad is not None}
+    manual = trainer.fit_loop.manual_optimization
+    if trainer.is_global_zero and (manual is None or manual.waits):
+        _log.warning(
+            "the checkpoint is saved between the batches of one optimizer step, and lacks their gradients, which the "
+            "strategy keeps sharded: a run that continues it leaves these batches out"
+        )
+    return None
+
+
+def _dense_parts(gradient: Tensor) -> Tensor | dict[str, Any]:
+    """Return a gradient as a checkpoint holds it: a sparse one, such as of an embedding, in its parts."""
+    if not gradient.is_sparse:
+        return gradient
+    return {
+        "indices": gradient._indices(),  # noqa: SLF001 - those of a sum that is not coalesced, which would round it
+        "values": gradient._values(),  # noqa: SLF001 - the same
+        "size": list(gradient.shape),
+        "is_coalesced": gradient.is_coalesced(),
+    }
+
+
+def _gradient(saved: Tensor | Mapping[str, Any]) -> Tensor:
+    """Return the gradient of which :func:`_dense_parts` has made this."""
+    if isinstance(saved, torch.Tensor):
+        return saved
+    return torch.sparse_coo_tensor(
+        saved["indices"], saved["values"], saved["size"], is_coalesced=saved["is_coalesced"], check_invariants=False
+    )
+
+
+def moved_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what each process goes on with, where another number of them saved the checkpoint.
+
+    The order of the data and gradients that wait for an optimizer step belong to all of them; random numbers start
+    anew, and so do running means.
+
+    Args:
+        states: What :func:`rank_state` returned in each process that saved.
+    """
+    saved = [state["gradients"] for state in states if state["gradients"] is not None]
+    gradients = [{name: _gradient(value) for name, value in one.items()} for one in saved]
+    names = dict.fromkeys(name for one in gradients for name in one)  # some may be unused in some processes
+    mean = {
+        name: _dense_parts(reduce(add, [one[name] for one in gradients if name in one]) / len(gradients))
+        for name in names
+    }
+    nothing = dict.fromkeys(("random", "device_random", "logged", "place"))
+    of_all = {name: states[0].get(name) for name in ("generators", "beginning", "validation")}
+    return {**nothing, **of_all, "gradients": mean or None}
+
+
+class Continuation:
+    """The state of a process in the middle of an epoch, as it was saved.
+
+    Args:
+        trainer: In a fit.
+        state: What :func:`rank_state` or :func:`moved_state` returned.
+
+    Attributes:
+        beginning: How the epoch began; None where the state is of the time before the first.
+        place: Where the loader was, if it knows that.
+    """
+
+    def __init__(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        self._trainer, self._state = trainer, state
+        saved = state["beginning"]
+        self.beginning = None if saved is None else Beginning.from_state_dict(saved)
+        self.place = state.get("place")  # which older ones lack
+
+    def restore(self) -> None:
+        """Put random numbers, logged values and gradients back, when the hooks at the start have been called."""
+        trainer, state = self._trainer, self._state
+        strategy = trainer.strategy
+        if state["gradients"]:
+            self._put_back(state["gradients"])
+        if state["logged"] is not None:
+            trainer.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
+        loader = trainer.fit_loop.data.loader
+        if self.place is not None and _is_over(trainer) and knows_its_place(loader):
+            rest_at(loader, self.place)
+        set_generator_states(loader, state["generators"])
+        if self.beginning is not None:
+            self.beginning.share_order(loader)
+        for validated, seeds in zip(trainer.fit_loop.validation_loaders, state.get("validation") or (), strict=False):
+            share_seeds(validated, seeds)
+        if state["device_random"] is not None:
+            strategy.accelerator.set_random_state(strategy.root_device, state["device_random"])
+        if state["random"] is not None:
+            RandomState.from_state_dict(state["random"]).restore()
+
+    def _put_back(self, gradients: Mapping[str, Any]) -> None:
+        """Let the next backward pass accumulate onto whole gradients."""
+        strategy = self._trainer.strategy
+        if strategy.replicates_state:
+            for name, parameter in strategy.module.named_parameters():
+                gradient = gradients.get(name)
+                parameter.grad = None if gradient is None else _gradient(gradient).to(parameter.device)
+        elif self._trainer.is_global_zero:
+            _log.warning(
+                "the checkpoint has whole gradients that were not cleared when it was saved, which are left out, as "
+                "the strategy shards gradients"
+            )

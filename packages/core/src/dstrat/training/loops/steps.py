@@ -14,7 +14,7 @@ from torch import Tensor
 from dstrat.interfaces.accelerator import Accelerator
 from dstrat.interfaces.precision import Precision
 from dstrat.interfaces.strategy import Strategy
-from dstrat.training.dispatch import overrides
+from dstrat.training.hooks import overrides
 
 if TYPE_CHECKING:
     from collections.abc import Callable

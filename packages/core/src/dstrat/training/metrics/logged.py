@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from dstrat.errors import MisuseError
-from dstrat.training.metrics.batch_size import size_of
-from dstrat.training.metrics.entry import DATALOADER_SUFFIX
-from dstrat.training.metrics.metric_entry import MetricEntry, is_metric
-from dstrat.training.metrics.number_entry import NumberEntry
-from dstrat.training.metrics.options import Options, changed
+from dstrat.training.metrics.reduction import Options, changed
+from dstrat.training.metrics.values import DATALOADER_SUFFIX, MetricEntry, NumberEntry, is_metric
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from torch import nn
 
-    from dstrat.training.metrics.entry import Entry
+    from dstrat.training.metrics.values import Entry
     from dstrat.training.module.train_module import TrainModule
+
 
 _OF_LOGGERS = {"step", "epoch"}
 """What a row of the loggers has beside the values."""
@@ -245,3 +245,43 @@ def _as_weight(name: str, batch_size: Any) -> float:
 
 def _place(in_step: bool) -> str:
     return "in a step" if in_step else "around the steps"
+
+
+# Finding the size of a batch, which weighs the means over an epoch.
+
+
+# Tuples of types are tested faster than unions.
+_NUMBERS = (int, float)
+_SEQUENCES = (list, tuple)
+
+
+def size_of(batch: Any) -> int | None:
+    """Return the length of the first dimension of the first array or tensor in a batch; None where there is none.
+
+    Goes into mappings, sequences and dataclasses in their order.  A number, as a tensor without dimensions, is one.
+    """
+    kind = type(batch)
+    if kind is list or kind is tuple:  # what most batches are, and the quickest to tell
+        parts = batch
+    else:
+        shape = getattr(batch, "shape", None)
+        if shape is not None:
+            return int(shape[0]) if shape else 1
+        if isinstance(batch, _NUMBERS):
+            return 1
+        parts = _parts(batch)
+    for part in parts:
+        size = size_of(part)
+        if size is not None:
+            return size
+    return None
+
+
+def _parts(batch: Any) -> Any:
+    if isinstance(batch, _SEQUENCES):  # named tuples
+        return batch
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if dataclasses.is_dataclass(batch):
+        return (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    return ()

@@ -1,20 +1,28 @@
-"""Bringing what is logged to callbacks, the progress bar and the loggers, when it is due."""
+"""Publication of logged values to callbacks, the progress bar and the loggers, when due."""
 
 from __future__ import annotations
 
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from dstrat.training.loggers.several import agree_on_folders, call_loggers
-from dstrat.training.metrics.entry import DATALOADER_SUFFIX
-from dstrat.training.metrics.latest import Metrics
+import torch
+from torch import Tensor
+
+from dstrat.training.loggers.defaults import agree_on_folders, call_loggers
+from dstrat.training.metrics.logged import entry_of
+from dstrat.training.metrics.reduction import Statement, exchange_epoch, exchange_steps
+from dstrat.training.metrics.values import DATALOADER_SUFFIX, Entry, MetricEntry, NumberEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from torch import nn
+
+    from dstrat.interfaces.strategy import Strategy
     from dstrat.training.metrics.logged import LoggedValues
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.state import RunState
+
 
 SECONDS_BETWEEN_SAVES = 10.0
 
@@ -109,3 +117,194 @@ class Publisher:
         if monotonic() - self._last_save > SECONDS_BETWEEN_SAVES:
             call_loggers(self._trainer.loggers, "save")
             self._last_save = monotonic()
+
+
+# The logged values of a run, for callbacks, loggers and the progress bar.
+
+
+class Metrics:
+    """The latest value of each name; what is on a device stays there until it is read.
+
+    Args:
+        strategy: Reads values from the device.
+
+    Attributes:
+        latest_epoch: The values over the last epoch of training or evaluation.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._values: dict[str, Tensor | float] = {}
+        self._shown: set[str] = set()
+        self._written: set[str] = set()
+        self._stages: list[LoggedValues] = []
+        self.latest_epoch: dict[str, Tensor | float] = {}
+
+    def follow(self, logged: LoggedValues) -> None:
+        """Take the values of steps from a stage too; those of an earlier one stay what they are."""
+        self._stages = [*(stage for stage in self._stages if stage is not logged), logged]
+
+    # Reading
+
+    @property
+    def callback_values(self) -> dict[str, Tensor]:
+        """The values over the last epochs, and those of the latest steps."""
+        steps = {e.step_name: e.step_value for stage in self._stages for e in stage.entries if e.on_step}
+        return _as_tensors(self._values | {name: value for name, value in steps.items() if value is not None})
+
+    @property
+    def written_values(self) -> dict[str, Tensor]:
+        """Those of them that loggers write."""
+        names = {e.step_name for stage in self._stages for e in stage.entries if e.on_step and e.is_written}
+        return {name: value for name, value in self.callback_values.items() if name in names or name in self._written}
+
+    @property
+    def shown_values(self) -> dict[str, float]:
+        """What the progress bar shows, as numbers."""
+        values = {name: value for name, value in self._values.items() if name in self._shown}
+        for stage in self._stages:
+            values |= {e.name: e.shown_value for e in stage.entries if e.on_step and e.options.prog_bar}
+        return self.as_numbers(values)
+
+    def as_numbers(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Return the values as plain numbers; those on a device are read in one copy."""
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        numbers = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
+        if tensors:
+            numbers |= zip(tensors, self._strategy.read_values([*tensors.values()]), strict=True)
+        return {name: numbers[name] for name in values}
+
+    # Taking what was logged
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Let callbacks know values that loggers get in another way."""
+        self._values |= values
+
+    def of_step(self, logged: LoggedValues) -> dict[str, float]:
+        """Return the values of steps that loggers write; collective."""
+        return self.as_numbers(take_step(logged, self._strategy))
+
+    def of_own_step(self, logged: LoggedValues) -> dict[str, float]:
+        """Return the same of this process alone, as in evaluation, where processes differ in their steps."""
+        return self.as_numbers(take_own_step(logged))
+
+    def start_epoch(self) -> None:
+        """Begin to collect the values over another epoch."""
+        self.latest_epoch = {}
+
+    def of_epoch(self, logged: LoggedValues) -> dict[str, float]:
+        """Reduce what was logged over an epoch, keep it, and return what loggers write of it; collective."""
+        taken = take_epoch(logged, self._strategy, self._strategy.module)
+        self.latest_epoch |= {entry.epoch_name: value for entry, value in taken}
+        self._values |= {name: value for entry, value in taken for name in (entry.epoch_name, entry.name)}
+        self._shown |= {entry.epoch_name for entry, _ in taken if entry.options.prog_bar}
+        written = {entry.epoch_name: value for entry, value in taken if entry.is_written}
+        self._written |= written.keys()
+        return self.as_numbers(written)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values as numbers, and who reads which of them; for another process or a checkpoint."""
+        names = {"shown": sorted(self._shown), "written": sorted(self.written_values)}
+        return {"values": self.as_numbers(self.callback_values), **names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`state_dict` returned."""
+        self._values |= state["values"]
+        self._shown |= set(state["shown"])
+        self._written |= set(state["written"])
+
+
+def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
+    return {
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, value in values.items()
+    }
+
+
+# Taking the values of a step or an epoch out of what was logged, reduced over all processes.
+
+
+Values = list[tuple[Entry, "Tensor | float"]]
+
+
+def take_step(logged: LoggedValues, strategy: Strategy) -> dict[str, Tensor | float]:
+    """Return what loggers write of the values logged in steps since this was last called, by name; collective.
+
+    Raises:
+        MisuseError: The processes logged different names with ``sync_dist=True``.
+    """
+    if strategy.world_size > 1:
+        shared = _sorted(entry for entry in _fresh(logged) if isinstance(entry, NumberEntry) and entry.sync_step)
+        statement = Statement({e.name: e.resolved for e in shared}, [e.step_share for e in shared])
+        values = exchange_steps(statement, strategy)
+        for entry in shared:
+            entry.reduced = values[entry.step_name]
+    return take_own_step(logged)
+
+
+def take_own_step(logged: LoggedValues) -> dict[str, Tensor | float]:
+    """Return the same without reducing anything: the values of this process, and those that were reduced before."""
+    fresh = _fresh(logged)
+    for entry in fresh:
+        entry.is_fresh = False
+    return {e.step_name: value for e in fresh if e.is_written and (value := e.step_value) is not None}
+
+
+def take_epoch(logged: LoggedValues, strategy: Strategy, module: nn.Module) -> Values:
+    """Return what was logged over the epoch, reduced over all processes, and forget it; collective.
+
+    Metric objects still hold the epoch, for the hooks at its end: ``logged.reset_metrics`` is called after them.
+
+    Args:
+        logged: What the module logged.
+        strategy: Whose processes take part.
+        module: Has the metric objects.
+
+    Raises:
+        MisuseError: The processes logged different names.
+    """
+    entries = _sorted(entry for entry in logged.entries if entry.was_logged)
+    if strategy.world_size == 1:
+        values = _own_values(entries)
+        metrics = [entry for entry in entries if isinstance(entry, MetricEntry)]
+    else:
+        values, metrics = _reduced_values(entries, logged, strategy, module)
+    values += [(entry, entry.compute()) for entry in metrics if entry.on_epoch]
+    logged.computed_metrics += metrics
+    logged.forget()
+    return values
+
+
+def _own_values(entries: Iterable[Entry]) -> Values:
+    return [(e, e.own_epoch_value) for e in entries if isinstance(e, NumberEntry) and e.on_epoch]
+
+
+def _reduced_values(
+    entries: Sequence[Entry], logged: LoggedValues, strategy: Strategy, module: nn.Module
+) -> tuple[Values, list[MetricEntry]]:
+    """Return the values over the epoch, and the metric objects that all processes have to compute together."""
+    own = _own_values(entry for entry in entries if isinstance(entry, NumberEntry) and not entry.sync_epoch)
+    numbers = [e for e in entries if isinstance(e, NumberEntry) and (e.sync_epoch or e.sync_step)]
+    metrics = [entry for entry in entries if isinstance(entry, MetricEntry)]
+    names = {entry.name: entry.resolved for entry in (*numbers, *metrics)}
+    shares = [e.epoch_share for e in numbers if e.sync_epoch] + [e.step_share for e in numbers if e.sync_step]
+    had_data = logged.has_batches and not logged.lacks_a_loader
+    agreement = exchange_epoch(Statement(names, shares, had_data), strategy)
+    if agreement.names is not names:  # this process lacks some, and takes its peers' names
+        peers = [entry_of(name, options, module) for name, options in agreement.names.items()]
+        numbers = [entry for entry in peers if isinstance(entry, NumberEntry)]
+        metrics = [entry for entry in peers if isinstance(entry, MetricEntry)]
+    for entry in numbers:
+        if entry.sync_step:
+            entry.reduced = agreement.values[entry.step_name]
+    reduced: Values = [(entry, agreement.values[entry.epoch_name]) for entry in numbers if entry.sync_epoch]
+    return own + reduced, metrics
+
+
+def _fresh(logged: LoggedValues) -> list[Entry]:
+    return [entry for entry in logged.entries if entry.is_fresh and entry.on_step]
+
+
+def _sorted(entries: Any) -> list[Any]:
+    """Return the entries in the order in which every process takes them."""
+    return sorted(entries, key=lambda entry: entry.name)

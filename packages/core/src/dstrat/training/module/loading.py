@@ -11,15 +11,13 @@ import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from dstrat.builtin.checkpoint.formats import io_for
-from dstrat.builtin.checkpoint.place import home_path
-from dstrat.builtin.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.checkpoint.formats import io_for
+from dstrat.checkpoint.paths import home_path
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.interfaces.fitting import check_names, load_by_names
-from dstrat.training.module.constructor import Constructor
-from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS
-from dstrat.training.module.plain_values import from_plain, to_container
+from dstrat.interfaces.state_dict import check_names, load_by_names
+from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, Constructor, from_plain, to_container
 
 if TYPE_CHECKING:
     from collections.abc import Callable

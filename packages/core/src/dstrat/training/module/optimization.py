@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat.interfaces.precision import ClipAlgorithm
-    from dstrat.training.loops.manual import ManualOptimization, ManualOptimizer
+    from dstrat.training.loops.optimization import ManualOptimization, ManualOptimizer
     from dstrat.training.trainer import Trainer
 
 
@@ -84,7 +84,7 @@ class OptimizationMethods:
         Returns:
             An optimizer, a list of optimizers, a pair of lists (optimizers, schedulers), or a dict with
             ``"optimizer"`` and, if wanted, ``"lr_scheduler"``, which is a scheduler or a dict of the attributes of
-            :class:`~dstrat.interfaces.optimization.SchedulerConfig`.
+            :class:`~dstrat.interfaces.optimizers.SchedulerConfig`.
         """
         raise MisuseError(
             f"{type(self).__name__} has no configure_optimizers: define it and return an optimizer, "
@@ -94,7 +94,7 @@ class OptimizationMethods:
     def optimizers(self) -> Any:
         """Return the optimizer, or the list of them where there are several.
 
-        In manual optimization each is a :class:`~dstrat.training.loops.manual.ManualOptimizer`.
+        In manual optimization each is a :class:`~dstrat.training.loops.optimization.ManualOptimizer`.
         """
         found = self.trainer.fit_loop.optimizers
         return found[0] if len(found) == 1 else list(found)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from dstrat.builtin.checkpoint.place import home_path
+from dstrat.checkpoint.paths import home_path
 from dstrat.errors import RequestError
 from dstrat.training.profilers.profiler import Profiler
 

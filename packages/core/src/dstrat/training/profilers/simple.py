@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self, override
 
-from dstrat.builtin.checkpoint.place import home_path
+from dstrat.checkpoint.paths import home_path
 from dstrat.training.profilers.profiler import Profiler
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from dstrat.builtin.checkpoint.place import home_path
+from dstrat.checkpoint.paths import home_path
 from dstrat.errors import RequestError
 from dstrat.training.profilers.profiler import Profiler
 

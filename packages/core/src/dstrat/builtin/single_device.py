@@ -1,0 +1,75 @@
+"""Strategy for one device and one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dstrat.interfaces.strategy import Strategy
+
+if TYPE_CHECKING:
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.precision import Precision
+
+
+T = TypeVar("T")
+
+
+class SingleDeviceStrategy(Strategy):
+    """Training on one device, without any communication.
+
+    Args:
+        device: The device; None takes the first that the accelerator offers.
+        accelerator: The hardware.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The dtypes and what follows from them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, checkpoint_io, precision_plugin)
+        if device is not None:
+            self.given_parts = dataclasses.replace(self.given_parts, parallel_devices=(torch.device(device),))
+            self.parts = self.given_parts.without_names()
+
+    @property
+    def assigned_device(self) -> torch.device:
+        return self._present(self.parts.parallel_devices, "device")[0]
+
+    @property
+    def root_device(self) -> torch.device:
+        accelerator, device = self.parts.accelerator, self.assigned_device
+        return device if accelerator is None else accelerator.device_in_process(device)
+
+    @property
+    def is_global_zero(self) -> bool:
+        return True
+
+    def model_to_device(self) -> None:
+        self.module.to(self.root_device)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:  # noqa: ARG002 - alone
+        return tensor
+
+    def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - alone
+        return obj
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def all_gather(
+        self,
+        tensor: Tensor,
+        group: Any | None = None,  # noqa: ARG002 - alone
+        sync_grads: bool = False,  # noqa: ARG002 - alone
+    ) -> Tensor:
+        return tensor.unsqueeze(0)

@@ -1,1 +1,0 @@
-"""The strategy that the core brings along."""

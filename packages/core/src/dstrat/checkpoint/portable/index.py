@@ -1,0 +1,179 @@
+"""The index of a checkpoint's tensors: dtype, shape, and which bytes of which file hold each part."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dstrat.checkpoint.portable.format import DTYPES, LARGEST_DIMENSIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A box of a tensor, stored in one run of bytes, the last dimension varying fastest.
+
+    Attributes:
+        file: Name of the file.
+        begin: Position of its first byte.
+        starts: Its first element in the tensor, one number per dimension.
+        shape: Its size in each dimension.
+    """
+
+    file: str
+    begin: int
+    starts: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """A tensor of the checkpoint.
+
+    Attributes:
+        dtype: Its name in torch, such as ``"float32"``.
+        shape: Of the whole tensor.
+        pieces: They cover it exactly once, in ascending order.
+        same_as: Name of the tensor whose memory this one shares (tied weights); it has no pieces then.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
+    same_as: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype].size
+
+
+def index_to_json(entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """Return the content of the index file."""
+    files = sorted({piece.file for entry in entries.values() for piece in entry.pieces})
+    numbers = {name: number for number, name in enumerate(files)}
+    return {"files": files, "tensors": {name: _to_json(entry, numbers) for name, entry in entries.items()}}
+
+
+def _to_json(entry: TensorEntry, numbers: Mapping[str, int]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"dtype": entry.dtype, "shape": list(entry.shape)}
+    if entry.same_as is not None:
+        return {**facts, "same_as": entry.same_as}
+    return {
+        **facts,
+        "pieces": [
+            [numbers[piece.file], piece.begin, list(piece.starts), list(piece.shape)]
+            if piece.shape != entry.shape
+            else [numbers[piece.file], piece.begin]
+            for piece in entry.pieces
+        ],
+    }
+
+
+def index_from_json(value: Any, sizes: Mapping[str, int]) -> dict[str, TensorEntry]:
+    """Return the tensors that an index file lists.
+
+    Args:
+        value: The content of the file.
+        sizes: Bytes of each file of the checkpoint.
+
+    Raises:
+        ValueError: It contradicts itself or the files: then no memory is taken for any tensor.
+    """
+    try:
+        files = [_known_file(name, sizes) for name in value["files"]]
+        entries = {name: _from_json(name, entry, files) for name, entry in value["tensors"].items()}
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"its structure is wrong ({error!r:.80})") from error
+    for name, entry in entries.items():
+        _check_shared(name, entry, entries)
+    _check_bytes(entries, sizes)
+    return entries
+
+
+def _known_file(name: str, sizes: Mapping[str, int]) -> str:
+    if name not in sizes:
+        raise ValueError(f"it names a file {name[:80]!r} that the manifest does not list")
+    return name
+
+
+def _from_json(name: str, entry: Any, files: Sequence[str]) -> TensorEntry:
+    dtype, shape = entry["dtype"], _numbers(entry["shape"])
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {name[:200]!r} has a dtype {dtype!r:.80} that this dstrat does not know")
+    if "same_as" in entry:
+        return TensorEntry(dtype=dtype, shape=shape, same_as=str(entry["same_as"]))
+    pieces = tuple(_piece(piece, shape, files) for piece in entry["pieces"])
+    if not _covers(pieces, shape):
+        raise ValueError(f"the pieces of tensor {name[:200]!r} do not cover it exactly once")
+    return TensorEntry(dtype=dtype, shape=shape, pieces=pieces)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if type(values) is not list or len(values) > LARGEST_DIMENSIONS:
+        raise ValueError(f"{values!r:.80} is no shape")
+    if not all(type(value) is int and 0 <= value < 2**62 for value in values):
+        raise ValueError(f"{values!r:.80} is no shape")
+    return tuple(values)
+
+
+def _piece(value: Any, shape: tuple[int, ...], files: Sequence[str]) -> Piece:
+    if type(value) is not list or len(value) not in (2, 4):
+        raise ValueError(f"{value!r:.80} is no piece of a tensor")
+    number, begin = value[:2]
+    starts, size = (_numbers(value[2]), _numbers(value[3])) if len(value) > 2 else ((0,) * len(shape), shape)
+    _numbers([number, begin])
+    return Piece(file=files[number], begin=begin, starts=starts, shape=size)
+
+
+def _covers(pieces: Sequence[Piece], shape: tuple[int, ...]) -> bool:
+    """Return whether the boxes fill the shape without a gap or an overlap, slab by slab along each dimension."""
+    if math.prod(shape) == 0:
+        return not pieces
+    if any(len(piece.starts) != len(shape) or len(piece.shape) != len(shape) for piece in pieces):
+        return False
+    return _fills(pieces, shape, 0)
+
+
+def _fills(pieces: Iterable[Piece], shape: tuple[int, ...], dimension: int) -> bool:
+    if dimension == len(shape):
+        return len(list(pieces)) == 1
+    reached = 0
+    for (start, size), slab in itertools.groupby(
+        sorted(pieces, key=lambda piece: _extent(piece, dimension)), lambda piece: _extent(piece, dimension)
+    ):
+        if start != reached or size == 0 or not _fills(slab, shape, dimension + 1):
+            return False
+        reached += size
+    return reached == shape[dimension]
+
+
+def _extent(piece: Piece, dimension: int) -> tuple[int, int]:
+    return piece.starts[dimension], piece.shape[dimension]
+
+
+def _check_shared(name: str, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> None:
+    if entry.same_as is None:
+        return
+    other = entries.get(entry.same_as)
+    if other is None or other.same_as is not None or (other.dtype, other.shape) != (entry.dtype, entry.shape):
+        raise ValueError(f"tensor {name[:200]!r} is said to be the same as {entry.same_as[:200]!r}, which it cannot be")
+
+
+def _check_bytes(entries: Mapping[str, TensorEntry], sizes: Mapping[str, int]) -> None:
+    """No two pieces share a byte, and none reaches beyond its file: so tensors take no more memory than files."""
+    extents: dict[str, list[tuple[int, int, str]]] = {}
+    for name, entry in entries.items():
+        for piece in entry.pieces:
+            size = math.prod(piece.shape) * DTYPES[entry.dtype].size
+            extents.setdefault(piece.file, []).append((piece.begin, piece.begin + size, name))
+    for file, spans in extents.items():
+        reached = 0
+        for begin, end, name in sorted(spans):
+            if begin < reached or end > sizes[file]:
+                raise ValueError(f"tensor {name[:200]!r} has bytes in {file} that are not its own")
+            reached = end

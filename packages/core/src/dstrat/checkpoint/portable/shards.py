@@ -1,0 +1,248 @@
+"""Local boxes of tensors, sharded or whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dstrat.errors import CheckpointError
+from dstrat.interfaces.checkpoint_io import FlatShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+Run = tuple[int, int]
+"""The first index of some that follow each other, and how many they are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """A box of a tensor that is in this process's memory.
+
+    Attributes:
+        tensor: Its elements, a view of the memory; of the box's shape.
+        starts: Its first element in the whole tensor, one number per dimension.
+    """
+
+    tensor: Tensor
+    starts: tuple[int, ...]
+
+
+def is_distributed(tensor: Tensor | FlatShard) -> bool:
+    """Return whether the tensor is a ``DTensor``."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def is_sharded(tensor: Tensor | FlatShard) -> bool:
+    """Return whether each process has its own part of the tensor."""
+    return isinstance(tensor, FlatShard) or is_distributed(tensor)
+
+
+def check_kind(tensor: Tensor | FlatShard, name: str) -> None:
+    """Raise :class:`CheckpointError` for a tensor that no checkpoint can hold: sparse, quantized, without memory ..."""
+    if isinstance(tensor, FlatShard):
+        tensor = tensor.local
+    kind = type(tensor)
+    reason = None
+    if not is_distributed(tensor) and kind not in (Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)):
+        reason = f"is a {kind.__module__}.{kind.__qualname__}"
+    elif tensor.layout != torch.strided:
+        reason = f"has the layout {tensor.layout}"
+    elif tensor.is_meta:
+        reason = "is on the device meta, so it has no values"
+    elif tensor.is_quantized:
+        reason = "is quantized"
+    elif tensor.is_nested:
+        reason = "is nested"
+    if reason:
+        raise CheckpointError(f"tensor {name!r} {reason}: a checkpoint holds dense tensors and DTensors only")
+
+
+def local_parts(tensor: Tensor | FlatShard, name: str = "") -> list[Part]:
+    """Return the boxes of the tensor that this process holds; none of them is empty.
+
+    Raises:
+        CheckpointError: It is a DTensor with partial sums, or its local tensor is not what its placements say.
+    """
+    if isinstance(tensor, FlatShard):
+        return _flat_boxes(tensor)
+    if not is_distributed(tensor):
+        return [Part(tensor=tensor.detach(), starts=(0,) * tensor.dim())] if tensor.numel() else []
+    distributed: Any = tensor
+    with torch.no_grad():
+        local: Tensor = distributed.to_local()
+    coordinate = distributed.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    runs = _runs(distributed, coordinate, name)
+    if tuple(local.shape) != tuple(sum(size for _, size in dimension) for dimension in runs):
+        raise CheckpointError(
+            f"tensor {name!r} has a local shape of {tuple(local.shape)}, which does not follow from the placements "
+            f"{distributed.placements} of a shape of {tuple(tensor.shape)}: only DTensors made by torch can be saved"
+        )
+    return _boxes(local.detach(), runs)
+
+
+def _flat_boxes(shard: FlatShard) -> list[Part]:
+    """Return the boxes that a run of elements consists of: ends of rows, whole rows between them."""
+    parts, passed, local = [], 0, shard.local.detach()
+    for starts, sizes in _flat_extents(shard.shape, shard.start, shard.start + local.numel()):
+        size = math.prod(sizes)
+        parts.append(Part(tensor=local[passed : passed + size].view(sizes), starts=starts))
+        passed += size
+    return parts
+
+
+def _flat_extents(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield first index and size of the boxes that elements ``begin`` to ``end`` fill, in their order."""
+    if begin == end:
+        return
+    if len(shape) < 2:
+        yield ((begin,), (end - begin,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    if begin % row or end - begin < row:  # a part of one row
+        stop = min(end, (begin // row + 1) * row)
+        for starts, sizes in _flat_extents(shape[1:], begin % row, begin % row + stop - begin):
+            yield (begin // row, *starts), (1, *sizes)
+    else:
+        stop = begin + (end - begin) // row * row
+        yield (begin // row, *(0,) * (len(shape) - 1)), ((stop - begin) // row, *shape[1:])
+    yield from _flat_extents(shape, stop, end)
+
+
+def _boxes(local: Tensor, runs: Sequence[Sequence[Run]]) -> list[Part]:
+    """Return one view of the local tensor for each combination of the dimensions' runs."""
+    if local.numel() == 0:
+        return []
+    offsets = [[0, *itertools.accumulate(size for _, size in dimension)] for dimension in runs]
+    parts = []
+    for combination in itertools.product(*(range(len(dimension)) for dimension in runs)):
+        view = local
+        for dimension, position in enumerate(combination):
+            view = view.narrow(dimension, offsets[dimension][position], runs[dimension][position][1])
+        starts = tuple(runs[dimension][position][0] for dimension, position in enumerate(combination))
+        parts.append(Part(tensor=view, starts=starts))
+    return parts
+
+
+def _runs(tensor: Any, coordinate: Sequence[int], name: str) -> list[list[Run]]:
+    """Return, for each dimension, which indices this process holds."""
+    runs: list[list[Run]] = [[(0, size)] for size in tensor.shape]
+    for placement, position, count in zip(tensor.placements, coordinate, tensor.device_mesh.mesh.shape, strict=True):
+        if placement.is_replicate():
+            continue
+        dimension = getattr(placement, "dim", None)
+        if dimension is None or placement.is_partial():
+            raise CheckpointError(
+                f"tensor {name!r} has the placement {placement}, so no process holds its values: "
+                "redistribute it to Shard or Replicate before saving"
+            )
+        factor = int(getattr(placement, "split_factor", 1))
+        runs[dimension] = _shard(runs[dimension], position, count, factor)
+    return runs
+
+
+def _shard(runs: Sequence[Run], position: int, count: int, factor: int) -> list[Run]:
+    """Return one of ``count`` shards of the indices, cut as ``torch.chunk`` does.
+
+    With a factor they are first cut into so many chunks, each of which is sharded: two meshes share a dimension.
+    """
+    total = sum(size for _, size in runs)
+    chunk = max(1, -(-total // factor))
+    taken: list[Run] = []
+    for begin in range(0, total, chunk):
+        end = min(total, begin + chunk)
+        step = -(-(end - begin) // count)
+        taken += _slice(runs, min(end, begin + position * step), min(end, begin + (position + 1) * step))
+    return _merged(taken)
+
+
+def _slice(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
+    """Return the indices between two positions in the sequence of all indices."""
+    taken, passed = [], 0
+    for start, size in runs:
+        low, high = max(begin, passed), min(end, passed + size)
+        if low < high:
+            taken.append((start + low - passed, high - low))
+        passed += size
+    return taken
+
+
+def _merged(runs: Sequence[Run]) -> list[Run]:
+    merged: list[Run] = []
+    for start, size in runs:
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
+        else:
+            merged.append((start, size))
+    return merged
+
+
+def holders(tensor: Any) -> list[int]:
+    """Return the ranks that hold the same boxes of a DTensor as this process, this one among them."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    index = tuple(
+        slice(None) if placement.is_replicate() else position
+        for placement, position in zip(tensor.placements, coordinate, strict=True)
+    )
+    ranks: list[int] = tensor.device_mesh.mesh[index].flatten().tolist()
+    return ranks
+
+
+# The bytes of a part of a tensor, read bucket by bucket, wherever the tensor lives.
+
+
+class Payload:
+    """A part that is to be written.
+
+    Bytes on the CPU are handed out without a copy, those of an accelerator one bucket at a time.  A view that is not
+    contiguous is copied as a whole when its first byte is read, and let go after its last.
+
+    Args:
+        name: Name of the tensor.
+        part: The box and its elements.
+    """
+
+    def __init__(self, name: str, part: Part) -> None:
+        self.name = name
+        self.starts = part.starts
+        self.shape = tuple(part.tensor.shape)
+        self.dtype = part.tensor.dtype
+        self.num_bytes = part.tensor.numel() * part.tensor.element_size()
+        self.tensor = part.tensor
+        self._copy: Tensor | None = None
+        self._left = self.num_bytes
+        self._lock = threading.Lock()
+
+    def view(self, begin: int, end: int) -> memoryview:
+        """Return some of the bytes; each is asked for once."""
+        data = self._bytes()[begin:end]
+        with self._lock:
+            self._left -= end - begin
+            if self._left == 0:
+                self._copy = None
+        return data.cpu().numpy().data
+
+    def _bytes(self) -> Tensor:
+        if self.tensor.is_contiguous() and not self.tensor.is_conj() and not self.tensor.is_neg():
+            return as_bytes(self.tensor)
+        with self._lock:
+            if self._copy is None:
+                self._copy = as_bytes(self.tensor.resolve_conj().resolve_neg().contiguous())
+            return self._copy
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as a flat tensor of uint8."""
+    flat = tensor.detach().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride

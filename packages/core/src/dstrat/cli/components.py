@@ -1,0 +1,322 @@
+"""``dstrat strategies``, ``accelerators``, ``show``, ``explain`` and ``plugins``."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import sys
+from collections import Counter
+from dataclasses import fields
+from importlib.machinery import ModuleSpec, PathFinder
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dstrat.cli.output import json_option, print_json, print_table
+from dstrat.plugins.catalog import get_catalog
+from dstrat.plugins.component import KINDS, NO_BACKEND
+from dstrat.plugins.known import KNOWN, known_distribution, quoted
+from dstrat.plugins.offer import kind_label
+from dstrat.plugins.settings import normalized
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from dstrat.plugins.catalog import Catalog
+    from dstrat.plugins.component import Component, Kind
+    from dstrat.plugins.offer import Offer, Plugin
+
+
+@click.command()
+@json_option
+def strategies(as_json: bool) -> None:
+    """List the strategies."""
+    _list("strategy", "strategies", as_json)
+
+
+@click.command()
+@json_option
+def accelerators(as_json: bool) -> None:
+    """List the accelerators, whether or not this machine has them."""
+    _list("accelerator", "accelerators", as_json)
+
+
+def _list(kind: Kind, plural: str, as_json: bool) -> None:
+    catalog = loaded_catalog()
+    offers = catalog.offers(kind)
+    hints = _not_installed(kind, catalog)
+    if as_json:
+        listed = [offer_as_dict(offer, catalog) for offer in offers]
+        print_json({plural: listed, "not_installed": hints})
+        return
+    if offers:
+        print_table(list(_rows(offers, catalog)))
+    else:
+        click.echo(f"no {plural} are installed")
+    if hints:
+        click.echo("\nnot installed (pip install ...):")
+        print_table([(f"  {requirement}", ", ".join(aliases)) for requirement, aliases in hints.items()])
+
+
+def _rows(offers: Sequence[Offer], catalog: Catalog) -> Iterator[tuple[str, str]]:
+    """Yield, for each owner, a row with its name and then one for each of its components."""
+    times = Counter(offer.component.alias for offer in offers)
+    for owner, offered in groupby(sorted(offers, key=lambda offer: offer.owner), lambda offer: offer.owner_label):
+        yield owner, ""
+        for offer in offered:
+            is_unique = times[offer.component.alias] == 1
+            name = ", ".join((*offer.names, *offer.component.groups)) if is_unique else offer.full_alias
+            yield f"  {name}", _description(offer, catalog)
+
+
+def _description(offer: Offer, catalog: Catalog) -> str:
+    missing = catalog.missing_requirements(offer)
+    return f"{offer.component.summary} (needs {', '.join(missing)})" if missing else offer.component.summary
+
+
+def _not_installed(kind: Kind, catalog: Catalog) -> dict[str, list[str]]:
+    """Return what could be installed, quoted for a shell, and the aliases that each would bring."""
+    offered = {name for offer in catalog.offers(kind) for name in offer.names}
+    installed = {normalized(plugin.distribution) for plugin in catalog.plugins}
+    hints: dict[str, list[str]] = {}
+    for alias, requirement in KNOWN[kind].items():
+        if alias not in offered and known_distribution(requirement) not in installed:
+            hints.setdefault(requirement, []).append(alias)
+    return {quoted(requirement): hints[requirement] for requirement in sorted(hints)}
+
+
+# The catalog as the command line needs it, and its records as JSON.
+
+
+def loaded_catalog() -> Catalog:
+    """Return the catalog of this process; what plugins print while they are loaded does not mix with our output."""
+    with contextlib.redirect_stdout(sys.stderr):
+        return get_catalog()
+
+
+def offer_as_dict(offer: Offer, catalog: Catalog) -> dict[str, Any]:
+    """Return all that is known of an offer without importing its class."""
+    component = offer.component
+    facts = {field.name: getattr(component, field.name) for field in fields(component)}
+    return {
+        **facts,
+        "target": component.target_name,
+        "owner": offer.owner,
+        "version": offer.version,
+        "missing_requirements": catalog.missing_requirements(offer),
+    }
+
+
+# ``dstrat show``: all that is known of one component, without importing its class.
+
+
+_UNDECLARED = "as its class says"
+
+
+@click.command(short_help="Show all that is known of an alias.")
+@click.argument("alias")
+@click.option("--kind", type=click.Choice(KINDS), help="Where the alias names things of several kinds.")
+@json_option
+def show(alias: str, kind: Kind | None, as_json: bool) -> None:
+    """Show what ALIAS (or ALIAS@DISTRIBUTION, or the name of a group) is, who offers it, and what it needs."""
+    catalog = loaded_catalog()
+    offers = _offers(alias, [kind] if kind else _kinds(alias, catalog), catalog)
+    if as_json:
+        print_json([_as_dict(offer, catalog) for offer in offers])
+        return
+    for number, offer in enumerate(offers):
+        if number:
+            click.echo()
+        print_table([(label, text) for label, text in _lines(offer, catalog) if text])
+
+
+def _offers(alias: str, kinds: Sequence[Kind], catalog: Catalog) -> list[Offer]:
+    members = [offer for kind in kinds for offer in catalog.offers(kind) if alias in offer.component.groups]
+    return members or [catalog.find(kind, alias) for kind in kinds]
+
+
+def _kinds(alias: str, catalog: Catalog) -> list[Kind]:
+    """Return the kinds in which the name means something; that of strategies where it means nothing."""
+    bare = alias.partition("@")[0]
+    found = [
+        kind for kind in KINDS if any(bare in (*offer.names, *offer.component.groups) for offer in catalog.offers(kind))
+    ]
+    known: list[Kind] = [kind for kind in KINDS if bare in KNOWN.get(kind, {})]
+    return found or known[:1] or ["strategy"]
+
+
+def _as_dict(offer: Offer, catalog: Catalog) -> dict[str, object]:
+    return {**offer_as_dict(offer, catalog), "docstring": first_line(offer.component.target_name)}
+
+
+def _lines(offer: Offer, catalog: Catalog) -> Iterable[tuple[str, str]]:
+    component = offer.component
+    missing = catalog.missing_requirements(offer)
+    yield kind_label(component.kind), component.alias
+    yield "also called", ", ".join([*component.synonyms, *component.groups])
+    yield "what it is", component.summary
+    yield "from", offer.owner_label
+    yield "class", component.target_name.replace(":", ".")
+    yield "docstring", first_line(component.target_name)
+    yield "preset", ", ".join(f"{name}={value!r}" for name, value in component.options.items())
+    yield "requires", ", ".join(f"{text}{' (missing)' if text in missing else ''}" for text in component.requires)
+    if component.kind == "strategy":
+        yield from _strategy_lines(component)
+    if component.kind == "accelerator":
+        yield from _accelerator_lines(component)
+    yield "automatic", "never chosen" if component.auto is None else f"rank {component.auto}, the highest is chosen"
+
+
+def _strategy_lines(component: Component) -> Iterable[tuple[str, str]]:
+    yield "accelerators", ", ".join(component.accelerators) or "any"
+    yield "device types", ", ".join(component.device_types) or "any"
+    yield "collectives", _said(component.uses_torch_distributed, "through torch.distributed", "its own, or none")
+    yield "precisions", ", ".join(component.precisions) or "any"
+    yield "devices", _devices(component)
+    yield "processes", _said(component.starts_processes, "one per device", "one")
+    yield "machines", _said(component.multi_node, "several", "one")
+    yield "notebooks", _said(component.notebook_safe, "yes", "no")
+
+
+def _devices(component: Component) -> str:
+    if component.max_devices is not None:
+        return f"at most {component.max_devices}"
+    if component.starts_processes or component.drives_several_devices:
+        return "any number"
+    return _said(component.drives_several_devices, "any number", "one")
+
+
+def _accelerator_lines(component: Component) -> Iterable[tuple[str, str]]:
+    yield "device type", component.device_type or _UNDECLARED
+    yield "collectives", _collectives(component)
+    yield "devices", _said(component.devices_share_process, "several in a process", "one in each process")
+    yield "strategies", ", ".join(f"{other} for {alias}" for alias, other in component.strategies.items())
+
+
+def _collectives(component: Component) -> str:
+    backend = component.process_group_backend
+    if backend is None or backend == NO_BACKEND:
+        return backend or _UNDECLARED
+    through = {True: ", through torch.distributed", False: ", not through torch.distributed", None: ""}
+    return f"{backend}{through[component.supports_torch_distributed]}"
+
+
+def _said(fact: bool | None, yes: str, no: str) -> str:
+    """Return a fact in words."""
+    if fact is None:
+        return _UNDECLARED
+    return yes if fact else no
+
+
+# Reading the first line of a class's docstring from its source, without importing anything.
+
+
+def first_line(target: str) -> str:
+    """Return the first line of the docstring of ``"package.module:Class"``; empty where the source does not tell."""
+    module, _, name = target.partition(":")
+    try:
+        source = _source(module)
+        tree = ast.parse(source or "")
+    except (ImportError, OSError, SyntaxError, ValueError):  # whoever uses the class will hear of it
+        return ""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    return ""
+
+
+def _source(module: str) -> str | None:
+    """Return the source of a module; ``importlib.util.find_spec`` would import the packages that it lies in."""
+    spec: ModuleSpec | None = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        path = None if spec is None else spec.submodule_search_locations
+        spec = PathFinder.find_spec(".".join(parts[:depth]), path)
+        if spec is None:
+            return None
+    loader = spec.loader if spec is not None else None
+    source: str | None = loader.get_source(module) if loader is not None and hasattr(loader, "get_source") else None
+    return source
+
+
+# ``dstrat explain``: the plan for given options, with the reason for each choice, without running anything.
+
+
+@click.command(short_help="Explain what would run, and why.")
+@click.option("--strategy", default="auto", show_default=True, help="Alias of a strategy.")
+@click.option("--accelerator", default="auto", show_default=True, help='Alias of an accelerator, or "gpu".')
+@click.option("--devices", default="auto", show_default=True, help='How many or which: "4", "0,1", "-1".')
+@click.option("--num-nodes", default=1, show_default=True, help="Number of machines.")
+@click.option("--precision", default=None, help='Such as "bf16-mixed".')
+@json_option
+def explain(
+    strategy: str, accelerator: str, devices: str, num_nodes: int, precision: str | None, as_json: bool
+) -> None:
+    """Explain what a Trainer with these options would run, and why."""
+    from dstrat.resolve import Request, make_plan
+
+    request = Request(
+        strategy=strategy, accelerator=accelerator, devices=devices, num_nodes=num_nodes, precision=precision
+    )
+    plan = make_plan(request, catalog=loaded_catalog())
+    if as_json:
+        print_json(plan.to_dict())
+    else:
+        print_table([(choice.subject, choice.value, choice.reason, choice.owner) for choice in plan.choices])
+
+
+# ``dstrat plugins``: every plugin that is installed, its state, and the reason for it.
+
+
+_NOT_PRINTED = ("components", "tombstones")
+
+
+@click.command(short_help="List the installed plugins.")
+@json_option
+@click.option("--traceback", "show_tracebacks", is_flag=True, help="Print where the failed ones failed.")
+@click.pass_context
+def plugins(ctx: click.Context, as_json: bool, show_tracebacks: bool) -> None:
+    """List the installed plugins; exit with 1 if one of them does not work."""
+    found = loaded_catalog().plugins
+    if as_json:
+        print_json({"plugins": [_plugin_as_dict(plugin) for plugin in found]})
+    else:
+        print_table(
+            [
+                (plugin.label, plugin.entry_point, plugin.state, _milliseconds(plugin), remark(plugin))
+                for plugin in found
+            ],
+            ["distribution", "entry point", "state", "ms", "what it offers, or why not"],
+        )
+        for plugin in found:
+            if show_tracebacks and plugin.traceback:
+                click.echo(f"\n{plugin.label}, {plugin.value}:\n{plugin.traceback}")
+    ctx.exit(1 if any(plugin.is_broken for plugin in found) else 0)
+
+
+def remark(plugin: Plugin) -> str:
+    """Return what there is to say about a plugin in one line."""
+    if plugin.state != "loaded":
+        return plugin.reason
+    counts: dict[str, int] = {}
+    for component in plugin.components:
+        counts[component.kind] = counts.get(component.kind, 0) + 1
+    offered = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())).replace("_", " ") or "nothing"
+    heavy = "; it imports torch, which makes every listing slow" if plugin.imported_torch else ""
+    return f"{offered}{heavy}"
+
+
+def _milliseconds(plugin: Plugin) -> str:
+    return f"{plugin.seconds * 1000:.1f}"
+
+
+def _plugin_as_dict(plugin: Plugin) -> dict[str, Any]:
+    shown = {field.name: getattr(plugin, field.name) for field in fields(plugin) if field.name not in _NOT_PRINTED}
+    return {
+        **shown,
+        "offers": [{"kind": component.kind, "alias": component.alias} for component in plugin.components],
+        "retired": [
+            {"kind": stone.kind, "alias": stone.alias, "replacement": stone.replacement} for stone in plugin.tombstones
+        ],
+    }

@@ -1,1 +1,0 @@
-"""The checks of ``dstrat doctor``; each is a function that yields findings."""

@@ -1,0 +1,111 @@
+"""Launcher for processes that exist already, and the record of earlier launches in a program."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from dstrat.errors import LaunchError
+from dstrat.interfaces.launcher import Launcher
+from dstrat.launch import fast_exit
+from dstrat.launch.failures import text_of, write_failure
+from dstrat.launch.rank import ThisRank, main_guard_error, this_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+
+T = TypeVar("T")
+
+
+class ExternalLauncher(Launcher):
+    """Calls the function in this process, which is a rank already: started by dstrat, torchrun or a scheduler.
+
+    In a rank that dstrat has started the first exception of the function ends the process, so that no ``except`` of
+    the script lets this rank go on while the others wait for it.  Under torchrun the exception is also left where
+    torchrun looks for it.
+
+    Args:
+        environ: The environment, to be asked whether torchrun wants to know of errors.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self.environ = environ
+
+    @property
+    def repeats_the_script(self) -> bool:
+        return is_behind()
+
+    def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        launch = next_launch()
+        rank = this_rank()
+        if rank is not None:
+            return _launch_in(rank, launch, lambda: function(*args, **kwargs))
+        if "TORCHELASTIC_ERROR_FILE" in self.environ:
+            from torch.distributed.elastic.multiprocessing.errors import record
+
+            return cast("T", record(function)(*args, **kwargs))  # None only where there is no function
+        return function(*args, **kwargs)
+
+
+def _launch_in(rank: ThisRank, launch: int, call: Callable[[], T]) -> T:
+    """Call the function in a rank that dstrat has started."""
+    if rank.imports_main:
+        raise main_guard_error()
+    if not rank.runs_script:
+        return call()
+    if (failed := past_failure(launch)) is not None:
+        raise failed
+    try:
+        return call()
+    except Exception as error:
+        write_failure(rank.folder, error)
+        fast_exit.leave(1)
+        raise
+
+
+# Launch history of a program, which ranks that re-run it replay.
+
+
+_begun: list[int] = []
+_failed: dict[int, bytes] = {}  # pickled, for an exception keeps alive whatever its traceback has seen
+_started_for: list[int] = []
+_FILE = "history.pickle"
+
+
+def next_launch() -> int:
+    """Return the number of the launch that begins now, from 0, and count on."""
+    _begun.append(len(_begun))
+    return _begun[-1]
+
+
+def is_behind() -> bool:
+    """Return whether this process re-runs a program, and has yet to reach the launch that it was started for."""
+    return any(launch >= len(_begun) for launch in _started_for)
+
+
+def record_failure(launch: int, error: BaseException) -> None:
+    """Remember how a launch ended."""
+    try:
+        _failed[launch] = pickle.dumps(error)
+    except Exception:  # noqa: BLE001 - an exception of the user's, of which the text has to do
+        _failed[launch] = pickle.dumps(LaunchError(f"{type(error).__name__}: {text_of(error)}"))
+
+
+def past_failure(launch: int) -> BaseException | None:
+    """Return what a launch has raised in the process that started this rank."""
+    return pickle.loads(_failed[launch]) if launch in _failed else None  # noqa: S301 - written by record_failure
+
+
+def save(folder: Path) -> None:
+    """Write which launch this is and what has failed before, for ranks that re-run the program up to it."""
+    (folder / _FILE).write_bytes(pickle.dumps((_begun[-1], _failed)))
+
+
+def load(folder: Path) -> None:
+    """Take over what had failed in the process that started this rank."""
+    launch, failed = pickle.loads((folder / _FILE).read_bytes())  # noqa: S301 - written by our own supervisor
+    _started_for.append(launch)
+    _failed.update(failed)

@@ -1,0 +1,208 @@
+"""Launcher that starts and supervises the ranks of this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+
+from dstrat.errors import LaunchError, RankFailedError, RequestError
+from dstrat.interfaces.launcher import Launcher
+from dstrat.launch import command, external, processes, rank
+from dstrat.launch.job import Job, open_job, read_payload, unpicklable_part
+from dstrat.launch.processes import RankProcess, StartMethod
+from dstrat.launch.signals import Interrupts, Watchdog
+from dstrat.launch.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+
+T = TypeVar("T")
+
+
+class LocalLauncher(Launcher):
+    """Starts one process per local rank, all of them children that the calling process watches.
+
+    The calling process becomes their supervisor: it runs no rank itself, and so it is there when one fails.  A rank
+    that raises, dies or hangs ends the whole job, and the error names it.  With ``"popen"`` the ranks run the user's
+    script once more, so that ``launch`` never returns here: when the script has ended in all ranks it raises
+    ``SystemExit(0)``.
+
+    Args:
+        num_processes: Ranks on this machine.
+        start_method: ``"popen"`` runs the script once more in each rank.  The others run only the function:
+            ``"spawn"`` in fresh interpreters, ``"forkserver"`` in copies of a process that has loaded torch, and
+            ``"fork"`` in copies of this one, where each is limited to one thread.
+        num_nodes: Machines; with more than one, the script is started on each, with ``MASTER_ADDR``, ``MASTER_PORT``
+            and ``NODE_RANK`` in the environment.
+        environ: The environment; the ranks find out from it what the user has set.
+        grace: Seconds between asking a rank to end and killing it.
+        stop_grace: Seconds for all ranks to stop in order, after the first SIGINT, SIGTERM or SIGHUP.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_processes: int,
+        start_method: StartMethod = "popen",
+        num_nodes: int = 1,
+        environ: Mapping[str, str] = os.environ,
+        grace: float = 1.5,
+        stop_grace: float = 30.0,
+    ) -> None:
+        if start_method not in get_args(StartMethod):
+            raise RequestError(f"start_method {start_method!r} is not one of {', '.join(get_args(StartMethod))}")
+        self.num_processes = num_processes
+        self.start_method = start_method
+        self.num_nodes = num_nodes
+        self.environ = environ
+        self.grace = grace
+        self.stop_grace = stop_grace
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "environ": dict(self.environ)}  # os.environ itself cannot be pickled
+
+    @property
+    def runs_here(self) -> bool:
+        return False
+
+    @property
+    def reruns_the_script(self) -> bool:
+        return self.start_method == "popen"
+
+    def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        launch = external.next_launch()
+        try:
+            return cast("T", self._launch(partial(function, *args, **kwargs)))
+        except BaseException as error:
+            external.record_failure(launch, error)
+            if isinstance(error, LaunchError | KeyboardInterrupt):
+                error.with_traceback(None)  # where the supervisor was says nothing
+            if isinstance(error, RankFailedError) and self.reruns_the_script:
+                show_without_stack(error)
+            raise
+
+    def _launch(self, call: partial[T]) -> Any:
+        with (
+            Interrupts() as interrupts,  # first: a signal before the watchdog is there would leave the folder
+            open_job(num_processes=self.num_processes, num_nodes=self.num_nodes, environ=self.environ) as job,
+            Watchdog(job.folder) as watchdog,
+        ):
+            start = self._prepare(job, call, interrupts, watchdog)
+            self._supervise(job, start, interrupts, watchdog)
+            interrupts.restore()
+            if self.start_method == "popen":
+                raise SystemExit(0)
+            return self._result(job)
+
+    def _prepare(
+        self, job: Job, call: partial[T], interrupts: Interrupts, watchdog: Watchdog
+    ) -> Callable[[int], RankProcess]:
+        """Do what can fail before any process is there; return what starts a local rank."""
+        if self.start_method == "popen":
+            script = command.rerun_command(sys.orig_argv, sys.argv, sys.modules["__main__"])
+            external.save(job.folder)
+            return partial(processes.start_script, job, script=script)
+        if self.start_method == "fork":
+            _refuse_cuda()
+            return partial(processes.start_forked, job, call=call, interrupts=interrupts, watchdog=watchdog)
+        self._write_function(job, call)
+        if self.start_method == "spawn":
+            return partial(processes.start_spawned, job)
+        return partial(processes.start_served, job)
+
+    def _supervise(
+        self, job: Job, start: Callable[[int], RankProcess], interrupts: Interrupts, watchdog: Watchdog
+    ) -> None:
+        ranks: list[RankProcess] = []
+        supervisor = Supervisor(
+            ranks,
+            job.folder,
+            world_size=job.world_size,
+            spans_machines=job.num_nodes > 1,
+            interrupts=interrupts,
+            grace=self.grace,
+            stop_grace=self.stop_grace,
+        )
+        try:
+            for local_rank in range(self.num_processes):
+                ranks.append(start(local_rank))
+                watchdog.guard(ranks[-1].pid)
+        except OSError as error:
+            supervisor.end_all()
+            rank = f"local rank {len(ranks)} of {self.num_processes}"
+            raise LaunchError(f"{rank} cannot be started: {error}{_cure(error)}") from None
+        supervisor.run()
+
+    def _write_function(self, job: Job, call: partial[T]) -> None:
+        try:
+            rank.leave_function(job.folder, call)
+        except Exception as error:  # noqa: BLE001 - __reduce__ of any class may raise anything
+            raise _pickle_error(call, self.start_method, error) from None
+
+    def _result(self, job: Job) -> Any:
+        """Return what rank 0 has left; on other machines than its own there is nothing."""
+        if job.node_rank != 0:
+            return None
+        try:
+            return read_payload(rank.result_file(job.folder))
+        except FileNotFoundError:
+            message = f"rank 0 of {job.world_size} exited with code 0 before the function had returned"
+            raise RankFailedError(message, rank=0, exit_code=0) from None
+
+
+def _pickle_error(call: partial[Any], start_method: str, error: Exception) -> LaunchError:
+    parts = {
+        "the function": call.func,
+        **{f"argument {position}": argument for position, argument in enumerate(call.args)},
+        **{f"argument {name!r}": argument for name, argument in call.keywords.items()},
+    }
+    return LaunchError(
+        f"start_method={start_method!r} sends the function and its arguments to new processes, and "
+        f"{unpicklable_part(parts)} cannot be pickled ({error}): make it where it is used, define it at the "
+        "top of a module, or choose start_method='fork' or 'popen'"
+    )
+
+
+def _refuse_cuda() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise LaunchError(
+            "start_method='fork' cannot be used after CUDA has been initialised in this process, as copies of it "
+            "cannot use CUDA: do nothing on a GPU before, or choose start_method='spawn' or 'popen'"
+        )
+
+
+def _cure(error: OSError) -> str:
+    if "AF_UNIX" not in str(error):
+        return ""
+    return ": a socket is made in the folder of temporary files, whose name is too long; set TMPDIR to a shorter one"
+
+
+# Showing what a rank failed of without the stack of the process that only watched over the ranks.
+
+
+def show_without_stack(error: RankFailedError) -> None:
+    """Let an error that nobody catches be shown by its message alone, which has the rank's own traceback.
+
+    Where the ranks run the script again, the process that started them stands in its first call, and they may have
+    failed in a later one.  An error that is caught leaves nothing behind when it is gone.
+    """
+    show_others = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        if value is failed():
+            sys.stderr.write(f"{kind.__module__}.{kind.__qualname__}: {value}\n")
+        else:
+            show_others(kind, value, traceback)
+
+    def restore(_: object) -> None:
+        if sys.excepthook is show:
+            sys.excepthook = show_others
+
+    failed = weakref.ref(error, restore)
+    sys.excepthook = show

@@ -1,0 +1,297 @@
+"""Hang detection among ranks that another launcher has started, through the store of their job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrat.launch.failures import hang_error
+from dstrat.launch.progress import (
+    MARGIN,
+    PAUSE,
+    IdleTimer,
+    descendants_of,
+    has_ended,
+    read_activities,
+    read_activity_of_this_process,
+    waits_for_others,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import Store
+
+# Of the ranks that wait.  If all of a thousand looked at each other, the store would be overloaded.
+_NUM_OBSERVERS = 4  # of the job
+_NUM_LOCAL_OBSERVERS = 2  # of each machine: nobody else sees soon that a process there is stopped or gone
+_NUM_STACKS = 16
+_STORE_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """What a rank publishes of itself, once in each period.
+
+    Attributes:
+        number: Counts the periods; a rank whose number stays as it is does not respond.
+        idle_seconds: For how long it has been idle, without progress.
+        is_waiting: Whether it waits for others in a collective.
+        has_ended: Whether it has left the run.
+        machine: Name of the machine and of its process ids, which other ranks there can look up.
+        pid: Its process id there.
+    """
+
+    number: int = 0
+    idle_seconds: float = 0.0
+    is_waiting: bool = False
+    has_ended: bool = False
+    machine: str = ""
+    pid: int = 0
+
+
+def find_hung_ranks(states: Mapping[int, RankState], unresponsive: set[int], limit: float) -> list[int]:
+    """Return the ranks that hold up a job, in ascending order; none while any rank is at work.
+
+    Ranks that do not wait for others hold them up; where all wait, their collectives do not match.
+
+    Args:
+        states: Of all ranks, by rank.
+        unresponsive: Ranks whose state has not changed for long, and that do nothing as far as can be seen.
+        limit: Seconds.
+    """
+    running = {rank: state for rank, state in states.items() if not state.has_ended}
+    idle = [rank for rank, state in running.items() if rank in unresponsive or state.idle_seconds > limit]
+    if not idle or any(rank not in idle and not state.is_waiting for rank, state in running.items()):
+        return []
+    # What an unresponsive rank did last is no longer true.
+    blocking = [rank for rank in idle if rank in unresponsive or not running[rank].is_waiting]
+    return sorted(blocking or idle)
+
+
+class PeerWatch(threading.Thread):
+    """The watch of a rank over itself and its peers where no supervisor sees them: under torchrun or a scheduler.
+
+    Until the job's store is open, and where it does not respond, a rank sees only itself.  Then it leaves as much time
+    as a collective takes, as others may be at work.  A thread cannot watch while its process is stopped, or while
+    native code keeps Python's lock.  Then peers on the same machine look whether the process does anything; peers
+    elsewhere leave it as much time as a collective takes.
+
+    A few observers read the states of all ranks.  A rank that waits and is no observer looks only when one of them
+    suspects it, because observers cannot end it, and it is to end with its stack.
+
+    Args:
+        limit: Seconds of idleness after which the job ends if no rank is at work.
+        longest: Seconds that a collective waits for other ranks.
+        rank: Its global rank.
+        local_rank: Its rank on its machine.
+        size: Number of ranks.
+    """
+
+    def __init__(self, limit: float, longest: float, *, rank: int, local_rank: int, size: int) -> None:
+        super().__init__(name="dstrat-hang-watch", daemon=True)
+        self._limit, self._longest, self._rank, self._size = limit, longest, rank, size
+        self._is_observer = rank < _NUM_OBSERVERS or local_rank < _NUM_LOCAL_OBSERVERS
+        self._timer = IdleTimer(limit)
+        self._main = threading.get_ident()
+        self._closed = threading.Event()
+        self._has_beaten = False
+        self._last_beat = time.monotonic()
+        self._number = 0
+        self._store: Store | None = None
+        self._store_failed = False
+        self._changes: dict[int, tuple[int, float]] = {}  # last number of each peer, and when it was first seen
+        self._peer_timers: dict[int, IdleTimer] = {}
+        self._last_tick = time.monotonic()
+        self.start()
+
+    def beat(self) -> None:
+        """Note progress of the run."""
+        self._has_beaten = True
+
+    def close(self) -> None:
+        """End the watch; peers no longer take this rank into account."""
+        self._closed.set()
+        self.join(5.0)  # at most, as the store may not respond
+        if not self.is_alive() and self._store is not None:
+            self._publish(RankState(number=self._number, has_ended=True))
+
+    def run(self) -> None:
+        while not self._closed.wait(self._timer.period):
+            now = time.monotonic()
+            was_paused = now - self._last_tick > 2 * self._timer.period + PAUSE
+            self._last_tick = now
+            if self._has_beaten or was_paused:
+                self._has_beaten = False
+                self._restart()
+                self._publish(self._state())
+            else:
+                self._look(self._timer.update(read_activity_of_this_process()))
+            self._number += 1
+
+    def _restart(self) -> None:
+        """Begin anew, after progress or after the whole job was stopped and continued."""
+        self._last_beat = time.monotonic()
+        self._timer.restart()
+        self._changes.clear()
+        self._peer_timers.clear()
+
+    def _state(self, *, idle_seconds: float = 0.0, is_waiting: bool = False) -> RankState:
+        machine, pid = _this_machine(), os.getpid()
+        return RankState(
+            number=self._number, idle_seconds=idle_seconds, is_waiting=is_waiting, machine=machine, pid=pid
+        )
+
+    def _look(self, idle_seconds: float) -> None:
+        """Publish the state of this rank, and end the job if it hangs."""
+        stack = traceback.extract_stack(sys._current_frames()[self._main])  # noqa: SLF001 - there is no other way
+        files = [frame.filename for frame in reversed(stack)]
+        is_waiting = waits_for_others(files, is_busy=idle_seconds < self._limit)
+        silent_seconds = time.monotonic() - self._last_beat
+        has_stack = silent_seconds > self._limit / 2 and (is_waiting or idle_seconds > self._limit / 2)
+        self._publish(self._state(idle_seconds=idle_seconds, is_waiting=is_waiting), stack if has_stack else None)
+        if self._store is None:
+            # A store that has failed was of a rank that is gone, and then nobody is at work for this one.
+            limit = self._limit if self._store_failed else self._longest
+            if idle_seconds > limit + MARGIN and not is_waiting:
+                self._end({self._rank: _format(stack)}, limit)
+        # Before the limit, so that it is known since when a peer has not responded.
+        elif silent_seconds > 2 * self._timer.period and (
+            not is_waiting or self._is_observer or (idle_seconds > self._limit + MARGIN and self._is_suspected())
+        ):
+            self._look_at_peers()
+
+    def _publish(self, state: RankState, stack: traceback.StackSummary | None = None) -> None:
+        try:
+            if (store := self._open_store()) is None:
+                return
+            if stack is not None:
+                store.set(f"stack {self._rank}", _format(stack))
+            store.set(f"state {self._rank}", json.dumps(asdict(state)))
+        except RuntimeError:  # rank 0 may be gone, and the store with it
+            self._store, self._store_failed = None, True
+
+    def _open_store(self) -> Store | None:
+        if self._store is None and not self._store_failed and "dstrat.parallel.process_group" in sys.modules:
+            from dstrat.parallel.process_group import clone_job_store
+
+            self._store = clone_job_store("hangs", _STORE_TIMEOUT)
+        return self._store
+
+    def _is_suspected(self) -> bool:
+        """Return whether an observer took this rank to hang; only a reason to look, as that may be long ago."""
+        try:
+            return self._store is not None and self._store.check([f"suspect {self._rank}"])
+        except RuntimeError:
+            self._store, self._store_failed = None, True
+            return False
+
+    def _look_at_peers(self) -> None:
+        """End this rank if it hangs, or if it waits for ranks that hang and that cannot end by themselves."""
+        try:
+            states = self._read_states()
+            unresponsive = self._find_unresponsive(states)
+            hung = find_hung_ranks(states, unresponsive, self._limit + MARGIN)
+            responsive = [rank for rank in hung if rank not in unresponsive]
+            assert self._store is not None  # noqa: S101 - the states came from it
+            # Each rank that hangs ends by itself, as the launcher may end no other rank than the one that failed.
+            if self._rank in responsive or (hung and not responsive):
+                waiting = [rank for rank, state in states.items() if rank not in hung and not state.has_ended]
+                reported = [*islice(hung, _NUM_STACKS), *islice(waiting, _NUM_STACKS)]
+                is_first = self._store.add("reports", 1) == 1
+                self._end(self._read_stacks(reported) if is_first else {}, self._limit, hung)
+            for rank in responsive:
+                self._store.set(f"suspect {rank}", "")
+        except RuntimeError:
+            self._store, self._store_failed = None, True
+
+    def _find_unresponsive(self, states: Mapping[int, RankState]) -> set[int]:
+        """Return the peers that publish nothing more, and that do nothing as far as can be seen."""
+        now = time.monotonic()
+        for rank, state in states.items():
+            if rank not in self._changes or self._changes[rank][0] != state.number:
+                self._changes[rank] = (state.number, now)
+                self._peer_timers.pop(rank, None)
+        silent = {rank: now - since for rank, (_, since) in self._changes.items()}
+        silent = {rank: seconds for rank, seconds in silent.items() if seconds > 2 * self._timer.period}
+        nearby = {rank: states[rank].pid for rank in silent if states[rank].machine == _this_machine()}
+        activities = read_activities(nearby.values()) if nearby else {}
+        unresponsive = set()
+        for rank, silent_seconds in silent.items():
+            pid = nearby.get(rank)
+            if pid in activities:
+                idle_seconds = self._peer_timers.setdefault(rank, IdleTimer(self._limit)).update(activities[pid])
+                is_idle = idle_seconds > self._limit + MARGIN
+            else:  # it has ended, is on another machine, or its activity cannot be read
+                limit = self._limit if pid is not None and has_ended(pid) else self._longest
+                is_idle = silent_seconds > limit + MARGIN
+            if is_idle:
+                unresponsive.add(rank)
+        return unresponsive
+
+    def _read_states(self) -> dict[int, RankState]:
+        assert self._store is not None  # noqa: S101 - only called where it is open
+        store, keys = self._store, {rank: f"state {rank}" for rank in range(self._size)}
+        if not store.check(list(keys.values())):  # getting one that is not there would wait
+            keys = {rank: key for rank, key in keys.items() if store.check([key])}
+        values = store.multi_get(list(keys.values()))
+        states = {rank: RankState(**json.loads(value)) for rank, value in zip(keys, values, strict=True)}
+        return {rank: states.get(rank, RankState(number=-1)) for rank in range(self._size)}
+
+    def _read_stacks(self, ranks: list[int]) -> dict[int, str]:
+        assert self._store is not None  # noqa: S101 - likewise
+        stacks = {}
+        for rank in ranks:
+            with contextlib.suppress(RuntimeError):
+                key = f"stack {rank}"
+                stacks[rank] = self._store.get(key).decode() if self._store.check([key]) else ""
+        return stacks
+
+    def _end(self, stacks: dict[int, str], limit: float, hung: list[int] | None = None) -> None:
+        """Print which ranks hang, with their stacks where there are any, and end this process."""
+        idle = dict.fromkeys(hung or [self._rank], limit)
+        message = str(hang_error(idle, stacks or dict.fromkeys(idle, ""), self._size))
+        if stacks:
+            sys.stderr.write(f"{message}\n")
+        else:
+            # Until another rank has reported: it may need the store of this one, and a launcher ends it with this one.
+            time.sleep(MARGIN)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(TimeoutError(message))
+        for pid in descendants_of([os.getpid()]):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or of a terminal that is gone
+                stream.flush()
+        os._exit(1)
+
+
+@cache
+def _this_machine() -> str:
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())  # process ids of another container are other ones
+    except OSError:
+        namespace = ""
+    return f"{platform.node()} {namespace}"
+
+
+def _format(stack: traceback.StackSummary) -> str:
+    """Return the stack as faulthandler writes those of ranks that dstrat has started."""
+    lines = [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(stack)]
+    return "\n".join(["Current thread (most recent call first):", *lines])

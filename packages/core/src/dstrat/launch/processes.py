@@ -1,0 +1,169 @@
+"""Starting the ranks of a job, by each of the start methods."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrat.launch import command, rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dstrat.launch.job import Job
+    from dstrat.launch.signals import Interrupts, Watchdog
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankProcess:
+    """A rank, as its supervisor sees it.
+
+    Attributes:
+        rank: Its global rank.
+        pid: Its process id, which is also that of its process group.
+        poll: Returns its exit code, negative for a signal, or None while it runs.
+    """
+
+    rank: int
+    pid: int
+    poll: Callable[[], int | None]
+
+
+def start_script(job: Job, local_rank: int, script: command.Command) -> RankProcess:
+    """Start a rank that runs the user's script once more."""
+    words = [script.kind, script.target, *script.argv]
+    return _start_interpreter(job, local_rank, script.flags, words, directory=_first_directory())
+
+
+def start_spawned(job: Job, local_rank: int) -> RankProcess:
+    """Start a fresh interpreter that runs the function in the job's folder."""
+    return _start_interpreter(job, local_rank, command.interpreter_flags(), ["function"], directory=None)
+
+
+def start_served(job: Job, local_rank: int) -> RankProcess:
+    """Let multiprocessing's fork server start a rank that runs the function in the job's folder."""
+    context = multiprocessing.get_context("forkserver")
+    # Once the server runs this has no effect; torch._dynamo is what the first optimizer loads.
+    context.set_forkserver_preload([name for name in ("torch", "torch._dynamo", __name__) if name in sys.modules])
+    # The environment is passed as the server may have been started with another one.
+    arguments = (job.folder, job.rank_environment(local_rank), os.getpid())
+    process = context.Process(target=_run_served, args=arguments)
+    with hidden_main():
+        process.start()
+    return _rank_process(job, local_rank, process)
+
+
+def start_forked(
+    job: Job, local_rank: int, call: Callable[[], object], interrupts: Interrupts, watchdog: Watchdog
+) -> RankProcess:
+    """Fork a rank off this process."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_run_forked, args=(job, local_rank, call, interrupts, watchdog, os.getpid())
+    )
+    with warnings.catch_warnings(), _no_garbage_collection():
+        # A parent with torch always has threads; that those which matter are not used is _run_forked's care.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    return _rank_process(job, local_rank, process)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep a forked rank from freeing this process's garbage before :func:`_run_forked` has put it aside.
+
+    What is freed there may wait for threads that were not copied: a process group does, and hangs or crashes.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _start_interpreter(
+    job: Job, local_rank: int, flags: tuple[str, ...], words: list[str], directory: str | None
+) -> RankProcess:
+    process = subprocess.Popen(  # noqa: S603 - it is the command that the user has started
+        [sys.executable, *flags, str(_BOOTSTRAP), str(job.folder), str(os.getpid()), *words],
+        env=job.rank_environment(local_rank),
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # a session: a background group that writes to the terminal can be stopped by it
+    )
+    return RankProcess(rank=job.global_rank(local_rank), pid=process.pid, poll=process.poll)
+
+
+def _rank_process(job: Job, local_rank: int, process: Any) -> RankProcess:
+    return RankProcess(rank=job.global_rank(local_rank), pid=process.pid, poll=lambda: process.exitcode)
+
+
+def _run_forked(
+    job: Job,
+    local_rank: int,
+    call: Callable[[], object],
+    interrupts: Interrupts,
+    watchdog: Watchdog,
+    parent: int,
+) -> None:
+    gc.freeze()
+    gc.enable()
+    os.setsid()
+    interrupts.restore()
+    watchdog.let_go()
+    _replace_environment(job.rank_environment(local_rank))
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)  # the parent's thread pool is not there any more, and using it would hang
+    rank.enter_rank(job.folder, runs_script=False, parent=parent)
+    sys.exit(rank.exit_code_of(job.folder, lambda: rank.return_result(job.folder, call())))
+
+
+def _run_served(folder: Path, environ: dict[str, str], supervisor: int) -> None:
+    os.setsid()
+    # The fork server lives on where another copy of the supervisor keeps its pipe open.
+    rank.die_with_supervisor(supervisor)
+    _replace_environment(environ)
+    if torch := sys.modules.get("torch"):
+        # It was read when torch was loaded, by the server; "4,2" is for nested parallel regions.
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"].partition(",")[0]))
+    rank.enter_rank(folder, runs_script=False, parent=None)
+    sys.exit(rank.exit_code_of(folder, lambda: rank.run_function(folder)))
+
+
+def _replace_environment(environ: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+@contextlib.contextmanager
+def hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the user's script in a new process.
+
+    A rank does it itself, after it has been set up, so that a script that fails there leaves its traceback.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _first_directory() -> str | None:
+    """Return where the interpreter was started, as the script will change the directory once more if it did so."""
+    directory = multiprocessing.process.ORIGINAL_DIR  # type: ignore[attr-defined]  # not in typeshed
+    return directory if directory and Path(directory).is_dir() else None

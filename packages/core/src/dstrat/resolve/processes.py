@@ -1,0 +1,153 @@
+"""Choice of the launcher and of the number of processes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from dstrat.errors import ClusterError, ConflictError, RequestError
+from dstrat.resolve.cluster import check_cluster
+from dstrat.resolve.part import ability_of, start_method_of
+from dstrat.resolve.plan import Choice
+
+if TYPE_CHECKING:
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.launch.processes import StartMethod
+    from dstrat.resolve.compatibility import Situation
+    from dstrat.resolve.part import Part
+
+
+StartedBy = Literal["nobody", "dstrat", "cluster"]
+"""Who starts the processes: nobody where this one is enough."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenLaunch:
+    """Who starts the processes of the job.
+
+    Attributes:
+        started_by: Who starts them.
+        processes_per_node: Number of processes on each machine.
+        world_size: Number of processes of the whole job.
+        start_method: How dstrat starts those of this machine; None where it starts none.
+        reason: Why, a few words.
+    """
+
+    started_by: StartedBy
+    processes_per_node: int
+    world_size: int
+    start_method: StartMethod | None = None
+    reason: str
+
+    @property
+    def choice(self) -> Choice:
+        """The plan's line for it."""
+        value = f"{self.world_size} by {self.start_method}" if self.start_method else str(self.world_size)
+        return Choice(subject="processes", value=value, reason=self.reason)
+
+
+def choose_launch(strategy: Part[Strategy], situation: Situation) -> ChosenLaunch:
+    """Choose who starts the processes.
+
+    Raises:
+        ClusterError: The environment contradicts the devices and machines, or itself.
+        ConflictError: Processes are needed that the strategy cannot start.
+    """
+    ability = ability_of(strategy)
+    if not ability.starts_processes and situation.num_nodes == 1:
+        return ChosenLaunch(
+            started_by="nobody", processes_per_node=1, world_size=1, reason="the strategy needs no others"
+        )
+    per_node = situation.num_devices if ability.starts_processes else 1
+    check_cluster(situation.cluster, processes_per_node=per_node, num_nodes=situation.num_nodes)
+    if situation.cluster.live.creates_processes_externally:
+        return _external(per_node, situation)
+    return _local(strategy, per_node, situation)
+
+
+def _external(per_node: int, situation: Situation) -> ChosenLaunch:
+    name, num_nodes = situation.cluster.part.name, situation.num_nodes
+    if situation.started != per_node * num_nodes:
+        raise ClusterError(
+            f"{name} started {situation.started} processes, and {per_node} on each of num_nodes={num_nodes} "
+            f"are needed: start {per_node * num_nodes}, or ask for devices='auto'"
+        )
+    return ChosenLaunch(
+        started_by="cluster",
+        processes_per_node=per_node,
+        world_size=per_node * num_nodes,
+        reason=f"started already, says {name}",
+    )
+
+
+def _local(strategy: Part[Strategy], per_node: int, situation: Situation) -> ChosenLaunch:
+    world_size = per_node * situation.num_nodes
+    if world_size == 1:
+        return ChosenLaunch(started_by="nobody", processes_per_node=1, world_size=1, reason="this one is enough")
+    method = _start_method(strategy, world_size)
+    reason = f"one per {'device' if per_node == situation.num_devices else 'machine'}"
+    if method == "popen" and situation.test_runner is not None:
+        # Running it again would run all tests again in each rank, and end this process after the first of them.
+        method = _method_in_a_test()
+        reason += f"; {situation.test_runner} runs this, and is no script to run again by 'popen'"
+    return ChosenLaunch(
+        started_by="dstrat",
+        processes_per_node=per_node,
+        world_size=world_size,
+        start_method=method,
+        reason=reason,
+    )
+
+
+def _method_in_a_test() -> StartMethod:
+    """Return a start method that runs the function only; copies of a process cannot use CUDA where it has done so."""
+    torch = sys.modules.get("torch")
+    return "spawn" if torch is not None and torch.cuda.is_initialized() else "fork"
+
+
+def _start_method(strategy: Part[Strategy], world_size: int) -> StartMethod:
+    method = start_method_of(strategy)
+    if method is None:
+        raise ConflictError(
+            f"{strategy.title} starts no processes, and {world_size} are needed: start them with torchrun, "
+            "or with a scheduler"
+        )
+    from dstrat.launch.processes import StartMethod  # slow to import; most plans need none
+
+    known: tuple[StartMethod, ...] = get_args(StartMethod)
+    for start_method in known:
+        if method == start_method:
+            return start_method
+    raise RequestError(f"start_method {method!r} of {strategy.title} does not exist: choose one of {', '.join(known)}")
+
+
+# Detection of a main module that cannot be run a second time: a notebook, a prompt, a test runner.
+
+
+_RUNNERS = {"_pytest.": "pytest", "unittest.case": "unittest"}
+
+
+def is_interactive() -> bool:
+    """Return whether this is a notebook or a prompt: there is no script that another process could run or import."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules or not _has_script()
+
+
+def test_runner() -> str | None:
+    """Return what runs the test that calls this function, ``"pytest"`` or ``"unittest"``; None outside of tests.
+
+    It is found on the stack: a script that a test has started, or one that only imports pytest, is a script.
+    """
+    frame = sys._getframe()  # noqa: SLF001 - traceback.walk_stack would resolve each frame's source
+    found = None
+    while frame.f_back is not None:
+        frame = frame.f_back
+        module = frame.f_globals.get("__name__") or ""
+        found = next((runner for prefix, runner in _RUNNERS.items() if module.startswith(prefix)), found)
+    return found
+
+
+def _has_script() -> bool:
+    path = getattr(sys.modules["__main__"], "__file__", None)  # "<stdin>" for what is piped in
+    return path is not None and Path(path).is_file()

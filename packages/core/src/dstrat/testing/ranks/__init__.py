@@ -1,0 +1,1 @@
+"""Ranks of the conformance kit, and what they run."""

@@ -1,0 +1,176 @@
+"""Gradients that a step should apply, and those of wrong strategies, computed by plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dstrat.testing.ranks.fits import Fit, numbers
+from dstrat.testing.ranks.modules import GLOBAL_BATCH, NETS, dataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dstrat.testing.ranks.team import Place
+
+
+RIGHT = "right"
+
+
+def first_values(place: Place, net: str) -> dict[str, list[float]]:  # noqa: ARG001 - every job's function takes it
+    """Return what the parameters of a module begin with."""
+    return {name: numbers(value) for name, value in NETS[net](Fit(), None).named_parameters()}
+
+
+def possible_steps(place: Place, work: Fit, readers: int) -> dict[str, list[float]]:  # noqa: ARG001 - as above
+    """Return the change of the parameters in one step of SGD, as it should be and as typical mistakes make it.
+
+    Args:
+        place: A rank.
+        work: A fit of the module ``"linear"`` whose data is one group of ``accumulate`` batches.
+        readers: Ranks that share each batch.
+
+    Returns:
+        By what is wrong, as words that complete "the gradient was ..."; the right one is called ``"right"``.
+    """
+    own = [[_gradient(work, reader, readers, batch) for batch in range(work.accumulate)] for reader in range(readers)]
+    clip = _clipping(work)
+    groups = [_mean(gradients) for gradients in own]  # of each rank, over its batches
+    mean = _mean(groups)
+    found = {RIGHT: clip(mean)}
+    if readers > 1:
+        for reader, gradient in enumerate(groups):
+            found[f"that of rank {reader} alone: it was not averaged over the ranks"] = clip(gradient)
+        found["summed over the ranks instead of averaged"] = clip(mean * readers)
+        found["divided twice by the number of ranks"] = clip(mean / readers)
+    if work.clip is not None:
+        found["not clipped"] = mean
+        if readers > 1:
+            found["clipped in each rank before it was averaged"] = _mean([clip(gradient) for gradient in groups])
+    if work.accumulate > 1:
+        found["summed over the accumulated batches instead of averaged"] = clip(mean * work.accumulate)
+        found["divided twice by the number of accumulated batches"] = clip(mean / work.accumulate)
+        found["that of the last batch only: what was accumulated before is lost"] = clip(
+            _mean([gradients[-1] for gradients in own]) / work.accumulate
+        )
+        found["that of the last batch, as if nothing were accumulated"] = clip(
+            _mean([gradients[-1] for gradients in own])
+        )
+    if work.accumulate > 1 and readers > 1:
+        found["summed again over the ranks with every further batch"] = clip(_summed_again(own))
+    found["not applied: the parameters are what they were"] = mean * 0
+    return {name: numbers(-gradient) for name, gradient in found.items()}
+
+
+def _summed_again(own: list[list[Tensor]]) -> Tensor:
+    """Return what comes of summing over the ranks, after each batch, what has accumulated until then."""
+    accumulated = torch.zeros_like(own[0][0])
+    for of_batch in zip(*own, strict=True):
+        accumulated = accumulated * len(own) + torch.stack(of_batch).sum(0)
+    return accumulated / len(own) / len(own[0])
+
+
+def uneven_groups(place: Place, work: Fit) -> dict[str, list[float]]:  # noqa: ARG001 - as above
+    """Return the parameters after an epoch whose last group of batches is smaller, as they should be and as not.
+
+    The data is two batches of which the first is a group of ``accumulate`` batches, and the second is one batch.
+    """
+    module = _module()
+    parts = [_batch_gradient(module, work, batch) for batch in range(work.accumulate)]
+    _step(module, _mean(parts))
+    dropped = _flat(module)
+    last = _batch_gradient(module, work, work.accumulate)
+    _step(module, last)
+    right = _flat(module)
+    divided = dropped - last / work.accumulate
+    return {
+        RIGHT: numbers(right),
+        "dropped: the parameters are those after the group before it": numbers(dropped),
+        f"divided by the {work.accumulate} batches of a whole group, though it has one": numbers(divided),
+    }
+
+
+def _clipping(work: Fit) -> Callable[[Tensor], Tensor]:
+    limit = work.clip
+    if limit is None:
+        return lambda gradient: gradient
+    if work.algorithm == "value":
+        return lambda gradient: gradient.clamp(-limit, limit)
+    return lambda gradient: gradient * min(1.0, limit / (float(gradient.norm()) + 1e-6))
+
+
+def _gradient(work: Fit, reader: int, readers: int, batch: int) -> Tensor:
+    """Return the gradient of one rank's part of a batch."""
+    size = GLOBAL_BATCH // readers
+    mine = torch.arange(work.samples)[reader::readers][batch * size : (batch + 1) * size]
+    return _gradient_of(_module(), work, mine)
+
+
+def _batch_gradient(module: nn.Module, work: Fit, batch: int) -> Tensor:
+    return _gradient_of(module, work, torch.arange(batch * GLOBAL_BATCH, (batch + 1) * GLOBAL_BATCH))
+
+
+def _gradient_of(module: nn.Module, work: Fit, samples: Tensor) -> Tensor:
+    inputs, targets, _ = dataset(work.samples)[samples]
+    module.zero_grad()
+    nn.functional.mse_loss(module(inputs), targets).backward()
+    return torch.cat([value.grad.flatten() for value in module.parameters() if value.grad is not None])
+
+
+def _module() -> nn.Module:
+    return NETS["linear"](replace(Fit(), net="linear"), None)
+
+
+def _step(module: nn.Module, gradient: Tensor) -> None:
+    nn.utils.vector_to_parameters(_flat(module) - gradient, module.parameters())
+
+
+def _flat(module: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+
+
+def _mean(gradients: list[Tensor]) -> Tensor:
+    return torch.stack(gradients).mean(0)
+
+
+# Reference training in plain torch with batch norm on shards of each batch.
+
+
+def with_own_statistics(
+    place: Place,  # noqa: ARG001 - every job's function takes it
+    work: Fit,
+    readers: int,
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Return the mean loss of each batch, and the statistics that the first rank has gathered, by name.
+
+    Args:
+        place: A rank.
+        work: A fit of one epoch.
+        readers: Ranks that share each batch.
+    """
+    replicas = [NETS[work.net](work, None) for _ in range(readers)]
+    optimizers = [replica.configure_optimizers() for replica in replicas]
+    losses = []
+    for step, parts in enumerate(_batches(work, readers)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        of_step = [replica.training_step(part, step) for replica, part in zip(replicas, parts, strict=True)]
+        torch.stack(of_step).mean().backward()
+        for alike in zip(*(replica.parameters() for replica in replicas), strict=True):
+            total = torch.stack([parameter.grad for parameter in alike if parameter.grad is not None]).sum(0)
+            for parameter in alike:
+                parameter.grad = total
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(float(torch.stack(of_step).mean()))
+    return losses, {name: numbers(buffer) for name, buffer in replicas[0].named_buffers()}
+
+
+def _batches(work: Fit, readers: int) -> list[list[list[Tensor]]]:
+    """Return the parts of each batch, one for each reader."""
+    size, tensors = GLOBAL_BATCH // readers, dataset(work.samples).tensors
+    shares = [torch.arange(work.samples)[reader::readers].split(size) for reader in range(readers)]
+    return [[[tensor[rows] for tensor in tensors] for rows in parts] for parts in zip(*shares, strict=True)]

@@ -1,0 +1,370 @@
+"""Teams of ranks that run one function after another, forked from a process that has loaded torch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrat.interfaces.cluster import ClusterEnvironment
+from dstrat.launch.failures import FailureKind, kind_of
+from dstrat.launch.processes import hidden_main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+
+_PATIENCE = 8.0  # seconds for the others after one rank has failed
+_STACKS = 0.5  # seconds for a rank to write its stack
+_PARTING = 1.0  # seconds for ranks to end after they have reported
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "dstrat.testing.ranks.team", "dstrat.testing.ranks.fits"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a rank ended a function.
+
+    Attributes:
+        rank: Its rank.
+        report: What it sent; None where it sent nothing.
+        output: What it printed.
+        stack: Where it was when its time was up; empty where it ended by itself.
+        exit_code: Negative for a signal; None where it had to be ended, or has not ended.
+    """
+
+    rank: int
+    report: Report | None
+    output: str
+    stack: str
+    exit_code: int | None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the function did not return."""
+        return self.report is None or bool(self.report.failure)
+
+
+def begin_loading(*modules: str) -> None:
+    """Start the process that ranks are copies of, unless there is one; it loads torch and modules beside the tests."""
+    multiprocessing.set_forkserver_preload([*_PRELOADED, *modules])
+    forkserver.ensure_running()
+
+
+class Team:
+    """Ranks of a job that find each other on the loopback.
+
+    Args:
+        world_size: How many.
+
+    Attributes:
+        is_as_before: Whether another function would find them as the first one did.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="dstrat-testing-"))
+        self._ranks, self._pipes = _start(world_size, self._folder)
+        self._has_ended = False
+        self.is_as_before = True
+
+    def run(self, function: Callable[..., Any], *, seconds: float, arguments: dict[str, Any]) -> list[Ended]:
+        """Run a function in each rank, with a Place and the arguments; return how each ended it.
+
+        Where one fails, the others have a few seconds more, and then all are ended.
+        """
+        work = Path(tempfile.mkdtemp(prefix="work-", dir=self._folder))
+        self._begin(function, work, arguments)
+        reports, silent = _collect(self._pipes, seconds)
+        stacks = {}
+        if len(reports) < len(self._ranks) or any(report.failure for report in reports.values()):
+            stacks = self._end(silent)
+        self.is_as_before = not self._has_ended and all(report.is_as_before for report in reports.values())
+        shutil.rmtree(work, ignore_errors=True)
+        return [
+            Ended(
+                rank=rank,
+                report=reports.get(rank),
+                output=_text(self._folder / f"output-{rank}"),
+                stack=stacks.get(rank, ""),
+                exit_code=None if rank in stacks else process.exitcode,
+            )
+            for rank, process in enumerate(self._ranks)
+        ]
+
+    def close(self) -> None:
+        """End the ranks and whatever they have started."""
+        if not self._has_ended:
+            self._end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _begin(self, function: Callable[..., Any], work: Path, arguments: dict[str, Any]) -> None:
+        for rank, pipe in enumerate(self._pipes):
+            output = self._folder / f"output-{rank}"
+            if output.exists():
+                os.truncate(output, 0)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone: there will be no report
+                pipe.send(list(sys.path))
+                pipe.send((function, work, arguments))
+
+    def _end(self, silent: Collection[int] = ()) -> dict[int, str]:
+        """End the ranks; return where those were that are still busy."""
+        for pipe in self._pipes:
+            pipe.close()  # for which ranks that are done wait
+        stacks = _stacks(self._ranks, silent, self._folder)
+        _kill(self._ranks)
+        self._has_ended = True
+        return stacks
+
+
+def _start(world_size: int, folder: Path) -> tuple[list[Any], list[Any]]:
+    begin_loading()
+    context = multiprocessing.get_context("forkserver")
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    ranks, pipes = [], []
+    with listener, hidden_main():
+        for rank in range(world_size):
+            own, theirs = context.Pipe()
+            place = (rank, world_size, listener.getsockname()[1], listener if rank == 0 else None)
+            process = context.Process(target=run_rank, args=(theirs, place, folder), daemon=False)
+            process.start()
+            theirs.close()
+            ranks.append(process)
+            pipes.append(own)
+    return ranks, pipes
+
+
+def _collect(pipes: Sequence[Any], seconds: float) -> tuple[dict[int, Report], Collection[int]]:
+    """Wait for the reports, once a rank has failed for a few seconds only; return them, and which ranks are busy."""
+    deadline = time.monotonic() + seconds
+    waiting = dict(enumerate(pipes))
+    reports: dict[int, Report] = {}
+    while waiting:
+        ready = connection.wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                reports[rank] = waiting[rank].recv()
+            del waiting[rank]
+            if rank not in reports or reports[rank].failure:
+                deadline = min(deadline, time.monotonic() + _PATIENCE)
+    return reports, waiting.keys()
+
+
+def _stacks(ranks: Sequence[Any], silent: Collection[int], folder: Path) -> dict[int, str]:
+    """Let the ranks that are still busy show where they are."""
+    for rank in silent:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ranks[rank].pid, signal.SIGQUIT)
+    if silent:
+        time.sleep(_STACKS)
+    return {rank: _text(folder / f"stack-{rank}") or "(it gave no stack)" for rank in silent}
+
+
+def _kill(ranks: Sequence[Any]) -> None:
+    deadline = time.monotonic() + _PARTING
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        for pid in (-process.pid, process.pid):  # its session with what it has started, then itself
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        process.join()
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+# Entry point of a warm process that becomes a rank of the kit.
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a rank sends back.
+
+    Attributes:
+        value: What the function returned.
+        failure: The traceback of what it raised; empty where it returned.
+        headline: The exception in one line.
+        kind: Whether the failure is the rank's own.
+        time_ns: When it ended, nanoseconds since the epoch.
+        is_as_before: Whether another function would find the process as this one did.
+    """
+
+    value: Any = None
+    failure: str = ""
+    headline: str = ""
+    kind: FailureKind = "own"
+    time_ns: int = 0
+    is_as_before: bool = False
+
+
+def run_rank(pipe: Any, place: tuple[Any, ...], folder: Path) -> None:
+    """Be a rank: run what is sent, one function after the other, and send what came of it.
+
+    A rank that has failed ends, so that the others learn of it; one that has not waits, as others may still be
+    connecting to it, until the pipe is closed.
+    """
+    rank, world_size, _, _ = place
+    _prepare(rank, folder)
+    cluster = LoopbackCluster(*place)
+    has_failed = False
+    while not has_failed:
+        try:
+            sys.path[:] = pipe.recv()
+        except EOFError:
+            break
+        report = _run(pipe, rank, world_size, cluster)
+        pipe.send(report)
+        has_failed = bool(report.failure)
+    _leave()
+
+
+def _run(pipe: Any, rank: int, world_size: int, cluster: LoopbackCluster) -> Report:
+    try:
+        function, folder, arguments = pipe.recv()
+        here = Place(rank=rank, world_size=world_size, folder=folder, cluster=cluster)
+        value = function(here, **arguments)
+        return Report(value=value, time_ns=time.time_ns(), is_as_before=_is_as_before())
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the test tells of it
+        return Report(
+            failure=traceback.format_exc(),
+            headline=f"{type(error).__name__}: {error}".partition("\n")[0],
+            kind=kind_of(error),
+            time_ns=time.time_ns(),
+        )
+
+
+def _is_as_before() -> bool:
+    import torch
+    import torch.distributed as dist
+
+    is_open = dist.is_available() and dist.is_initialized()
+    return not is_open and torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled()
+
+
+def _prepare(rank: int, folder: Path) -> None:
+    gc.freeze()  # a search for garbage would visit, and so copy, all that the process it was forked from has loaded
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    stacks = (folder / f"stack-{rank}").open("wb", buffering=0)
+    faulthandler.register(signal.SIGQUIT, stacks, all_threads=True)
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ.update(dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback))
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _leave() -> None:
+    """End without tidying up, which takes longer than many a test."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+# Context of a function of the kit: one rank of a job of warm processes.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """One rank of a job.
+
+    Attributes:
+        rank: Its global rank.
+        world_size: Ranks of the job.
+        folder: Shared by the ranks, gone after the job.
+        cluster: What tells a strategy where it is.
+    """
+
+    rank: int
+    world_size: int
+    folder: Path
+    cluster: LoopbackCluster
+
+    def meet(self, name: str, word: str = "here", *, seconds: float = 3.0) -> set[str]:
+        """Leave a word for the other ranks, and wait for theirs without any strategy.
+
+        Args:
+            name: Tells this meeting from others in the job.
+            word: Letters.
+            seconds: How long it waits for ranks that may never come.
+
+        Returns:
+            The words of those that came.
+        """
+        (self.folder / f"{name} {self.rank} {word}").touch()
+        deadline = time.monotonic() + seconds
+        while len(left := list(self.folder.glob(f"{name} *"))) < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return {path.name.rpartition(" ")[2] for path in left}
+
+
+# The cluster environment of ranks that the kit has started on this machine.
+
+
+class LoopbackCluster(ClusterEnvironment):
+    """Ranks on this machine that exist already and meet on a socket that is bound to the loopback.
+
+    Args:
+        rank: Which rank this is.
+        world_size: How many there are.
+        port: Where rank 0 listens.
+        listener: The socket that it listens on, in rank 0.
+    """
+
+    def __init__(self, rank: int, world_size: int, port: int, listener: socket.socket | None) -> None:
+        super().__init__({})
+        self._rank, self._world_size, self._port, self._listener = rank, world_size, port, listener
+
+    @classmethod
+    def evidence(cls, environ: Mapping[str, str]) -> str | None:  # noqa: ARG003 - it is never found, but given
+        return None
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return self._port
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self._rank
+
+    @property
+    def local_rank(self) -> int:
+        return self._rank
+
+    @property
+    def node_rank(self) -> int:
+        return 0
+
+    @property
+    def listening_socket(self) -> int | None:
+        return None if self._listener is None else self._listener.fileno()

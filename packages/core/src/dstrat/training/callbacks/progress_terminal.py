@@ -1,0 +1,224 @@
+"""Progress as moving bars at the bottom of a terminal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderHook
+from rich.control import Control
+from rich.file_proxy import FileProxy
+from rich.progress_bar import ProgressBar
+from rich.segment import ControlType, Segment
+from rich.table import Table
+from rich.text import Text
+
+from dstrat.training.callbacks.progress import format_count, format_duration, format_speed, format_value
+from dstrat.training.callbacks.rich_progress_bar import RichProgressBarTheme
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import TextIO
+
+    from rich.console import ConsoleOptions, ConsoleRenderable, RenderableType
+
+    from dstrat.training.callbacks.progress import Progress
+
+
+_drawing = threading.RLock()
+
+
+@cache
+def _forbid_forks_while_drawing() -> None:
+    """Let a fork wait for a thread that draws: the child would inherit the locks of its streams, and wait for ever."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
+
+
+class LiveDisplay:
+    """Bars for the loops that run, with the values below; whatever is written appears above them."""
+
+    seconds_between_updates = 0.3
+    starts_at_once = True
+    shows_time = True
+
+    def __init__(
+        self, theme: RichProgressBarTheme | None = None, *, leaves: bool = False, **console_options: Any
+    ) -> None:
+        _forbid_forks_while_drawing()
+        self._theme, self._leaves = theme or RichProgressBarTheme(), leaves
+        self._lines = PinnedLines(Console(**{"stderr": True, **console_options}))
+
+    def update(self, running: Sequence[Progress], values: Mapping[str, float | str]) -> None:
+        """Draw the loops that run, outermost first."""
+        with _drawing:
+            self._lines.draw(_drawing_of(running, values, self._theme))
+
+    def finish(self, progress: Progress, values: Mapping[str, float | str]) -> None:
+        """Take the last state of a loop; the next one takes its place, or comes below it where bars are left."""
+        with _drawing:
+            drawing = _drawing_of([progress], values, self._theme)
+            if self._leaves:
+                self._lines.release(drawing)
+            else:
+                self._lines.set(drawing)
+
+    def close(self) -> None:
+        """Draw a last time, and give the terminal back."""
+        self._lines.close()
+
+
+def _drawing_of(running: Sequence[Progress], values: Mapping[str, float | str], theme: RichProgressBarTheme) -> Group:
+    table = Table.grid(padding=(0, 1), expand=True)
+    styles = (theme.description, "", theme.batch_progress, theme.processing_speed, theme.time, theme.time)
+    for ratio, style in zip((None, 1, None, None, None, None), styles, strict=True):
+        table.add_column(ratio=ratio, no_wrap=True, style=style)
+    for progress in running:
+        left = format_duration(progress.seconds_left)
+        table.add_row(
+            progress.title,
+            ProgressBar(
+                total=progress.total,
+                completed=progress.done,
+                complete_style=theme.progress_bar,
+                finished_style=theme.progress_bar_finished,
+                pulse_style=theme.progress_bar_pulse,
+            ),
+            format_count(progress),
+            format_speed(progress.speed),
+            format_duration(progress.seconds),
+            left and f"{left} left",
+        )
+    return Group(table, _Values(values, theme)) if values else Group(table)
+
+
+class _Values:
+    """Values after their names, in as many lines as they need."""
+
+    def __init__(self, values: Mapping[str, float | str], theme: RichProgressBarTheme) -> None:
+        self._values, self._theme = values, theme
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        between, line = self._theme.metrics_text_delimiter, ""
+        for name, value in self._values.items():
+            pair = f"{name} {self._format(value)}"
+            if line and cell_len(f"{line}{between}{pair}") > options.max_width:
+                yield Text(line, self._theme.metrics)
+                line = pair
+            else:
+                line = f"{line}{between}{pair}" if line else pair
+        yield Text(line, self._theme.metrics)
+
+    def _format(self, value: float | str) -> str:
+        form = self._theme.metrics_format
+        return format(value, form) if form and not isinstance(value, str) else format_value(value)
+
+
+# Lines at the bottom of a terminal, below whatever is written to it.
+
+
+_ERASE_BELOW = Segment("\r\x1b[J", None, [(ControlType.CARRIAGE_RETURN,)])
+
+
+class PinnedLines(RenderHook):
+    """Lines that stay below everything that is written.
+
+    The cursor rests on an empty line above them.  What this process prints goes there through the console; what other
+    processes write to the same terminal appears there too and stays, because the next drawing starts where it ended.
+
+    Args:
+        console: Writes to a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._content: RenderableType = ""
+        self._replaced: list[tuple[TextIO, TextIO]] = []
+        console.push_render_hook(self)
+        if sys.stdout.isatty():  # where it goes to a file, it stays there
+            sys.stdout = self._replace(sys.stdout)
+        sys.stderr = self._replace(sys.stderr)
+
+    def set(self, content: RenderableType) -> None:
+        """Take other lines, for the next time that anything is written."""
+        self._content = content
+
+    def release(self, content: RenderableType) -> None:
+        """Let lines go up to what is written, and pin none."""
+        self._content = ""
+        self._console.print(content)
+
+    def draw(self, content: RenderableType) -> None:
+        """Show other lines."""
+        self._content = content
+        self._console.print(Control())
+
+    def close(self) -> None:
+        """Leave the lines where they are, and the cursor below them."""
+        for stream in {id(new): new for _, new in self._replaced}.values():
+            stream.flush()
+        for original, proxy in self._replaced:
+            move_handlers(proxy, original)
+            if sys.stdout is proxy:
+                sys.stdout = original
+            if sys.stderr is proxy:
+                sys.stderr = original
+        self._replaced = []
+        self._console.pop_render_hook()
+        self._console.print(_Raw(_ERASE_BELOW), self._content, sep="", end="" if self._content == "" else "\n")
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Put the lines below what is printed; called by the console."""
+        return [_Raw(_ERASE_BELOW), *renderables, _Below(self._content)]
+
+    def _replace(self, stream: TextIO) -> TextIO:
+        proxy: TextIO = FileProxy(self._console, stream)  # type: ignore[assignment]  # rich types it as io.TextIOBase
+        self._replaced.append((stream, proxy))
+        move_handlers(stream, proxy)  # logging handlers keep the stream that they were made with
+        return proxy
+
+
+class _Raw:
+    """A control sequence."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        yield self._segment
+
+
+class _Below:
+    """An empty line, where the cursor is left, and the content below it."""
+
+    def __init__(self, content: RenderableType) -> None:
+        self._content = content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment | Control]:
+        lines = console.render_lines(self._content, options.update(height=None), pad=False)[: console.height - 1]
+        for line in lines:
+            yield Segment.line()
+            yield from line
+        if lines:
+            yield Control((ControlType.CURSOR_UP, len(lines)), ControlType.CARRIAGE_RETURN)
+
+
+# Logging handlers that hold a stream which is replaced for some time.
+
+
+def move_handlers(old: TextIO, new: TextIO) -> None:
+    """Let every logging handler that writes to the old stream write to the new one."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    for logger in loggers:
+        for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
+            if isinstance(handler, logging.StreamHandler) and handler.stream is old:
+                # A stream that cannot be set is one that is looked up with each record, as logging.lastResort's: it
+                # follows sys.stderr by itself.
+                with suppress(AttributeError):
+                    handler.setStream(new)

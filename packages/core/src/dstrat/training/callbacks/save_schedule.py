@@ -1,0 +1,188 @@
+"""Schedule of a ModelCheckpoint by epochs, steps or time, and its saves in the background."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from dstrat.checkpoint.async_io import AsyncCheckpointIO
+from dstrat.errors import ConflictError, RequestError
+from dstrat.training.arguments import read_duration
+from dstrat.training.loops.stopping import Votes
+
+if TYPE_CHECKING:
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.training.callbacks.timer import Duration
+    from dstrat.training.trainer import Trainer
+
+
+class SavingTimes:
+    """Knows after which batches and epochs a save is due, the same in every process.
+
+    Args:
+        every_n_epochs: After every n-th epoch, 0 never; None is every epoch, where nothing else is given.
+        every_n_train_steps: After so many optimizer steps, 0 never.
+        train_time_interval: After so much time, at the end of a step on which the processes agree.
+        save_on_train_epoch_end: Whether epochs count when their training ends, or their validation; None lets a
+            monitored value of validation decide.
+
+    Raises:
+        RequestError: An argument is out of range.
+        ConflictError: Two of them exclude each other.
+    """
+
+    def __init__(
+        self,
+        every_n_epochs: int | None,
+        every_n_train_steps: int | None,
+        train_time_interval: Duration | None,
+        save_on_train_epoch_end: bool | None,
+    ) -> None:
+        given = {
+            "every_n_epochs": every_n_epochs,
+            "every_n_train_steps": every_n_train_steps,
+            "train_time_interval": train_time_interval,
+        }
+        _check_one(given)
+        for name in ("every_n_epochs", "every_n_train_steps"):
+            if given[name] is not None:
+                check_count(name, given[name], 0)
+        self.every_n_train_steps = every_n_train_steps or None
+        is_default = all(value is None for value in given.values())
+        self.counts_epochs = is_default or bool(every_n_epochs)
+        saves_between = self.every_n_train_steps is not None or train_time_interval is not None
+        if save_on_train_epoch_end is not None and saves_between:
+            name = "every_n_train_steps" if every_n_train_steps else "train_time_interval"
+            raise ConflictError(
+                f"save_on_train_epoch_end={save_on_train_epoch_end!r} is about epochs, and {name}={given[name]!r} "
+                "saves between them: leave one of them out"
+            )
+        self.every_n_epochs = 1 if every_n_epochs is None else every_n_epochs
+        self.save_on_train_epoch_end = save_on_train_epoch_end
+        self.train_time_interval = (
+            None if train_time_interval is None else read_duration(train_time_interval, "train_time_interval")
+        )
+        self._seconds = math.inf if self.train_time_interval is None else self.train_time_interval.total_seconds()
+        self._deadline = math.inf
+        self._seen_step = 0
+        self._votes: Votes | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Start to count when training starts."""
+        self._seen_step = trainer.global_step
+        self._deadline = monotonic() + self._seconds
+        self._votes = None
+        if self.train_time_interval is not None:
+            self._votes = Votes(trainer.strategy, trainer.fit_loop.batches_seen)
+
+    def end(self) -> None:
+        """Let go of the run."""
+        self._votes = None
+
+    def after_batch(self, trainer: Trainer) -> bool:
+        """Return whether a save is due after this batch; collective about twice a second where time counts."""
+        if self._votes is not None:
+            return self._time_is_up(trainer, self._votes)
+        interval = self.every_n_train_steps
+        if interval is None:
+            return False
+        step, seen = trainer.global_step, self._seen_step
+        self._seen_step = step
+        return step // interval != seen // interval  # a batch may take several steps in manual optimization
+
+    def _time_is_up(self, trainer: Trainer, votes: Votes) -> bool:
+        step = trainer.fit_loop.batches_seen
+        if step < votes.next_at:
+            return False
+        wishes = trainer.is_global_zero and monotonic() >= self._deadline
+        (is_up,) = votes.take(step, int(wishes))
+        if is_up:
+            self._deadline = monotonic() + self._seconds
+        return bool(is_up)
+
+    def epoch_is_due(self, trainer: Trainer) -> bool:
+        """Return whether the epoch is one after which to save."""
+        return self.counts_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+
+    def describe(self) -> str:
+        """Return the arguments as they are in the callback's ``state_key``."""
+        known = f"every_n_epochs={self.every_n_epochs}, every_n_train_steps={self.every_n_train_steps}"
+        return known if self.train_time_interval is None else f"{known}, train_time_interval={self._seconds}"
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raise :class:`RequestError` where a number is not an int of at least that size."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise RequestError(f"{name}={value!r} must be an int of at least {least}")
+
+
+def _check_one(given: dict[str, Any]) -> None:
+    chosen = [f"{name}={value!r}" for name, value in given.items() if value is not None and value != 0]
+    if len(chosen) > 1:
+        raise ConflictError(
+            f"{' and '.join(chosen)} both say when to save: keep one, or give each to a ModelCheckpoint of its own"
+        )
+
+
+# Letting a run write its checkpoints in the background.
+
+
+class BackgroundSaves:
+    """Puts an :class:`AsyncCheckpointIO` around a strategy's checkpoint io, until :meth:`end`.
+
+    All saves of the run go through it, so that two of them are never written at once.
+
+    Args:
+        strategy: Of a run that has been set up.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        given = strategy.checkpoint_io
+        self._replaced = None if isinstance(given, AsyncCheckpointIO) else given  # another callback's, or the user's
+        self._io = given if isinstance(given, AsyncCheckpointIO) else AsyncCheckpointIO(given)
+        self._put(self._io)
+
+    def check(self) -> None:
+        """Raise the error of a write that has failed; does not wait.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        self._io.check()
+
+    def wait(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        self._io.wait()
+
+    def end(self) -> None:
+        """Wait, and give the strategy its own checkpoint io back.
+
+        Raises:
+            CheckpointError: What was being written failed.
+        """
+        try:
+            self._io.wait()
+        finally:
+            if self._replaced is not None:
+                self._put(self._replaced)
+
+    def _put(self, checkpoint_io: CheckpointIO) -> None:
+        self._strategy.parts = dataclasses.replace(self._strategy.parts, checkpoint_io=checkpoint_io)
+
+
+def wait_for_writes(strategy: Strategy) -> None:
+    """Wait until the strategy's checkpoint io has nothing left to write.
+
+    Raises:
+        CheckpointError: A write in the background failed.
+    """
+    if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+        strategy.checkpoint_io.wait()

@@ -1,0 +1,1 @@
+"""Checkpoints of a Trainer: their paths, what is saved, and what a resume restores."""

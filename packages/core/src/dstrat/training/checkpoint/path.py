@@ -1,0 +1,297 @@
+"""Resolution of a checkpoint argument: a path, "last", "best" or the newest."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from dstrat.checkpoint.async_io import AsyncCheckpointIO
+from dstrat.checkpoint.formats import io_for
+from dstrat.checkpoint.paths import RemotePath, place
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.torch_file import TorchCheckpointIO, read_content
+from dstrat.errors import CheckpointError, MisuseError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from dstrat.checkpoint.paths import Place
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.training.trainer import Trainer
+
+Asked: TypeAlias = "str | Path | Search | None"
+"""A checkpoint as a run was asked for it."""
+
+_PLACES = ("", "checkpoints", "*/checkpoints", "*/*/checkpoints")
+"""Where checkpoints are below ``default_root_dir``, with and without a logger."""
+
+_log = logging.getLogger(__name__)
+
+
+def remove_checkpoint(strategy: Strategy, path: str) -> None:
+    """Remove a checkpoint of either of our formats, whichever the run writes."""
+    io = io_for(path, strategy.checkpoint_io)
+    if io is strategy.checkpoint_io:
+        strategy.remove_checkpoint(path)
+    elif strategy.is_global_zero:
+        io.remove_checkpoint(path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What one process found, for all of them."""
+
+    path: str | None = None
+    error: str | None = None
+
+
+class Search(Enum):
+    """Checkpoints that a run looks for without being given a path or a name."""
+
+    NEWEST = "the complete one with the most steps, or a fresh start where there is none"
+    BEST_OF_LAST_FIT = "the one that evaluation uses where it is called without a module"
+
+
+def asked_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> Asked:
+    """Return what ``fit`` was asked to go on from.
+
+    Raises:
+        MisuseError: ``resume`` is not known, or both are given.
+    """
+    if resume is None:
+        return ckpt_path
+    if resume != "auto":
+        raise MisuseError(f"resume={resume!r} is not known: pass 'auto', or give a checkpoint as ckpt_path")
+    if ckpt_path is not None:
+        raise MisuseError(
+            f"resume={resume!r} looks for a checkpoint, and ckpt_path={str(ckpt_path)!r} is one: pass one of them"
+        )
+    return Search.NEWEST
+
+
+def resolve_checkpoint(trainer: Trainer, asked: Asked) -> str | Path | None:
+    """Return the checkpoint to load; collective where it has to be found.
+
+    Args:
+        trainer: In a run that has been set up.
+        asked: A path, ``"last"``, ``"best"``, a search, or None.
+
+    Raises:
+        CheckpointError: There is no such checkpoint.
+    """
+    if not isinstance(asked, Search) and asked not in ("last", "best"):
+        return None if asked is None else os.path.expanduser(asked)  # noqa: PTH111 - it may be a URL
+    found = trainer.strategy.broadcast(_find(trainer, asked) if trainer.is_global_zero else _Found())
+    if found.error is not None:
+        raise CheckpointError(found.error)
+    return found.path
+
+
+def _find(trainer: Trainer, asked: Asked) -> _Found:
+    """Return what is asked for, and log it; in one process."""
+    try:
+        found = _best_of_last_fit(trainer) if asked is Search.BEST_OF_LAST_FIT else _search(trainer, asked)
+    except OSError as error:
+        return _Found(error=f"no checkpoint could be looked for: {error}")
+    if found.path is not None:
+        _log.warning("%s", _description(trainer, asked, found.path))
+    return found
+
+
+def _search(trainer: Trainer, asked: Asked) -> _Found:
+    if asked == "best":
+        return _best(trainer)
+    folders = _folders(trainer)
+    path = _newest(folders, trainer.strategy.checkpoint_io)
+    if path is not None:
+        return _Found(path=str(path))
+    if asked == "last":
+        return _Found(error=f"ckpt_path='last', and {_nothing_in(folders)}")
+    _log.warning("resume='auto': training starts anew, as %s", _nothing_in(folders))
+    return _Found()
+
+
+def _description(trainer: Trainer, asked: Asked, path: str) -> str:
+    """Return what to log of the checkpoint that was found."""
+    if asked is Search.NEWEST:
+        return f"resume='auto': training goes on from {path}"
+    is_best = asked in ("best", Search.BEST_OF_LAST_FIT)
+    which = _rank_of_best(trainer, path) if is_best else ""
+    if asked is not Search.BEST_OF_LAST_FIT:
+        does = "training goes on from" if trainer.is_fitting else f"{trainer.stage} uses the weights of"
+        return f"ckpt_path={asked!r}: {does} {path}{which}"
+    return (
+        f"{trainer.stage} without a module uses the best checkpoint of the last fit, {path}{which}: "
+        "pass the module to use its weights as they are"
+    )
+
+
+def _rank_of_best(trainer: Trainer, path: str) -> str:
+    """Return the score of a checkpoint, and whose best one it is where there are several callbacks."""
+    callback: Any = trainer.checkpoint_callback
+    score = callback.best_model_score if getattr(callback, "best_model_path", "") == path else None
+    scored = "" if score is None else f"{callback.monitor} = {float(score):.6g}"
+    knowing = [other for other in trainer.callbacks if hasattr(other, "best_model_path")]
+    of_several = "" if len(knowing) == 1 else f"of the first of {len(knowing)} {type(callback).__name__} callbacks"
+    facts = ", ".join(filter(None, (scored, of_several)))
+    return f" ({facts})" if facts else ""
+
+
+def _best_of_last_fit(trainer: Trainer) -> _Found:
+    callback: Any = trainer.checkpoint_callback
+    if callback is not None and callback.best_model_path:
+        return _Found(path=callback.best_model_path)
+    if callback is None:
+        why = "there is no ModelCheckpoint"
+    elif trainer.fast_dev_run:
+        why = f"fast_dev_run={trainer.fast_dev_run} saves none"
+    elif getattr(callback, "save_top_k", None) == 0:
+        why = f"{type(callback).__name__}(save_top_k=0) keeps none"
+    else:
+        why = "none was saved"
+    return _Found(
+        error=f"{trainer.stage} without a module uses the best checkpoint of the last fit, and {why}: pass the module "
+        "to use its weights as they are, or give a path as ckpt_path"
+    )
+
+
+def _best(trainer: Trainer) -> _Found:
+    """Return the best checkpoint of the last run, or of the run that saved the newest one."""
+    callback: Any = trainer.checkpoint_callback
+    if callback is None:
+        return _Found(error="ckpt_path='best', and there is no ModelCheckpoint, which would know it: give the path")
+    if callback.best_model_path:
+        return _Found(path=callback.best_model_path)
+    if trainer.fast_dev_run:
+        return _Found(
+            error=f"ckpt_path='best', and fast_dev_run={trainer.fast_dev_run} saves no checkpoints: leave it out, "
+            "or give the path of one of another run"
+        )
+    folders = _folders(trainer)
+    newest = _newest(folders, trainer.strategy.checkpoint_io)
+    if newest is None:
+        return _Found(error=f"ckpt_path='best', and {_nothing_in(folders)}")
+    best = _saved_state(newest, trainer.strategy.checkpoint_io, callback.state_key).get("best_model_path")
+    if not best or not place(best).exists():
+        return _Found(
+            error=f"ckpt_path='best', and the newest checkpoint {str(newest)!r} does not know a best one that is "
+            f"still there: give the path of one of {_list(newest.parent)}"
+        )
+    return _Found(path=best)
+
+
+def _saved_state(path: Place, own: CheckpointIO, state_key: str) -> dict[str, Any]:
+    """Return what a checkpoint knows of a callback; of a portable one without reading its tensors."""
+    io = io_for(str(path), own)
+    without_tensors = {"state_dict": None, "optimizers": None}
+    saved = io.load_into(str(path), without_tensors) if io.is_collective else io.load_checkpoint(str(path))
+    state: dict[str, Any] = saved.get("callbacks", {}).get(state_key, {})
+    return state
+
+
+def _folders(trainer: Trainer) -> list[Place]:
+    """Return the callbacks' folders, if there is a checkpoint in one; otherwise those below ``default_root_dir``."""
+    own = [place(folder) for callback in trainer.checkpoint_callbacks if (folder := getattr(callback, "dirpath", None))]
+    own = [folder for folder in dict.fromkeys(own) if folder.is_dir()]
+    if _newest(own, trainer.strategy.checkpoint_io) is not None:
+        return own
+    root = trainer.default_root_dir.absolute()
+    below: Iterable[Place] = chain.from_iterable(sorted(root.glob(found)) if found else [root] for found in _PLACES)
+    return list(dict.fromkeys([*own, *below]))
+
+
+def _newest(folders: Iterable[Place], io: CheckpointIO) -> Place | None:
+    """Return the complete checkpoint with the most steps, and of those with as many the latest.
+
+    Where one does not say its steps without being read as a whole, it is the latest of all.
+    """
+    found = [path for folder in folders for path in _complete_in(folder, io)]
+    if len(found) < 2:
+        return found[0] if found else None
+    steps = {path: _step_of(path, io) for path in found}
+    if None in steps.values():
+        steps = dict.fromkeys(found, 0)
+    return max(found, key=lambda path: (steps[path], written_ns(path), str(path)))
+
+
+def _step_of(path: Place, io: CheckpointIO) -> int | None:
+    if path.is_dir():
+        from dstrat.checkpoint.portable.newest import step_of
+
+        return step_of(path)
+    if isinstance(path, RemotePath) or not _is_ours(io):
+        return None
+    try:
+        content = read_content(path, path, mmap=True)  # without the values of its tensors
+    except CheckpointError:
+        return None
+    step = content.get("global_step") if isinstance(content, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def _complete_in(folder: Place, io: CheckpointIO) -> list[Place]:
+    from dstrat.checkpoint.portable.newest import newest_checkpoint
+
+    newest = newest_checkpoint(folder)
+    portable = [] if newest is None else [newest]
+    return [*portable, *(path for path in folder.glob("*.ckpt") if path.is_file() or not _is_ours(io))]
+
+
+def _is_ours(io: CheckpointIO) -> bool:
+    inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
+    return type(inner) in (TorchCheckpointIO, PortableCheckpointIO)
+
+
+def written_ns(path: Place) -> int:
+    """Return when a checkpoint was written, in nanoseconds since the epoch.
+
+    Raises:
+        OSError: It is not there, or the store or disk fails.
+    """
+    if path.is_dir():
+        from dstrat.checkpoint.portable.reader import read_manifest
+
+        try:
+            return read_manifest(path).created_ns
+        except StoreError:
+            raise
+        except CheckpointError:  # the folder of somebody's own checkpoint io
+            pass
+    return path.modified_ns() if isinstance(path, RemotePath) else path.stat().st_mtime_ns
+
+
+def _nothing_in(folders: list[Place]) -> str:
+    return f"there is no complete checkpoint in {', '.join(repr(str(folder)) for folder in folders[:4])}"
+
+
+def _list(folder: Place) -> str:
+    names = sorted(path.name for path in folder.glob("*.ckpt"))
+    return ", ".join(names[:8]) or "no other"
+
+
+def check_writable(folder: Place, io: CheckpointIO) -> None:
+    """Check before training that checkpoints can be written to a folder, and write nothing.
+
+    Args:
+        folder: May be missing.
+        io: Writes the checkpoints; only that of dstrat is known to write them to the file system.
+
+    Raises:
+        CheckpointError: The system refuses it.
+    """
+    if isinstance(folder, RemotePath) or not _is_ours(io):
+        return
+    # Unlike Path.exists it takes a folder that may not be looked into for missing.
+    existing = next((path for path in (folder, *folder.parents) if os.path.exists(path)), folder)  # noqa: PTH110 - as above
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "is read-only for this process" if existing.is_dir() else "is no folder"
+        raise CheckpointError(
+            f"checkpoints cannot be written to {str(folder)!r}, as {str(existing)!r} {reason}: pass "
+            "Trainer(default_root_dir=...) or ModelCheckpoint(dirpath=...), or enable_checkpointing=False"
+        )

@@ -1,0 +1,246 @@
+"""Restoration of a run from a checkpoint, also of another number of ranks."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from dstrat.checkpoint.foreign import how_to_convert
+from dstrat.checkpoint.formats import io_for
+from dstrat.checkpoint.strategy_state import (
+    is_of_same_strategy,
+    load_module,
+    load_rank_buffers,
+    read_values,
+    restore_optimization,
+)
+from dstrat.errors import CheckpointError
+from dstrat.training.loops.position import Position, moved_state
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from dstrat.interfaces.optimizers import SchedulerConfig
+    from dstrat.training.trainer import Trainer
+
+
+_BATCHES_LEFT_OUT = (
+    "was saved between the batches of one optimizer step, which are left out, as their gradients cannot be taken"
+)
+_GRADIENTS_LEFT_OUT = "has gradients that the module had not cleared, which are left out, as they cannot be taken"
+
+_log = logging.getLogger(__name__)
+
+
+class Restoration:
+    """A checkpoint that a run goes on from, read and shown to the hooks before there are optimizers; collective.
+
+    Args:
+        trainer: In a run whose module is configured, and not yet set up by the strategy.
+        path: The checkpoint.
+
+    Raises:
+        CheckpointError: It cannot be read, or is none of a training.
+    """
+
+    def __init__(self, trainer: Trainer, path: str | Path) -> None:
+        self._trainer, self._path = trainer, path
+        self._io = io_for(path, trainer.strategy.checkpoint_io)
+        self._values = read_values(trainer.strategy, self._io, path)
+        trainer.dispatch.call("on_load_checkpoint", self._values)
+
+    def finish(self) -> None:
+        """Load everything, in a fit with optimizers, schedulers and counters, when the strategy has set up; collective.
+
+        Raises:
+            CheckpointError: It does not fit this training.
+        """
+        trainer = self._trainer
+        checkpoint = load_module(
+            trainer.strategy, self._io, self._path, self._values, has_optimizers=trainer.is_fitting
+        )
+        _restore_states(trainer, checkpoint)
+        if trainer.is_fitting:
+            self._restore_training(checkpoint)
+        elif trainer.ended_fit is not None:
+            trainer.ended_fit = trainer.ended_fit.with_weights_of(self._path, trainer.stage)
+
+    def _restore_training(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on where the checkpoint was saved: exactly on as many processes, as near to it as can be on others."""
+        if "own_loop" in checkpoint:
+            raise CheckpointError(
+                f"{self._path} was saved by OwnLoop.save_checkpoint, and a Trainer cannot continue that loop: go on "
+                "with OwnLoop.load_checkpoint, or load the weights into the module and call fit without ckpt_path"
+            )
+        if "loops" not in checkpoint:
+            raise CheckpointError(
+                f"{self._path} has weights only, and cannot continue a training: "
+                "load the weights into the module, and call fit without ckpt_path"
+            )
+        if "dstrat_checkpoint_version" not in checkpoint:
+            raise CheckpointError(f"{self._path} was written by another program: {how_to_convert(self._path)}")
+        trainer = self._trainer
+        if "converted_from" in checkpoint and not checkpoint["lr_schedulers"]:
+            schedulers = SteppedSchedulers(trainer, checkpoint["loops"])
+            restore_optimization(trainer.strategy, {**checkpoint, "lr_schedulers": schedulers.states}, self._path)
+            schedulers.set_rates()
+        else:
+            restore_optimization(trainer.strategy, checkpoint, self._path)
+        trainer.fit_loop.load_state_dict(checkpoint["loops"])
+        trainer.metrics.load_state_dict(checkpoint["metrics"])
+        if "converted_from" in checkpoint:
+            self._tell_of_conversion(checkpoint["converted_from"])
+        elif checkpoint["world_size"] == trainer.world_size:
+            self._restore_rank(checkpoint)
+        else:
+            self._move(checkpoint)
+
+    def _restore_rank(self, checkpoint: Mapping[str, Any]) -> None:
+        trainer, ranks = self._trainer, checkpoint.get("ranks", [])
+        own = ranks[trainer.global_rank] if ranks else checkpoint.get("per_rank")
+        takes_state = is_of_same_strategy(trainer.strategy, checkpoint)
+        left_out = _left_out(checkpoint, own, takes_state=takes_state)
+        if own is None:
+            self._tell(f"one of {trainer.world_size} processes alone", own, left_out)
+            return
+        trainer.fit_loop.load_rank_state(own)
+        load_rank_buffers(trainer.strategy, own.get("buffers", {}))  # which older ones lack
+        if takes_state:
+            trainer.strategy.load_rank_state(own["strategy"])
+        if left_out and trainer.is_global_zero:
+            _log.warning("%s %s", self._path, left_out)
+
+    def _move(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take what another number of processes had for themselves, as far as it belongs to all of them."""
+        trainer, saved_by = self._trainer, checkpoint["world_size"]
+        ranks = checkpoint.get("ranks") or self._saved_ranks(saved_by)
+        trainer.fit_loop.scales_position = True
+        first = ranks[0] if ranks else None
+        if ranks:
+            trainer.fit_loop.load_rank_state(moved_state(ranks))
+        how = f"{saved_by} processes and is continued by {trainer.world_size}"
+        self._tell(how, first, _left_out(checkpoint, first))
+
+    def _tell(self, how: str, own: Mapping[str, Any] | None, left_out: str) -> None:
+        """Log what is the same and what is not."""
+        trainer = self._trainer
+        if trainer.is_global_zero:
+            _log.warning(
+                "%s was saved by %s: weights, optimizer and counters are the same; random numbers and running means "
+                "start anew, and the data goes on at the %s%s",
+                self._path,
+                how,
+                f"beginning of epoch {trainer.current_epoch}" if own is None else "same part of the epoch",
+                f"; it {left_out}" if left_out else "",
+            )
+
+    def _saved_ranks(self, saved_by: int) -> list[dict[str, Any]]:
+        """Return what the processes had that saved; only the first one's where no gradients of the others are asked."""
+        first = self._io.load_rank(self._path, 0)
+        if first is None:
+            return []
+        others = range(1, saved_by) if first["gradients"] else ()
+        loaded = (self._io.load_rank(self._path, rank) for rank in others)
+        return [first, *(own for own in loaded if own is not None)]
+
+    def _tell_of_conversion(self, source: str) -> None:
+        if self._trainer.is_global_zero:
+            _log.warning(
+                "%s comes from %s: weights, optimizers, schedulers and counters go on; random numbers start anew, and "
+                "the data goes on at the beginning of epoch %d",
+                self._path,
+                source,
+                self._trainer.current_epoch,
+            )
+
+
+def _left_out(checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None, *, takes_state: bool = False) -> str:
+    """Return what is to be said of gradients that this run does not begin with; nothing where there are none.
+
+    Args:
+        checkpoint: What it goes on from.
+        own: What a process had for itself, None where that is not known.
+        takes_state: Whether the strategy goes on with the one's that saved.
+    """
+    are_kept = own is not None and bool(own["strategy"].get("gradients"))  # of a strategy that ``saves_gradients``
+    if (own is not None and own["gradients"] is not None) or (are_kept and takes_state):
+        return ""
+    if checkpoint["loops"]["in_group"] > 0:
+        return _BATCHES_LEFT_OUT
+    return _GRADIENTS_LEFT_OUT if are_kept else ""  # in manual optimization, where a step that is done leaves some too
+
+
+def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Give callbacks and data module their states, for evaluation too: some average weights, or split data."""
+    states = checkpoint.get("callbacks", {})
+    for callback in trainer.called_callbacks:
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+    if trainer.datamodule is not None and "datamodule" in checkpoint:
+        trainer.datamodule.load_state_dict(checkpoint["datamodule"])
+
+
+# Defaults for a checkpoint of another program that a fit resumes from.
+
+
+def training_entries(*, epochs_done: int, global_step: int, batches_seen: int) -> dict[str, Any]:
+    """Return the entries of a checkpoint that lead a fit to the beginning of an epoch, with nothing logged yet.
+
+    Args:
+        epochs_done: Number of epochs whose batches have all been trained on.
+        global_step: Number of optimizer steps taken.
+        batches_seen: Number of batches trained on in all epochs.
+    """
+    counters = {"epochs_done": epochs_done, "global_step": global_step, "steps_before": global_step}
+    return {
+        "precision": {},
+        "loops": {**Position().state_dict(), **counters, "batches_seen": batches_seen, "loader_length": None},
+        "metrics": {"values": {}, "shown": [], "written": []},
+    }
+
+
+class SteppedSchedulers:
+    """Schedulers that a converted checkpoint has no state of, stepped to where they would be after its steps.
+
+    Those that watch a value, and all in manual optimization, begin anew: nobody knows when they were stepped.
+
+    Args:
+        trainer: In a fit whose strategy has set up, before the optimizers are loaded.
+        loops: The counters of the checkpoint.
+
+    Attributes:
+        states: What the schedulers say of themselves then.
+    """
+
+    def __init__(self, trainer: Trainer, loops: Mapping[str, Any]) -> None:
+        assert trainer.module is not None  # noqa: S101 - there is one in every run
+        self._module, configs = trainer.module, trainer.strategy.lr_schedulers
+        self._stepped = [c for c in configs if c.monitor is None and self._module.automatic_optimization]
+        for config in self._stepped:
+            self._step(config, loops["global_step" if config.interval == "step" else "epochs_done"])
+        self.states: list[dict[str, Any]] = [config.scheduler.state_dict() for config in configs]
+        if trainer.is_global_zero:
+            self._tell(configs, loops)
+
+    def _step(self, config: SchedulerConfig, count: int) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*lr_scheduler.step")  # before optimizer.step(), which is meant
+            for _ in range(count // config.frequency):
+                self._module.lr_scheduler_step(config.scheduler, None)
+
+    def set_rates(self) -> None:
+        """Give the optimizers, whose state has the learning rates of the other program, those of the schedulers."""
+        for config in self._stepped:
+            scheduler = config.scheduler
+            if hasattr(scheduler, "optimizer") and hasattr(scheduler, "get_last_lr"):
+                for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                    group["lr"] = rate
+
+    def _tell(self, configs: list[SchedulerConfig], loops: Mapping[str, Any]) -> None:
+        for config in configs:
+            stepped = any(config is other for other in self._stepped)
+            where = f"is where it would be after {loops['global_step']} steps and {loops['epochs_done']} epochs"
+            name = type(config.scheduler).__name__
+            _log.warning("no state of schedulers was converted: %s %s", name, where if stepped else "begins anew")

@@ -1,0 +1,118 @@
+"""Content of a training's checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dstrat.checkpoint.portable.format import SAVED_WITH
+from dstrat.checkpoint.strategy_state import module_entries, optimization_entries, rank_buffers
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, checkpoint_entries
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.training.results import EndedFit
+    from dstrat.training.trainer import Trainer
+
+CHECKPOINT_VERSION = 2
+
+
+def collect_checkpoint(
+    trainer: Trainer, *, weights_only: bool = False, ended: EndedFit | None = None
+) -> dict[str, Any]:
+    """Return the state of a training as a dict of tensors and plain values; collective.
+
+    Args:
+        trainer: In a run, or after a fit.
+        weights_only: Whether everything but the module's weights and the hyperparameters is left out.
+        ended: What was kept of the fit, after its end.
+    """
+    checkpoint = _weights(trainer)
+    if not weights_only:
+        checkpoint |= _training(
+            trainer, optimization_entries(trainer.strategy) if ended is None else ended.optimization
+        )
+        if trainer.is_fitting or ended is not None:
+            checkpoint |= _of_each_rank(trainer, collect_rank_state(trainer) if ended is None else ended.rank_state)
+    trainer.dispatch.call("on_save_checkpoint", checkpoint)
+    return checkpoint
+
+
+def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
+    """Write a checkpoint to a file from this process alone, when the others may be gone; nothing communicates.
+
+    What each of the others had for itself, such as its random numbers, is not in it.
+
+    Args:
+        trainer: Of a broken run, whose strategy replicates the state.
+        path: The file to write.
+    """
+    io = trainer.strategy.checkpoint_io
+    checkpoint = _weights(trainer) | _training(trainer, optimization_entries(trainer.strategy))
+    if trainer.world_size == 1:
+        checkpoint |= _of_each_rank(trainer, collect_rank_state(trainer))
+    else:
+        checkpoint["state_dict"] = trainer.strategy.module_state_dict()  # with this process's buffers
+    trainer.dispatch.call("on_save_checkpoint", checkpoint)
+    writes_alone = trainer.world_size == 1 or not io.is_collective
+    (io if writes_alone else TorchCheckpointIO()).save_checkpoint(checkpoint, path)
+
+
+def _weights(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "dstrat_checkpoint_version": CHECKPOINT_VERSION,
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        SAVED_WITH: trainer.plan.strategy_alias,
+        **module_entries(trainer.strategy),
+        **checkpoint_entries(trainer.module, MODULE_KEYS),
+        **checkpoint_entries(trainer.datamodule, DATAMODULE_KEYS),
+    }
+
+
+def _training(trainer: Trainer, optimization: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **optimization,
+        "loops": trainer.fit_loop.state_dict(),
+        "metrics": trainer.metrics.state_dict(),
+        "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
+        "datamodule": trainer.datamodule.state_dict() if trainer.datamodule else {},
+    }
+
+
+def collect_rank_state(trainer: Trainer) -> dict[str, Any]:
+    """Return what belongs to this process alone; collective."""
+    of_strategy = trainer.strategy.rank_state()
+    if trainer.fit_loop.is_in_backward and of_strategy.get("gradients"):
+        of_strategy["gradients"] = {}  # those of the batch that is trained on once more are among them
+    return {**trainer.fit_loop.rank_state(), "strategy": of_strategy, "buffers": rank_buffers(trainer.strategy)}
+
+
+def _of_each_rank(trainer: Trainer, rank_state: dict[str, Any]) -> dict[str, Any]:
+    """Return what belongs to single processes: only this one's where each process saves; collective."""
+    if trainer.strategy.checkpoint_io.is_collective:
+        return {"per_rank": rank_state}
+    return {"ranks": _gather(trainer.strategy, rank_state)}
+
+
+def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, module: nn.Module) -> None:
+    """Let a checkpoint have each process's buffers of another module with the same names; collective.
+
+    Args:
+        checkpoint: Changed in place, if it has what belongs to single processes.
+        strategy: Of the processes.
+        module: What training goes on with, while the strategy's module has other values.
+    """
+    if "per_rank" in checkpoint:
+        checkpoint["per_rank"]["buffers"] = rank_buffers(strategy, module)
+    elif "ranks" in checkpoint:
+        for state, buffers in zip(checkpoint["ranks"], _gather(strategy, rank_buffers(strategy, module)), strict=True):
+            state["buffers"] = buffers
+
+
+def _gather(strategy: Strategy, value: Any) -> list[Any]:
+    return [strategy.broadcast(value, src=rank) for rank in range(strategy.world_size)]

@@ -1,0 +1,177 @@
+"""Hooks: bound once before a run, so that those not overridden cost nothing."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import MisuseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dstrat.training.callbacks.callback import Callback
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+
+def overrides(owner: object, name: str, base: type) -> bool:
+    """Return whether the owner's class or the instance implements a hook, rather than inheriting that of base.
+
+    A hook that is None counts as not implemented.
+    """
+    attributes = getattr(owner, "__dict__", {})
+    if name in attributes:
+        return attributes[name] is not None
+    method = getattr(type(owner), name, None)
+    return method is not None and method is not getattr(base, name, None)
+
+
+def hook_of(owner: object, name: str, base: type) -> Callable[..., Any]:
+    """Return a hook that has a default; where the owner's is None, that of base."""
+    method: Callable[..., Any] | None = getattr(owner, name)
+    return partial(getattr(base, name), owner) if method is None else method
+
+
+class Dispatch:
+    """The overridden hooks of the callbacks and the module, by name.
+
+    Callbacks come first, in their order, then the module.  Callbacks that save checkpoints come after the module, so
+    that they see what it logged.
+    """
+
+    def __init__(self, trainer: Trainer, module: TrainModule, callbacks: Sequence[Callback]) -> None:
+        from dstrat.training.callbacks.callback import Callback
+        from dstrat.training.module.train_module import TrainModule
+
+        self._trainer, self._module = trainer, module
+        self._early = [callback for callback in callbacks if not callback.runs_last]
+        self._late = [callback for callback in callbacks if callback.runs_last]
+        self._callback_base, self._module_base = Callback, TrainModule
+        self._found: dict[str, tuple[Callable[..., Any], ...]] = {}
+
+    def of(self, name: str) -> tuple[Callable[..., Any], ...]:
+        """Return the callables of a hook, in the order in which they are called."""
+        if name not in self._found:
+            self._found[name] = (*self.early(name), *self.late(name))
+        return self._found[name]
+
+    def early(self, name: str) -> tuple[Callable[..., Any], ...]:
+        """Return the callables of a hook but for the callbacks that run last."""
+        if not overrides(self._module, name, self._module_base):
+            return tuple(self._of_callbacks(self._early, name))
+        module_hook = self._profiled(self._module, name, getattr(self._module, name))
+        return (*self._of_callbacks(self._early, name), module_hook)
+
+    def late(self, name: str) -> tuple[Callable[..., Any], ...]:
+        """Return the callables of a hook of the callbacks that run last."""
+        return tuple(self._of_callbacks(self._late, name))
+
+    def answering(self, name: str) -> list[str]:
+        """Return the classes that override a hook by a function that is not annotated as returning None."""
+        owners = ((self._module, self._module_base), *((c, self._callback_base) for c in (*self._early, *self._late)))
+        return [
+            type(owner).__name__
+            for owner, base in owners
+            if overrides(owner, name, base)
+            and getattr(getattr(owner, name), "__annotations__", {}).get("return", Any) not in (None, "None")
+        ]
+
+    def insert(self, name: str, hook: Callable[..., Any]) -> None:
+        """Let a function be called before the callbacks and the module."""
+        self._found[name] = (hook, *self.of(name))
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a hook."""
+        for hook in self.of(name):
+            hook(*args)
+
+    def call_callbacks(self, name: str, *args: Any) -> None:
+        """Call a hook of the callbacks alone."""
+        for hook in self.of_callbacks(name):
+            hook(*args)
+
+    def of_callbacks(self, name: str) -> list[Callable[..., Any]]:
+        """Return the callables of a hook of the callbacks, without the module's."""
+        return self._of_callbacks([*self._early, *self._late], name)
+
+    def _of_callbacks(self, callbacks: Sequence[Callback], name: str) -> list[Callable[..., Any]]:
+        return [
+            self._profiled(callback, name, partial(getattr(callback, name), self._trainer, self._module))
+            for callback in callbacks
+            if overrides(callback, name, self._callback_base)
+        ]
+
+    def _profiled(self, owner: object, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return self._trainer.profiled(f"{type(owner).__name__}.{name}", hook)
+
+
+# Hooks that older trainers called and this one does not: a class that still has one is told, as it would be silent.
+
+
+_WITHOUT_OUTPUTS = "which gets no outputs: append them to a list of the module in the step"
+
+_ANYWHERE = {
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_epoch_start": "on_train_epoch_start, on_validation_epoch_start or on_test_epoch_start",
+    "on_epoch_end": "on_train_epoch_end, on_validation_epoch_end or on_test_epoch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_hpc_save": "on_save_checkpoint",
+    "on_hpc_load": "on_load_checkpoint",
+}
+_OF_MODULES = {
+    **_ANYWHERE,
+    "training_epoch_end": f"on_train_epoch_end, {_WITHOUT_OUTPUTS}",
+    "validation_epoch_end": f"on_validation_epoch_end, {_WITHOUT_OUTPUTS}",
+    "test_epoch_end": f"on_test_epoch_end, {_WITHOUT_OUTPUTS}",
+    "training_step_end": "the end of training_step",
+    "validation_step_end": "the end of validation_step",
+    "test_step_end": "the end of test_step",
+    "configure_sharded_model": "configure_model",
+    "get_progress_bar_dict": "self.log(name, value, prog_bar=True) in a step",
+    "on_post_move_to_device": "configure_model or on_fit_start",
+    "tbptt_split_batch": "training_step, with automatic_optimization = False",
+    **{f"on_{source}_dataloader": f"{source}_dataloader" for source in ("train", "val", "test", "predict")},
+}
+_OF_CALLBACKS = {
+    **_ANYWHERE,
+    "on_init_start": "__init__ or setup",
+    "on_init_end": "__init__ or setup",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_configure_sharded_model": "setup or on_fit_start",
+    "on_keyboard_interrupt": "on_exception",
+}
+
+_COMMON_NAMES = {"on_epoch_start", "on_epoch_end"}
+"""What libraries call methods of their own, which take other arguments than the hooks did."""
+
+
+def check_no_removed_hooks(owner: object, *, is_callback: bool = False) -> None:
+    """Check that an object has no method that is named as a hook of old, which nobody would call.
+
+    Args:
+        owner: A module, a data module or a callback.
+        is_callback: Whether it is a callback.
+
+    Raises:
+        MisuseError: It has one; the message says what to write instead.
+    """
+    for name, instead in (_OF_CALLBACKS if is_callback else _OF_MODULES).items():
+        method = getattr(owner, name, None)
+        if callable(method) and (name not in _COMMON_NAMES or _takes(method, 2 if is_callback else 0)):
+            raise MisuseError(
+                f"{type(owner).__name__}.{name} is not called any more: do its work in {instead}, or give it another "
+                "name if it is no hook"
+            )
+
+
+def _takes(method: Callable[..., Any], count: int) -> bool:
+    """Return whether a method can be called with so many arguments."""
+    try:
+        inspect.signature(method).bind(*range(count))
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,324 @@
+"""Batches of a run: iterated, and moved to the device."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING, Any
+
+from dstrat.data.equal_length import agreed_length
+from dstrat.data.limits import limit_of, whole_items
+from dstrat.data.loaders import is_loaded_elsewhere, length_is_certain, length_of, prepare_training_loader, unshuffled
+from dstrat.data.prefetch import copied_ahead
+from dstrat.data.resume import Beginning, ContinuedLoader, PlacedLoader, knows_its_place
+from dstrat.errors import ConflictError, MisuseError
+from dstrat.interfaces.batch import mover_to
+from dstrat.interfaces.strategy import Strategy
+from dstrat.training.hooks import overrides
+from dstrat.training.module.data_module import DataModule
+from dstrat.training.module.hooks import DataHooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import torch
+
+    from dstrat.training.loops.sources import Sources
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+
+# Training data of a process: its loader, limits, and batches of an epoch.
+
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingData:
+    """The training loader of this process.
+
+    Args:
+        trainer: Its strategy divides the data; its arguments limit it.
+
+    Attributes:
+        loader: What is read, None before it is known.
+        num_batches: Number of batches in an epoch, None where the loader has no length or is not known yet.
+        beginning: How the epoch began; None before the first.
+        batches_per_item: Number of batches in what the loader gives at once: 1, but for compiled training steps that
+            consume several.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.loader: Any = None
+        self.num_batches: int | None = None
+        self.beginning: Beginning | None = None
+        self.batches_per_item = 1
+        self._loaded_in_epoch = 0
+        self._placed: PlacedLoader | None = None
+
+    @property
+    def length(self) -> int | None:
+        """Number of batches of the whole loader, without a limit; None where it is unknown."""
+        length = length_of(self.loader)
+        return None if length is None else length * self.batches_per_item
+
+    def load(self, sources: Sources) -> None:
+        """Take the loader from where the user gave it, unless that is done; collective."""
+        trainer = self._trainer
+        if self.loader is None:
+            given = sources.loader("train")
+            compiled = trainer.strategy.compiled_steps()
+            self.batches_per_item = 1 if compiled is None else compiled.batches
+            self.loader = prepare_training_loader(
+                unshuffled(given) if trainer.overfit_batches else given,
+                trainer.strategy,
+                distribute=trainer.use_distributed_sampler,
+            )
+            limit = limit_of(trainer.limit_train_batches, self.length, "limit_train_batches")
+            self.num_batches = self._whole_items(limit)
+
+    def _whole_items(self, count: int | None) -> int | None:
+        """Return the number of batches that whole items have, and log where it is another one."""
+        whole = whole_items(count, self.batches_per_item)
+        if whole != count:
+            _log.warning(
+                "an epoch has %d training batches rather than %d, as one call of the compiled step takes %d",
+                whole,
+                count,
+                self.batches_per_item,
+            )
+        return whole
+
+    def open(self, sources: Sources, epoch: int) -> None:
+        """Take the loader, and agree with the other processes on its length; collective."""
+        self.load(sources)
+        self._loaded_in_epoch = epoch
+        self.num_batches = agreed_length(self._trainer.strategy, self.num_batches)
+
+    def reload_when_due(self, sources: Sources, epoch: int) -> bool:
+        """Take another loader where the Trainer was asked to, and return whether it was time; collective then."""
+        every = self._trainer.reload_dataloaders_every_n_epochs
+        if not every or epoch - self._loaded_in_epoch < every:
+            return False
+        self.loader = None
+        self.open(sources, epoch)
+        return True
+
+    def scaled(self, batches_done: int, other_length: int | None) -> int:
+        """Return how many batches are the part of an epoch that other processes had done, with another length of it."""
+        if not self.length or not other_length:
+            return batches_done
+        scaled = batches_done * self.length // other_length
+        return scaled - scaled % self.batches_per_item
+
+    def check_position(self, batches_done: int) -> None:
+        """Check that an epoch can go on after so many batches.
+
+        Raises:
+            ConflictError: They end within what one call of a compiled step takes.
+        """
+        is_over = self.num_batches is not None and batches_done >= self.num_batches
+        if batches_done % self.batches_per_item and not is_over:
+            raise ConflictError(
+                f"the checkpoint was saved after {batches_done} batches of an epoch, and one call of the compiled step "
+                f"takes {self.batches_per_item}: resume from one that was saved at the end of an epoch, or after a "
+                f"multiple of {self.batches_per_item} batches"
+            )
+
+    def place(self, batches_done: int | None) -> Any:
+        """Return where a loader that knows its own place was after so many batches, None for other loaders.
+
+        Args:
+            batches_done: None at the end of an epoch.
+        """
+        if self._placed is None:
+            return None
+        if batches_done is None:
+            return self._placed.latest_place
+        return self._placed.place_after(batches_done // self.batches_per_item)
+
+    def batches(
+        self, module: TrainModule, *, done: int, beginning: Beginning | None, place: Any = None, is_over: bool = False
+    ) -> Iterable[tuple[Any, bool]]:
+        """Return the items of an epoch that are left, on the device, each with whether it is the last.
+
+        Args:
+            module: Whose hooks take part in the transfer.
+            done: Number of batches that have been trained on.
+            beginning: How the epoch began, where some have been.
+            place: Where the loader was then, if it knows that.
+            is_over: Whether the last one has been.
+        """
+        trainer, left = self._trainer, self.num_batches
+        done //= self.batches_per_item
+        left = None if left is None else left // self.batches_per_item
+        if done and beginning is not None:
+            self.beginning = beginning
+            left = None if left is None else max(0, left - done)
+        else:
+            self.beginning, done, place = Beginning.of(self.loader), 0, None
+        copies_ahead_to = device_to_copy_ahead_to(trainer, module)
+        is_read_ahead = copies_ahead_to is not None or left is None or not length_is_certain(self.loader)
+        loader = self._read_from(self.beginning, done, place, is_over=is_over, is_read_ahead=is_read_ahead)
+        move = trainer.profiled("transfer_batch", batch_mover(trainer, module))
+        batches = trainer.profiled_batches(Batches(loader, left, None if done else "training"))
+        prefetching = prefetching_strategy(trainer, module, loader)
+        return device_batches(batches, move, copies_ahead_to=copies_ahead_to, prefetching=prefetching)
+
+    def keep_place(self) -> None:
+        """Keep the place of the loader before something else may read it, such as a validation."""
+        if self._placed is not None:
+            self._placed.keep_place()
+
+    def _read_from(self, beginning: Beginning, done: int, place: Any, *, is_over: bool, is_read_ahead: bool) -> Any:
+        """Return what gives the batches that are left of an epoch."""
+        self._placed = None
+        if knows_its_place(self.loader) and (place is not None or not done):
+            self._placed = PlacedLoader(
+                self.loader, beginning, done, place, is_over=is_over and done > 0, is_read_ahead=is_read_ahead
+            )
+            return self._placed
+        return ContinuedLoader(self.loader, beginning, done) if done else self.loader
+
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Batches:
+    """The batches of a loader up to a limit, each with whether it is the last.
+
+    A loader whose length is known is read one batch at a time, so that its random numbers are drawn in the order of
+    a hand-written loop; one of unknown length is read one batch ahead.
+
+    Args:
+        loader: Any iterable of batches.
+        count: Number of batches to take at most, None for all of a loader of unknown length.
+        required_for: What needs at least one batch, such as ``"training"``; None does without.
+    """
+
+    def __init__(self, loader: Any, count: int | None, required_for: str | None = None) -> None:
+        self._loader = loader
+        self._count = count
+        self._required_for = required_for
+
+    def __iter__(self) -> Iterator[tuple[Any, bool]]:
+        if self._count is None or not length_is_certain(self._loader):
+            return self._ahead()
+        return self._counted(self._count)
+
+    def _counted(self, count: int) -> Iterator[tuple[Any, bool]]:
+        if count == 0:
+            return
+        last = count - 1
+        for index, batch in enumerate(self._loader):
+            yield batch, index == last
+            if index >= last:
+                return
+
+    def _ahead(self) -> Iterator[tuple[Any, bool]]:
+        iterator = itertools.islice(self._loader, self._count)
+        nothing = object()
+        current = next(iterator, nothing)
+        if current is nothing and self._required_for is not None and self._count != 0:
+            raise MisuseError(
+                f"the {self._required_for} loader (a {type(self._loader).__name__}) gave no batch: it is empty, "
+                "or an iterator that can be read once only; pass something that starts anew with each iter()"
+            )
+        while current is not nothing:
+            following = next(iterator, nothing)
+            yield current, following is nothing
+            current = following
+
+
+def device_batches(
+    batches: Iterable[tuple[Any, bool]],
+    move: Callable[[Any, int], Any],
+    *,
+    dataloader_idx: int = 0,
+    copies_ahead_to: torch.device | None = None,
+    prefetching: Strategy | None = None,
+) -> Iterator[tuple[Any, bool]]:
+    """Yield batches on the device, each with whether it is the last.
+
+    Args:
+        batches: Such as :class:`Batches` gives them.
+        move: Brings a batch (with the index of its loader) to the device, such as :func:`batch_mover` returns it.
+        dataloader_idx: Index of the loader among those that are read one after the other.
+        copies_ahead_to: The CUDA device to which the next batch is copied during a step; None copies when a batch is
+            due.  :func:`device_to_copy_ahead_to` says which.
+        prefetching: The strategy that reads and copies batches in threads, as :func:`prefetching_strategy` returns it.
+    """
+    if prefetching is not None:
+        yield from prefetching.prefetch(batches, lambda pair: (move(pair[0], dataloader_idx), pair[1]))
+        return
+    if copies_ahead_to is not None:
+        yield from copied_ahead(batches, lambda batch: move(batch, dataloader_idx), copies_ahead_to)
+        return
+    for batch, is_last in batches:
+        yield move(batch, dataloader_idx), is_last
+
+
+def device_to_copy_ahead_to(trainer: Trainer, module: TrainModule) -> torch.device | None:
+    """Return the device to which batches can be copied during the step before; None where they cannot.
+
+    That needs CUDA, and that nobody else takes part in the transfer, who might rely on its time or on its stream.
+    """
+    strategy = trainer.strategy
+    is_ours = not any(_hook_owners(trainer, module)) and not overrides(strategy, "batch_to_device", Strategy)
+    return strategy.root_device if is_ours and strategy.root_device.type == "cuda" else None
+
+
+def prefetching_strategy(trainer: Trainer, module: TrainModule, loader: Any) -> Strategy | None:
+    """Return the strategy where it reads and copies a loader's batches in threads; None where it must not, or does not.
+
+    A hook of the user's that takes part in the transfer is not called in a thread, and a profiler measures in one only.
+    """
+    strategy = trainer.strategy
+    does = overrides(strategy, "prefetch", Strategy) and is_loaded_elsewhere(loader)
+    return strategy if does and trainer.profiler is None and not any(_hook_owners(trainer, module)) else None
+
+
+def batch_mover(trainer: Trainer, module: TrainModule) -> Callable[[Any, int], Any]:
+    """Return what brings a batch (with the index of its loader) to the device.
+
+    The module's or data module's transfer hooks take part where they are overridden.
+    """
+    strategy = trainer.strategy
+    before, transfer, after = owners = _hook_owners(trainer, module)
+    if not any(owners):
+        return _leanest_mover(strategy)
+
+    def move(batch: Any, dataloader_idx: int) -> Any:
+        if before is not None:
+            batch = before.on_before_batch_transfer(batch, dataloader_idx)
+        if transfer is None:
+            batch = strategy.batch_to_device(batch)
+        else:
+            batch = transfer.transfer_batch_to_device(batch, strategy.root_device, dataloader_idx)
+            batch = strategy.precision_plugin.convert_input(batch)
+        return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)
+
+    return move
+
+
+def _leanest_mover(strategy: Strategy) -> Callable[[Any, int], Any]:
+    """Return what does the same as the strategy's method; what that looks up per batch is looked up here, once."""
+    if overrides(strategy, "batch_to_device", Strategy):
+        to_device = strategy.batch_to_device
+        return lambda batch, dataloader_idx: to_device(batch)  # noqa: ARG005 - no hook asks for it
+    move, convert = mover_to(strategy.root_device), strategy.precision_plugin.convert_input
+    return lambda batch, dataloader_idx: convert(move(batch))  # noqa: ARG005 - likewise
+
+
+def _hook_owners(trainer: Trainer, module: TrainModule) -> list[DataHooks | None]:
+    """Return for each transfer hook who overrides it: the data module, the module, or nobody."""
+    owners: list[DataHooks | None] = [trainer.datamodule, module]
+    return [
+        next((owner for owner in owners if owner is not None and overrides(owner, name, _base(owner))), None)
+        for name in _TRANSFER_HOOKS
+    ]
+
+
+def _base(owner: DataHooks) -> type:
+    return DataModule if isinstance(owner, DataModule) else DataHooks

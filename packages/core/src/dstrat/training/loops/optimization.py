@@ -1,0 +1,461 @@
+"""Automatic and manual optimization, and optimizers whose step goes through the strategy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dstrat.errors import ConflictError, MisuseError
+from dstrat.training.hooks import hook_of, overrides
+from dstrat.training.loops.steps import (
+    bind_backward,
+    bind_optimizer_step,
+    bind_step,
+    bind_unscaling,
+    end_graph_after,
+    steps_plainly,
+)
+from dstrat.training.module.train_module import TrainModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import nn
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.optimizers import SchedulerConfig
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.training.trainer import Trainer
+
+
+class OptimizerProxy:
+    """An optimizer as a module gets it: its ``step`` is the strategy's, everything else is its own.
+
+    Precisions that scale losses, and strategies that average or shard, do their part in the step.
+
+    Args:
+        optimizer: One that ``configure_optimizers`` returned.
+        strategy: Steps it.
+        module: The module whose parameters it has.
+
+    Attributes:
+        optimizer: The optimizer itself.
+    """
+
+    def __init__(self, optimizer: Optimizer, strategy: Strategy, module: Module) -> None:
+        self.optimizer = optimizer
+        self._strategy, self._module = strategy, module
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the optimizer.
+
+        Args:
+            closure: Computes the loss and its gradients and returns the loss.
+            **kwargs: Passed to the optimizer's ``step``.
+
+        Returns:
+            What the closure returned.
+        """
+        return self._strategy.optimizer_step(self.optimizer, closure or _nothing, self._module, **kwargs)
+
+    @property  # type: ignore[misc]  # so that isinstance holds, which torch's schedulers ask for
+    def __class__(self) -> type:
+        return type(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if "optimizer" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+
+def _nothing() -> None:
+    """Compute nothing: the gradients are there."""
+
+
+# Automatic optimization: from the loss of a batch to the optimizer's step.
+
+
+_log = logging.getLogger(__name__)
+
+
+class _NothingToLearnError(Exception):
+    """``training_step`` returned None."""
+
+
+class AutomaticOptimization:
+    """Clears gradients, runs ``training_step``, backward, clipping and the optimizer's step, with the hooks between.
+
+    Everything that can be found out once is found out here, before the first batch.  Gradients are cleared before
+    the forward pass, so that old gradients and new activations are never held together.
+
+    Args:
+        trainer: Its strategy and hooks are used.
+        module: The user's module.
+
+    Attributes:
+        optimizers: What the module's ``optimizers`` method returns.
+        is_in_backward: Whether a backward pass has begun in a batch that is not done.
+    """
+
+    def __init__(self, trainer: Trainer, module: TrainModule) -> None:
+        strategy, dispatch = trainer.strategy, trainer.dispatch
+        self._trainer, self._module, self._strategy = trainer, module, strategy
+        self.optimizers = strategy.optimizers
+        self._optimizer = _only(strategy.optimizers)
+        self._training_step = trainer.profiled("training_step", bind_step(strategy, module, "training_step"))
+        self._backward = trainer.profiled("backward", bind_backward(strategy))
+        self._unscale = bind_unscaling(strategy)
+        self._optimizer_step = trainer.profiled(
+            "optimizer_step", end_graph_after("optimizer_step", self._find_step(), strategy)
+        )
+        self._loop = trainer.fit_loop
+        self._zero_grad = self._find_zero_grad()
+        self._clips = trainer.gradient_clip_val is not None or overrides(
+            module, "configure_gradient_clipping", TrainModule
+        )
+        self._configure_clipping = hook_of(module, "configure_gradient_clipping", TrainModule)
+        self._before_zero_grad = dispatch.of("on_before_zero_grad")
+        self._before_backward = dispatch.of("on_before_backward")
+        self._after_backward = dispatch.of("on_after_backward")
+        self._before_optimizer_step = dispatch.of("on_before_optimizer_step")
+        self._prepares = self._clips or bool(self._unscale or self._before_optimizer_step)
+        self._arguments: tuple[Any, ...] = ()
+        self._group_size = 1
+        self._applies = True
+        self._clears = True  # until something has been accumulated
+        self._outputs: Any = None
+        self._has_warned = False
+        self.is_in_backward = False
+
+    def _find_step(self) -> Callable[[Callable[[], Any]], Any]:
+        module, trainer, optimizer = self._module, self._trainer, self._optimizer
+        if not overrides(module, "optimizer_step", TrainModule):
+            return bind_optimizer_step(self._strategy, module, optimizer)
+        given: Any = optimizer if steps_plainly(self._strategy) else OptimizerProxy(optimizer, self._strategy, module)
+        return lambda closure: module.optimizer_step(trainer.current_epoch, trainer.fit_loop.batch_idx, given, closure)
+
+    def _find_zero_grad(self) -> Callable[[], None]:
+        module, trainer, optimizer = self._module, self._trainer, self._optimizer
+        if not overrides(module, "optimizer_zero_grad", TrainModule):
+            return optimizer.zero_grad
+        return lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer)
+
+    def start_group(self) -> None:
+        """Clear the gradients before the next batch, also those that wait for a step in vain."""
+        self._clears = True
+
+    def go_on_accumulating(self) -> None:
+        """Keep the gradients that there are for the next optimizer step, as those of a checkpoint."""
+        self._clears = False
+
+    def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:
+        """Train on a batch; return what ``training_step`` returned.
+
+        Args:
+            arguments: What ``training_step`` takes.
+            group_size: Number of batches whose gradients make up one optimizer step.
+            applies: Whether it is the last of its group, after which the optimizer steps.
+        """
+        self._arguments, self._group_size, self._applies = arguments, group_size, applies
+        try:
+            if applies or self._strategy.accumulates_gradients:
+                self._optimizer_step(self._closure)
+                if self._outputs is None:
+                    raise closure_not_called(self._module, self._optimizer)
+            else:
+                with self._strategy.no_backward_sync():
+                    self._closure()
+            self._clears = False
+        except _NothingToLearnError:
+            self._warn_of_no_loss()
+            if applies and not self._clears:  # earlier batches of the group have gradients
+                self._optimizer_step(self._prepare_step)
+        except RuntimeError as error:
+            if (explained := unusable_loss(self._outputs, self._module)) is not None:
+                raise explained from error
+            raise
+        finally:
+            outputs, self._outputs, self._arguments = self._outputs, None, ()
+        self.is_in_backward = False
+        if applies:
+            self._clears = True
+            self._loop.global_step += 1
+        return outputs
+
+    def leave_out(self, *, applies: bool) -> None:
+        """Step with the gradients of the group's other batches, if there are any and its last batch is left out."""
+        if applies and not self._clears:
+            self._optimizer_step(self._prepare_step)
+            self._loop.global_step += 1
+            self._clears = True
+
+    def _closure(self) -> Tensor:
+        if self._clears:
+            for hook in self._before_zero_grad:
+                hook(self._optimizer)
+            self._zero_grad()
+        elif self._outputs is not None:
+            raise MisuseError(
+                f"{type(self._optimizer).__name__} computes the loss of a batch several times in one step, which "
+                "cannot be combined with accumulate_grad_batches: leave that out"
+            )
+        self._outputs = self._training_step(*self._arguments)
+        loss = self._loss(self._outputs)
+        for hook in self._before_backward:
+            hook(loss)
+        self.is_in_backward = True
+        self._backward(loss)
+        for hook in self._after_backward:
+            hook()
+        if self._applies and self._prepares:
+            self._prepare_step()
+        return loss
+
+    def _loss(self, outputs: Any) -> Tensor:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            return loss if self._group_size == 1 else loss / self._group_size
+        if outputs is not None:
+            raise no_loss(outputs)
+        if self._strategy.world_size > 1:
+            raise MisuseError(
+                f"training_step returned None on rank {self._strategy.global_rank} of {self._strategy.world_size}: "
+                "the other ranks would wait for its gradients; return a loss, such as 0 * output.sum()"
+            )
+        raise _NothingToLearnError
+
+    def _warn_of_no_loss(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "training_step of %s returned None: nothing is trained with such a batch, though it counts for "
+                "global_step and schedulers; return the loss if that is not meant",
+                type(self._module).__name__,
+            )
+
+    def _prepare_step(self) -> None:
+        trainer = self._trainer
+        if self._unscale is not None:
+            self._unscale(self._optimizer)
+        for hook in self._before_optimizer_step:
+            hook(self._optimizer)
+        if self._clips:
+            self._configure_clipping(self._optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+
+
+def _only(optimizers: list[Optimizer]) -> Optimizer:
+    if len(optimizers) == 1:
+        return optimizers[0]
+    if not optimizers:
+        raise MisuseError(
+            "configure_optimizers returned no optimizer: return one, such as torch.optim.AdamW(self.parameters())"
+        )
+    raise MisuseError(
+        f"configure_optimizers returned {len(optimizers)} optimizers, and automatic optimization steps one: put the "
+        "parameters into groups of a single optimizer, or set self.automatic_optimization = False and step them "
+        "in training_step"
+    )
+
+
+# Manual optimization: the module's ``training_step`` computes gradients and steps its optimizers by itself.
+
+
+class ManualOptimization:
+    """Runs ``training_step``, which does the rest through :class:`ManualOptimizer` and ``manual_backward``.
+
+    Args:
+        trainer: Its strategy and hooks are used; its arguments for automatic optimization must be at their defaults.
+        module: Of which ``automatic_optimization`` is False.
+
+    Attributes:
+        module: As it was given.
+        optimizers: What the module's ``optimizers`` method returns.
+        waits: Whether gradients have been computed since the last step of an optimizer.
+
+    Raises:
+        ConflictError: The Trainer was asked to clip or to accumulate.
+    """
+
+    def __init__(self, trainer: Trainer, module: TrainModule) -> None:
+        _check_arguments(trainer, module)
+        self.module = module
+        self._training_step = trainer.profiled("training_step", bind_step(trainer.strategy, module, "training_step"))
+        self._backward = bind_backward(trainer.strategy)
+        self._before_backward = trainer.dispatch.of("on_before_backward")
+        self._after_backward = trainer.dispatch.of("on_after_backward")
+        self.optimizers = [ManualOptimizer(optimizer, trainer, self) for optimizer in trainer.strategy.optimizers]
+        self.waits = self.is_in_backward = False
+        if trainer.is_global_zero:
+            _warn_of_intervals(trainer.strategy.lr_schedulers, module)
+
+    def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - the module accumulates by itself
+        """Train on a batch; return what ``training_step`` returned.
+
+        Args:
+            arguments: What ``training_step`` takes.
+            group_size: Always 1.
+            applies: Always True.
+        """
+        outputs = self._training_step(*arguments)
+        self.is_in_backward = False
+        return outputs
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss, with the hooks around it."""
+        for hook in self._before_backward:
+            hook(loss)
+        self.is_in_backward = True
+        self._backward(loss, *args, **kwargs)
+        self.waits = True
+        for hook in self._after_backward:
+            hook()
+
+
+class ManualOptimizer(OptimizerProxy):
+    """An optimizer as manual optimization sees it: its steps are counted too, and hooks come before them.
+
+    Args:
+        optimizer: One that ``configure_optimizers`` returned.
+        trainer: Its strategy steps the optimizer.
+        manual: Has the module whose parameters it has, and is told of steps.
+    """
+
+    _module: TrainModule
+
+    def __init__(self, optimizer: Optimizer, trainer: Trainer, manual: ManualOptimization) -> None:
+        super().__init__(optimizer, trainer.strategy, manual.module)
+        self._loop, self._manual = trainer.fit_loop, manual
+        self._before_step = trainer.dispatch.of("on_before_optimizer_step")
+        self._step = end_graph_after("optimizer_step", super().step, trainer.strategy)
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        def prepared() -> Any:
+            loss = closure() if closure is not None else None
+            self._strategy.unscale_gradients(self.optimizer)
+            for hook in self._before_step:
+                hook(self.optimizer)
+            return loss
+
+        output = self._step(prepared, **kwargs)
+        self._loop.global_step += 1
+        self._manual.waits = False
+        return output
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Let only this optimizer's parameters require gradients in a ``with`` block.
+
+        Args:
+            sync_grad: Whether gradients are synchronised over the processes in it.
+        """
+        self._module.toggle_optimizer(self)
+        try:
+            with self._module.no_backward_sync(enabled=not sync_grad):
+                yield
+        finally:
+            self._module.untoggle_optimizer(self)
+
+
+def _warn_of_intervals(configs: Iterable[SchedulerConfig], module: TrainModule) -> None:
+    for config in configs:
+        given = {"interval": config.interval, "frequency": config.frequency, "monitor": config.monitor}
+        usual = {"interval": "epoch", "frequency": 1, "monitor": None}
+        ignored = [f"{name}={value!r}" for name, value in given.items() if value != usual[name]]
+        if ignored:
+            _log.warning(
+                "%s of %s is ignored, as %s has automatic_optimization=False: call self.lr_schedulers().step() in it",
+                ", ".join(ignored),
+                type(config.scheduler).__name__,
+                type(module).__name__,
+            )
+
+
+def _check_arguments(trainer: Trainer, module: TrainModule) -> None:
+    given = {
+        "gradient_clip_val": (trainer.gradient_clip_val, None, "self.clip_gradients(optimizer, value)"),
+        "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1, "stepping only in every n-th batch"),
+    }
+    for name, (value, default, instead) in given.items():
+        if value != default:
+            raise ConflictError(
+                f"{name}={value!r} is for automatic optimization, and {type(module).__name__} has "
+                f"automatic_optimization=False: leave it out, and do it in training_step, by {instead}"
+            )
+
+
+# The loss in what ``training_step`` returned, and what is said where there is none that can be trained with.
+
+
+_WANTED = "return the loss, a tensor with one element that depends on the parameters, or a dict with it as 'loss'"
+
+
+def no_loss(outputs: Any) -> MisuseError:
+    """Return the error for outputs without a tensor as the loss."""
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        return MisuseError(f"training_step returned a dict whose 'loss' is {_described(outputs['loss'])}: {_WANTED}")
+    if isinstance(outputs, Mapping):
+        keys = ", ".join(map(repr, outputs)) or "nothing"
+        return MisuseError(f"training_step returned a dict with {keys} and without 'loss': {_WANTED}")
+    return MisuseError(f"training_step returned {_described(outputs)}: {_WANTED}")
+
+
+def unusable_loss(outputs: Any, module: nn.Module) -> MisuseError | None:
+    """Return the error for a loss of which no gradients can be computed; None for any other.
+
+    Args:
+        outputs: What ``training_step`` returned, with a tensor as the loss.
+        module: Whose step it was.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, Tensor):
+        return None
+    shape = f"a loss of shape {tuple(loss.shape)}"
+    if loss.numel() != 1:
+        return MisuseError(f"training_step returned {shape}: return one number, such as loss.mean()")
+    if loss.is_complex():
+        return MisuseError(f"training_step returned {shape} and {loss.dtype}: return a real number, such as loss.abs()")
+    if loss.requires_grad:
+        return None
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return MisuseError(
+            f"training_step returned {shape} without gradients, as no parameter of {type(module).__name__} requires "
+            "them: unfreeze some, by parameter.requires_grad_(True)"
+        )
+    return MisuseError(
+        f"training_step returned {shape} that does not depend on the parameters, so that there are no gradients: "
+        "look for detach(), item(), no_grad() or argmax() on the way from the layers to the loss"
+    )
+
+
+def closure_not_called(module: TrainModule, optimizer: Optimizer) -> MisuseError:
+    """Return the error for an optimizer step in which no loss was computed.
+
+    Args:
+        module: Which may have an ``optimizer_step``.
+        optimizer: Of the step.
+    """
+    if overrides(module, "optimizer_step", TrainModule):
+        caller, advice = type(module).__name__, "call optimizer.step(closure=optimizer_closure) in it"
+        method = "optimizer_step"
+    else:
+        caller, method = type(optimizer).__name__, "step"
+        advice = (
+            "call it there, or define optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure) in the "
+            "module, which calls optimizer_closure() before optimizer.step()"
+        )
+    return MisuseError(
+        f"{caller}.{method} did not call the closure, which computes the loss and its gradients, so that nothing would "
+        f"be trained: {advice}"
+    )
+
+
+def _described(value: Any) -> str:
+    return f"{value!r} ({type(value).__name__})" if isinstance(value, int | float | str) else type(value).__name__

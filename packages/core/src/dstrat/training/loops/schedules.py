@@ -1,0 +1,142 @@
+"""Schedules of a fit: learning rates and validations."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from dstrat.data.limits import limit_of
+from dstrat.errors import MisuseError
+from dstrat.training.arguments import read_duration
+from dstrat.training.hooks import hook_of
+from dstrat.training.module.train_module import TrainModule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dstrat.interfaces.optimizers import SchedulerConfig
+    from dstrat.training.trainer import Trainer
+
+
+class SchedulerSteps:
+    """Steps the schedulers of automatic optimization; in manual optimization the module does so itself.
+
+    Those that watch a value are stepped after validation, which may have logged it.
+
+    Args:
+        trainer: Has the schedulers and the monitored values.
+        module: Has the hook that steps one.
+
+    Attributes:
+        step_with_batches: Whether any is stepped during epochs.
+    """
+
+    def __init__(self, trainer: Trainer, module: TrainModule) -> None:
+        self._trainer = trainer
+        self._step_one = hook_of(module, "lr_scheduler_step", TrainModule)
+        configs = trainer.strategy.lr_schedulers if module.automatic_optimization else []
+        of_steps = [config for config in configs if config.interval == "step"]
+        self._after_step = [config for config in of_steps if config.monitor is None]
+        self._after_validation = [config for config in of_steps if config.monitor is not None]
+        self.step_with_batches = bool(of_steps)
+        self._after_epoch = [config for config in configs if config.interval == "epoch"]
+
+    def after_step(self, count: int) -> None:
+        """Step what is due after an optimizer step, given the number of steps done."""
+        self._step(self._after_step, count)
+
+    def after_validation(self, count: int) -> None:
+        """Step what watches a value and is due after an optimizer step, when validation may have logged it."""
+        self._step(self._after_validation, count)
+
+    def after_epoch(self, count: int) -> None:
+        """Step what is due after an epoch, given the number of epochs done."""
+        self._step(self._after_epoch, count)
+
+    def _step(self, configs: Sequence[SchedulerConfig], count: int) -> None:
+        for config in configs:
+            if count % config.frequency != 0:
+                continue
+            if config.monitor is None:
+                self._step_one(config.scheduler, None)
+            elif (value := _monitored(config, self._trainer.callback_metrics)) is not None:
+                self._step_one(config.scheduler, value)
+
+
+def _monitored(config: SchedulerConfig, metrics: Mapping[str, Any]) -> Any | None:
+    assert config.monitor is not None  # noqa: S101 - checked by the caller
+    if config.monitor not in metrics and config.strict:
+        raise MisuseError(
+            f"the scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged; "
+            f"logged were: {', '.join(sorted(metrics)) or 'no values'}"
+        )
+    return metrics.get(config.monitor)
+
+
+# Schedule of validation during a fit.
+
+
+class ValidationSchedule:
+    """Says after which batches validation is due.
+
+    Args:
+        trainer: Its ``val_check_interval`` and ``check_val_every_n_epoch``.
+        num_batches: Number of training batches in an epoch, None where unknown.
+
+    Raises:
+        MisuseError: Validation would never run.
+    """
+
+    def __init__(self, trainer: Trainer, num_batches: int | None) -> None:
+        interval = trainer.val_check_interval
+        self._epochs = trainer.check_val_every_n_epoch
+        self._batches: int | None = None
+        self._seconds: float | None = None
+        self._last_time = time.monotonic()
+        if isinstance(interval, int | float):
+            if interval != 1.0 or isinstance(interval, int):
+                self._batches = self._count(interval, num_batches)
+        elif interval is not None:
+            self._seconds = read_duration(interval, "val_check_interval").total_seconds()
+
+    def _count(self, interval: float, num_batches: int | None) -> int:
+        if self._epochs is not None and num_batches is not None and interval > num_batches:
+            raise MisuseError(
+                f"val_check_interval={interval!r} is more than the {num_batches} training batches of an epoch: "
+                "validation would never run; pass check_val_every_n_epoch=None too, to count batches across epochs"
+            )
+        if self._epochs is None:
+            return int(interval)
+        return max(1, limit_of(interval, num_batches, "val_check_interval") or 1)
+
+    def is_due(self, *, batches_done: int, is_last: bool, epoch: int, batches_seen: int, batches: int = 1) -> bool:
+        """Return whether validation runs after a batch, or after the last of several that were one call.
+
+        Args:
+            batches_done: Number of batches of the epoch, with this one.
+            is_last: Whether it is the epoch's last.
+            epoch: Index of the epoch.
+            batches_seen: Number of batches in all epochs, with this one.
+            batches: Number of batches since validation could last have run.
+        """
+        if self._seconds is not None:
+            return False
+        if self._epochs is None:
+            return is_last if self._batches is None else batches_seen % self._batches < batches
+        if (epoch + 1) % self._epochs != 0:
+            return False
+        return is_last if self._batches is None else batches_done % self._batches < batches
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether validation runs by the clock."""
+        return self._seconds is not None
+
+    @property
+    def time_is_up(self) -> bool:
+        """Whether validation by the clock is due in this process."""
+        return self._seconds is not None and time.monotonic() - self._last_time >= self._seconds
+
+    def note_run(self) -> None:
+        """Take note that validation has run."""
+        self._last_time = time.monotonic()

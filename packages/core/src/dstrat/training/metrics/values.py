@@ -1,0 +1,452 @@
+"""Logged values: numbers and torchmetrics objects."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dstrat.errors import MisuseError
+from dstrat.training.metrics.reduction import Share
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dstrat.training.metrics.reduction import Options
+
+
+DATALOADER_SUFFIX = "/dataloader_idx_"
+"""What stands between a name and the index of the loader, where several are evaluated."""
+
+
+class Entry:
+    """What every kind of logged name has: its options, and the names under which it is known.
+
+    Args:
+        name: As the user logs it.
+        options: As they were given.
+        in_step: Whether it is logged in steps, or around them.
+        training: Whether it is logged while training, which decides the defaults.
+
+    Attributes:
+        is_fresh: Whether it was logged since the last write of step values.
+        was_logged: Whether it was logged in this epoch.
+        latest: The value of the last step in this process.
+        step_name: Name of the value of a step.
+        epoch_name: Name of the value over the epoch.
+    """
+
+    __slots__ = (
+        "epoch_name",
+        "in_step",
+        "is_fresh",
+        "latest",
+        "name",
+        "on_epoch",
+        "on_step",
+        "options",
+        "step_name",
+        "was_logged",
+    )
+
+    def __init__(self, name: str, options: Options, *, in_step: bool, training: bool) -> None:
+        options.check(name, in_step=in_step)
+        of_steps = training and in_step
+        self.name, self.options, self.in_step = name, options, in_step
+        self.on_step = of_steps if options.on_step is None else options.on_step
+        self.on_epoch = not of_steps if options.on_epoch is None else options.on_epoch
+        self.is_fresh = self.was_logged = False
+        self.latest: Tensor | float = 0.0
+        self.step_name = _extended(name, "_step") if self.on_epoch else name
+        self.epoch_name = _extended(name, "_epoch") if self.on_step else name
+
+    @property
+    def value_names(self) -> set[str]:
+        """Names of its values in logs."""
+        asked = {self.step_name: self.on_step, self.epoch_name: self.on_epoch}
+        return {name for name, is_asked in asked.items() if is_asked}
+
+    @property
+    def is_written(self) -> bool:
+        """Whether loggers write it."""
+        return self.options.logger is not False
+
+    @property
+    def step_value(self) -> Tensor | float | None:
+        """The value of the latest step, None where it is not known yet."""
+        return self.latest
+
+    @property
+    def shown_value(self) -> Tensor | float:
+        """The value of the latest step that the progress bar shows."""
+        return self.latest
+
+    @property
+    def resolved(self) -> Options:
+        """The options with every default filled in, without objects that only this process knows."""
+        return self.options._replace(
+            on_step=self.on_step, on_epoch=self.on_epoch, sync_dist_group=self.options.sync_dist_group is not None
+        )
+
+    def start_epoch(self) -> None:
+        """Begin another epoch."""
+        self.was_logged = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the epoch has brought so far, as plain values and tensors."""
+        return {"latest": self.latest, "is_fresh": self.is_fresh, "was_logged": self.was_logged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.latest, self.is_fresh, self.was_logged = state["latest"], state["is_fresh"], state["was_logged"]
+
+
+def _extended(name: str, ending: str) -> str:
+    """Return a name with an ending, which stands before the index of a loader."""
+    base, mark, index = name.rpartition(DATALOADER_SUFFIX)
+    return f"{base}{ending}{mark}{index}" if mark else f"{name}{ending}"
+
+
+# One name whose values are numbers: the value of the latest step, and the total over the epoch.
+
+
+class NumberEntry(Entry):
+    """A name whose values are numbers or tensors with one element.
+
+    Numbers and tensors in host memory are added up in double precision at once.  Those on another device stay there,
+    in a total of their own.
+
+    Args:
+        name: As the user logs it.
+        options: As they were given.
+        in_step: Whether it is logged in steps, or around them.
+        training: Whether it is logged while training.
+        has_peers: Whether there are other processes to reduce over.
+
+    Attributes:
+        weighs: Whether the weight of a value matters.
+        weight: Sum of the weights of the epoch's values.
+        sync_step: Whether the value of a step is reduced over all processes.
+        sync_epoch: Whether that over the epoch is.
+        reduced: The latest value of a step that was reduced; None before the first.
+    """
+
+    __slots__ = (
+        "_device_total",
+        "_last_weight",
+        "_total",
+        "_version",
+        "adds",
+        "reduced",
+        "reduction",
+        "sync_epoch",
+        "sync_step",
+        "weighs",
+        "weight",
+    )
+
+    def __init__(self, name: str, options: Options, *, in_step: bool, training: bool, has_peers: bool = True) -> None:
+        super().__init__(name, options, in_step=in_step, training=training)
+        self.reduction = options.reduction(name)
+        self.adds = self.reduction in ("mean", "sum")
+        sync = False if options.rank_zero_only else options.sync_dist
+        self.sync_step = self.on_step and sync is True and has_peers
+        self.sync_epoch = self.on_epoch and sync is not False
+        if sync and self.on_step and not training:
+            raise MisuseError(
+                f"log({name!r}, on_step=True, sync_dist=True) works in training only: in evaluation the processes may "
+                "have different numbers of steps; set on_step=False"
+            )
+        self.weighs = self.reduction == "mean" and (self.on_epoch or self.sync_step)
+        self.reduced: float | None = None
+        self._version = 0
+        self._last_weight = 1.0
+        self._reset()
+
+    def start_epoch(self) -> None:
+        super().start_epoch()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._total: float | None = None
+        self._device_total: Tensor | None = None
+        self.weight = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "latest": self.own_latest,
+            "last_weight": self._last_weight,
+            "total": self._total,
+            "device_total": self._device_total,
+            "weight": self.weight,
+            "reduced": self.reduced,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._version = _version_of(self.latest) if isinstance(self.latest, Tensor) else 0
+        self._last_weight, self.reduced = state["last_weight"], state["reduced"]
+        self._total, self._device_total, self.weight = state["total"], state["device_total"], state["weight"]
+
+    def take(self, value: Any, weight: float) -> None:
+        """Take a value of a batch with its weight in the mean."""
+        self.is_fresh = self.was_logged = True
+        if isinstance(value, Tensor):
+            if not value.is_cpu:
+                self._take_on_device(value, weight)
+                return
+            try:
+                value = value.item()
+            except RuntimeError:
+                raise _not_one_number(self.name, value) from None
+        elif type(value) is not float:
+            value = _number(self.name, value)
+        self.latest, self._last_weight = value, weight
+        if self.on_epoch:
+            self.weight += weight
+            if self._total is None:
+                self._total = value * weight if self.adds else value
+            elif self.adds:
+                self._total += value * weight
+            else:
+                self._total = _extreme(self.reduction, self._total, value)
+
+    def _take_on_device(self, value: Tensor, weight: float) -> None:
+        if value.numel() != 1:
+            raise _not_one_number(self.name, value)
+        value = value.detach()
+        if value.dim():
+            value = value.reshape(())
+        self._version = _version_of(value)
+        self.latest, self._last_weight = value, weight
+        if self.on_epoch:
+            self.weight += weight
+            self._device_total = self._added_on_device(value, weight)
+
+    def _added_on_device(self, value: Tensor, weight: float) -> Tensor:
+        total = self._device_total
+        if total is None:
+            # Later values may come outside of inference mode, where a tensor made in it cannot be changed.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                dtype = torch.float32 if value.device.type == "mps" else torch.float64
+                # Copied, and with a dimension: a lazy device would make zeros, and any single zero, a constant of the
+                # graph, and compile the first step of an epoch again.
+                total = torch.zeros(1, dtype=dtype).to(value.device)
+                if not self.adds:
+                    return total.copy_(value)
+        elif total.device != value.device:
+            if total.is_cpu:  # as a checkpoint brought it
+                total = total.to(value.device)
+            else:
+                value = value.to(total.device)
+        if self.adds:
+            return total.add_(value, alpha=weight)
+        return torch.maximum(total, value) if self.reduction == "max" else torch.minimum(total, value)
+
+    @property
+    def step_value(self) -> Tensor | float | None:
+        return self.reduced if self.sync_step else self.own_latest
+
+    @property
+    def shown_value(self) -> Tensor | float:
+        return self.own_latest if self.reduced is None else self.reduced
+
+    @property
+    def own_latest(self) -> Tensor | float:
+        """The value of the latest step in this process.
+
+        Raises:
+            MisuseError: It was changed since it was logged.
+        """
+        if isinstance(self.latest, Tensor) and _version_of(self.latest) != self._version:
+            raise MisuseError(
+                f"the tensor that was logged as {self.name!r} has been changed in place since: log a copy, x.clone()"
+            )
+        return self.latest
+
+    @property
+    def resolved(self) -> Options:
+        return super().resolved._replace(reduce_fx=self.reduction, sync_dist=self.options.sync_dist)
+
+    @property
+    def step_share(self) -> Share:
+        """What this process adds to the reduced value of the latest step."""
+        total = self.own_latest * self._last_weight if self.adds else self.own_latest
+        return self._share(self.step_name, total, self._last_weight)
+
+    @property
+    def epoch_share(self) -> Share:
+        """What this process adds to the reduced value over the epoch."""
+        return self._share(self.epoch_name, self._whole_total, self.weight)
+
+    @property
+    def own_epoch_value(self) -> Tensor | float:
+        """The value over the epoch in this process."""
+        if self.reduction != "mean":
+            return self._whole_total
+        return self._whole_total / self.weight if self.weight else math.nan
+
+    def _share(self, name: str, total: Tensor | float, weight: float) -> Share:
+        return Share(name, self.reduction, total, weight, self.options.sync_dist_group)
+
+    @property
+    def _whole_total(self) -> Tensor | float:
+        total = self._total
+        if self._device_total is None:
+            assert total is not None  # noqa: S101 - asked only of what was logged
+            return total
+        on_device = self._device_total.reshape(())
+        if total is None:
+            return on_device
+        if self.adds:
+            return on_device + total
+        return on_device.clamp(min=total) if self.reduction == "max" else on_device.clamp(max=total)
+
+
+def _extreme(reduction: str, one: float, other: float) -> float:
+    if math.isnan(one) or math.isnan(other):
+        return math.nan
+    return max(one, other) if reduction == "max" else min(one, other)
+
+
+def _version_of(value: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for one of inference mode, which does not count."""
+    return 0 if value.is_inference() else value._version  # noqa: SLF001 - torch documents it under this name
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Real):
+        return float(value)
+    raise MisuseError(
+        f"log({name!r}) got a {type(value).__name__}; log a number, a tensor with one element, or a torchmetrics Metric"
+        + (" (and several with log_dict)" if hasattr(value, "items") else "")
+    )
+
+
+def _not_one_number(name: str, value: Tensor) -> MisuseError:
+    return MisuseError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}; log one number")
+
+
+# A logged name whose value is a metric object of torchmetrics, which reduces itself.
+
+
+def is_metric(value: Any) -> bool:
+    """Return whether a value is a metric object; torchmetrics is loaded where one exists, and only there."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+class MetricEntry(Entry):
+    """A name whose value over the epoch a metric object computes, over all processes by its own means.
+
+    Args:
+        name: As the user logs it.
+        options: As they were given.
+        in_step: Whether it is logged in steps, or around them.
+        training: Whether it is logged while training.
+        metric: The object.
+        module: Has it as an attribute.
+
+    Raises:
+        MisuseError: The module does not, or the options are not for metric objects.
+    """
+
+    __slots__ = ("attribute", "metric")
+    weighs = sync_step = False
+
+    def __init__(
+        self, name: str, options: Options, *, in_step: bool, training: bool, metric: Any, module: nn.Module
+    ) -> None:
+        super().__init__(name, options, in_step=in_step, training=training)
+        if (
+            options.reduction(name) != "mean"
+            or options.sync_dist is False
+            or options.sync_dist_group
+            or options.rank_zero_only
+        ):
+            raise MisuseError(
+                f"log({name!r}) got a {type(metric).__name__}, which reduces itself: leave out reduce_fx, sync_dist, "
+                "sync_dist_group and rank_zero_only; the metric itself has sync_on_compute and process_group"
+            )
+        self.metric = metric
+        self.attribute = _attribute_of(name, metric, module, options.metric_attribute)
+
+    def take(self, value: Any, weight: float) -> None:  # noqa: ARG002 - metrics weigh by themselves
+        """Take the value of a batch, which the metric has computed already."""
+        if value is not self.metric:
+            raise MisuseError(f"log({self.name!r}) got another metric object than before: give each a name of its own")
+        self.is_fresh = self.was_logged = True
+        if self.on_step:
+            self.latest = self._checked(value._forward_cache, "returned")  # noqa: SLF001 - it has no public name
+
+    @property
+    def resolved(self) -> Options:
+        return super().resolved._replace(metric_attribute=self.attribute, sync_dist=None)
+
+    def compute(self) -> Tensor | float:
+        """Return the value over the epoch and all processes; collective."""
+        # Evaluation may have updated it in inference mode; training must be able to change what it holds.
+        with torch.inference_mode(mode=False), torch.no_grad(), warnings.catch_warnings():
+            if not self.metric.update_called:  # this process had no data
+                warnings.simplefilter("ignore")
+            return self._checked(self.metric.compute(), "computed")
+
+    def reset(self) -> None:
+        """Let the metric forget the epoch."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.metric.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        metric = self.metric
+        count = metric._update_count  # noqa: SLF001 - torchmetrics has no public name for it
+        state = {name: list(value) if isinstance(value, list) else value for name, value in metric.metric_state.items()}
+        return {**super().state_dict(), "metric": state, "update_count": count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        metric = self.metric
+        for name, value in state["metric"].items():
+            setattr(metric, name, _moved(value, metric.device))
+        metric._update_count, metric._computed = state["update_count"], None  # noqa: SLF001 - nor another way to set it
+
+    def _checked(self, value: Any, verb: str) -> Tensor | float:
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.item() if value.is_cpu else value.detach().reshape(())
+        if isinstance(value, int | float):
+            return value
+        kind = type(self.metric).__name__
+        if value is None:
+            raise MisuseError(
+                f"log({self.name!r}, on_step=True) needs the value of the step, and the {kind} was only updated: call "
+                f"self.{self.attribute}(...) rather than its update, or log with on_step=False"
+            )
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise MisuseError(
+            f"log({self.name!r}): the {kind} {verb} {what}, and one number can be logged: log its parts with log_dict"
+        )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a state of a metric on a device: a tensor, or a list of tensors."""
+    return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
+
+
+def _attribute_of(name: str, metric: Any, module: nn.Module, given: str | None) -> str:
+    paths: list[str] = [path for path, part in module.named_modules(remove_duplicate=False) if part is metric]
+    if given is not None:  # by a nested module relative to itself
+        chosen = [path for path in paths if path == given or path.endswith(f".{given}")]
+        if not chosen:
+            raise MisuseError(f"log({name!r}): {type(module).__name__} has another or no metric as {given!r}")
+        return chosen[0]
+    if paths:
+        return paths[0]
+    raise MisuseError(
+        f"log({name!r}) got a {type(metric).__name__} that is no attribute of {type(module).__name__}, so that it "
+        f"would stay on its device: set it in __init__, as self.{name.replace('/', '_')} = ..."
+    )

@@ -1,0 +1,321 @@
+"""Result of a run, sent back to the process that started it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dstrat.data.random_state import RandomState
+from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.training.callbacks.defaults import with_callbacks_of
+from dstrat.training.callbacks.progress import format_value
+from dstrat.training.checkpoint.save import collect_checkpoint, collect_rank_state
+from dstrat.training.contexts import waiting_is_told
+from dstrat.training.metrics.values import DATALOADER_SUFFIX
+from dstrat.training.module.loading import configure_for
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """What a run has changed in global rank 0; tensors are on the CPU.
+
+    Attributes:
+        weights: The module's state; None where the run did not train it.
+        counters: The state of the training loop.
+        num_training_batches: Number of training batches in an epoch, None where it is unknown.
+        ckpt_path: The checkpoint that the run has begun with, None without one.
+        metrics: The values that were logged.
+        callbacks: The states of the callbacks, by their keys.
+        hparams: The module's hyperparameters, as far as they are plain values.
+        random_state: What the generators would draw next.
+    """
+
+    weights: dict[str, Any] | None
+    counters: dict[str, int]
+    num_training_batches: int | None
+    ckpt_path: str | None
+    metrics: dict[str, Any]
+    callbacks: dict[str, dict[str, Any]]
+    hparams: dict[str, Any]
+    random_state: RandomState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The end of a run.
+
+    Attributes:
+        result: What the Trainer's method returns.
+        changes: What the run has changed; None where it is here already, and in ranks that are not asked.
+        stopped_by: Number of the signal on which all processes have ended the run together; 0 where none did.
+    """
+
+    result: Any
+    changes: Changes | None = None
+    stopped_by: int = 0
+
+    @classmethod
+    def of(cls, trainer: Trainer, result: Any, *, stopped_by: int = 0) -> Outcome:
+        """Collect the outcome; collective."""
+        if not trainer.ran_elsewhere:
+            return cls(result=result)
+        weights = trainer.strategy.module_state_dict() if trainer.is_fitting else None
+        if not trainer.is_global_zero:
+            return cls(result=None)
+        changes = Changes(
+            weights=_on_cpu(weights),
+            counters=trainer.fit_loop.state_dict(),
+            num_training_batches=trainer.num_training_batches,
+            ckpt_path=trainer.ckpt_path,
+            metrics=trainer.metrics.state_dict(),
+            callbacks={callback.state_key: _on_cpu(callback.state_dict()) for callback in trainer.called_callbacks},
+            hparams={name: value for name, value in trainer.strategy.module.hparams.items() if _is_plain(value)},
+            random_state=RandomState.capture(),
+        )
+        return cls(result=_on_cpu(result), changes=changes, stopped_by=stopped_by)
+
+    def restore(self, trainer: Trainer, module: TrainModule) -> None:
+        """Bring the outcome of another process into this one.
+
+        Raises:
+            MisuseError: The run has made layers that the module here does not have; the rest is brought.
+        """
+        if self.changes is None:
+            return
+        trainer.fit_loop.load_state_dict(self.changes.counters)
+        trainer.fit_loop.data.num_batches = self.changes.num_training_batches
+        trainer.ckpt_path = self.changes.ckpt_path
+        trainer.metrics.load_state_dict(self.changes.metrics)
+        trainer.callbacks = with_callbacks_of(module, trainer.callbacks)  # as the run did, in its own copy
+        for callback in trainer.callbacks:
+            if callback.state_key in self.changes.callbacks:
+                callback.load_state_dict(self.changes.callbacks[callback.state_key])
+        module.hparams.update(self.changes.hparams)
+        self.changes.random_state.restore()
+        if self.changes.weights is not None:
+            _restore_weights(module, self.changes.weights)
+
+
+def _on_cpu(state: Any) -> Any:
+    return apply_to_tensors(state, Tensor.cpu)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(part) for part in (*value, *value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _restore_weights(module: TrainModule, weights: Mapping[str, Any]) -> None:
+    configure_for(module, weights)  # as the run has done with its own copy
+    here = module.state_dict(keep_vars=True)
+    for name, tensor in here.items():
+        other = weights.get(name)
+        if isinstance(other, Tensor) and isinstance(tensor, Tensor) and other.dtype != tensor.dtype:
+            tensor.data = tensor.data.to(other.dtype)  # the precision has converted the module
+    module.load_state_dict(weights, strict=False)
+    made, removed = ([name for name in a if name not in b] for a, b in ((weights, here), (here, weights)))
+    if made or removed:
+        found = {"made": made, "removed": removed}
+        changed = "; ".join(f"{what} {', '.join(names)}" for what, names in found.items() if names)
+        raise MisuseError(
+            f"the run has {changed} in {type(module).__name__}, in other processes than this one, which lacks that and "
+            "got the other weights: make layers in __init__ or in configure_model, which is called here too, or choose "
+            "a strategy that runs in this process"
+        )
+
+
+# Final state of a fit, kept on the CPU so that it can still be saved.
+
+
+_log = logging.getLogger(__name__)
+
+_IN_A_RUN = "call it in on_train_end of the module or a callback, or take ModelCheckpoint(save_last=True)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedFit:
+    """What the strategy frees at the end of a fit; the module, the counters and the callbacks stay in the Trainer.
+
+    Tensors are on the CPU.  Where the devices are others they are copies, which take as much memory of the host as the
+    optimizers' state takes on the device (with Adam in float32 8 bytes per parameter).  The Trainer's optimizers, which
+    users may read after a fit, share it.
+
+    Attributes:
+        optimization: The state of optimizers, schedulers and precision; empty in processes that do not write it.
+        rank_state: What belongs to this process alone.
+        error: What was wrong with the state, so that it cannot be saved; None where nothing was.
+        weights_of: The checkpoint whose weights an evaluation has loaded into the module since; None where none has.
+        loaded_by: The stage of that evaluation.
+    """
+
+    optimization: dict[str, Any]
+    rank_state: dict[str, Any]
+    error: Exception | None = None
+    weights_of: str | Path | None = None
+    loaded_by: str = ""
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> EndedFit | None:
+        """Return what is kept of a fit, before the strategy's teardown; None where there is nothing to save from."""
+        if not trainer.is_fitting or trainer.ran_elsewhere or _is_sharded(trainer):
+            return None
+        from dstrat.checkpoint.strategy_state import optimization_entries
+
+        try:
+            entries, rank_state = optimization_entries(trainer.strategy), collect_rank_state(trainer)
+            if not trainer.is_global_zero and not trainer.strategy.checkpoint_io.is_collective:
+                entries = {}  # global rank 0 writes them alone
+            to_host = trainer.strategy.to_host
+            return cls(
+                optimization=apply_to_tensors(entries, to_host), rank_state=apply_to_tensors(rank_state, to_host)
+            )
+        except Exception as error:  # noqa: BLE001 - what is kept for later fails no fit that has ended
+            return cls(optimization={}, rank_state={}, error=error)
+
+    def with_weights_of(self, path: str | Path, stage: str) -> EndedFit:
+        """Return what is kept after a stage has loaded the weights of a checkpoint into the module."""
+        rank_state = {**self.rank_state, "buffers": {}}  # a resume takes those of the module
+        return replace(self, rank_state=rank_state, weights_of=path, loaded_by=stage)
+
+    def save(self, trainer: Trainer, path: str | Path, *, weights_only: bool) -> None:
+        """Write the checkpoint; every process of the job calls it, and they are connected until it is written."""
+        if self.error is not None and not weights_only:
+            raise self.error
+        if self.weights_of is not None and trainer.is_global_zero:
+            _log.warning(
+                "%s gets the weights of %s, which %s has loaded into the module%s",
+                path,
+                self.weights_of,
+                self.loaded_by,
+                "" if weights_only else ", and the optimizers of the end of the fit",
+            )
+        strategy = trainer.strategy
+        for attachable in (trainer.module, trainer.datamodule):
+            if attachable is not None:
+                attachable.attach(trainer)  # for on_save_checkpoint, as another Trainer may have run it since
+        try:
+            with waiting_is_told(trainer, "save_checkpoint"):
+                strategy.setup_environment()
+            strategy.save_checkpoint(collect_checkpoint(trainer, weights_only=weights_only, ended=self), path)
+        except BaseException as error:
+            strategy.on_exception(error)
+            raise
+        finally:
+            strategy.teardown()
+
+
+def no_end_to_save(trainer: Trainer) -> MisuseError:
+    """Return the error of a checkpoint that is asked for outside of a run, where there is no end of a fit to save."""
+    if trainer.module is None:
+        why = "there has been none: call it after fit, or in a hook of the module or a callback"
+    elif trainer.ran_elsewhere:
+        why = (
+            f"this one ran in other processes (start_method={trainer.plan.start_method!r}), which have ended with "
+            f"their optimizers: {_IN_A_RUN}"
+        )
+    elif _is_sharded(trainer):
+        why = (
+            f"{type(trainer.strategy).__name__} has given up its part of the sharded state with the end of this one: "
+            f"{_IN_A_RUN}"
+        )
+    elif not trainer.is_fitting:
+        why = f"{trainer.stage} has run since with a module of which none has come to its end: call it after fit"
+    else:
+        why = "this one did not come to its end: take ModelCheckpoint(save_on_exception=True)"
+    return MisuseError(f"save_checkpoint works during a run and after a fit, and {why}")
+
+
+def _is_sharded(trainer: Trainer) -> bool:
+    """Return whether no process has the whole state: of the strategy, or of an optimizer that is sharded by itself."""
+    strategy = trainer.strategy
+    has_parts = any(hasattr(optimizer, "consolidate_state_dict") for optimizer in strategy.optimizers)
+    return not strategy.replicates_state or has_parts
+
+
+# Table of the results of a validation or test.
+
+
+_DIGITS = 6
+_BETWEEN = "  "
+
+Rows = list[list[str]]
+
+
+def show_results(stage: str, results: Sequence[Mapping[str, float]]) -> None:
+    """Write the values of each loader to stderr: with bold heads on a terminal, as plain text elsewhere.
+
+    Args:
+        stage: What was run, validate or test.
+        results: The values by name, of each loader.
+    """
+    rows = rows_of(stage, results)
+    if len(rows) == 1 or sys.stderr is None:  # as in a program without a console
+        return
+    if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        _show_on_terminal(rows)
+    else:
+        print("\n".join(_lines(rows)), file=sys.stderr, flush=True)
+
+
+def rows_of(stage: str, results: Sequence[Mapping[str, float]]) -> Rows:
+    """Return a row of heads, and one for each name with its value for each loader."""
+    plain = [{name.partition(DATALOADER_SUFFIX)[0]: value for name, value in values.items()} for values in results]
+    heads = [f"loader {index}" for index in range(len(plain))] if len(plain) > 1 else ["value"]
+    names = dict.fromkeys(name for values in plain for name in values)
+    return [
+        [stage, *heads],
+        *([name, *(_format(values.get(name)) for values in plain)] for name in names),
+    ]
+
+
+def _format(value: float | None) -> str:
+    return "" if value is None else format_value(value, digits=_DIGITS)
+
+
+def _lines(rows: Rows) -> list[str]:
+    widths = _widths(rows)
+    lines = [
+        _BETWEEN.join([name.ljust(widths[0]), *(map(str.rjust, values, widths[1:]))]).rstrip() for name, *values in rows
+    ]
+    return [lines[0], "-" * (sum(widths) + len(_BETWEEN) * (len(widths) - 1)), *lines[1:]]
+
+
+def _widths(rows: Rows) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _show_on_terminal(rows: Rows) -> None:
+    """Write the table, or several of them below one another where the terminal is too narrow for all loaders."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console, (of_names, *of_values) = Console(stderr=True), _widths(rows)
+    left = console.width - min(of_names, console.width // 2)
+    at_once = max(1, left // (max(of_values) + len(_BETWEEN)))
+    for first in range(1, len(rows[0]), at_once):
+        columns = range(first, min(first + at_once, len(rows[0])))
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
+        table.add_column(Text(rows[0][0]), overflow="fold")
+        for column in columns:
+            table.add_column(Text(rows[0][column]), justify="right", no_wrap=True)
+        for row in rows[1:]:
+            table.add_row(Text(row[0]), *(Text(row[column]) for column in columns))
+        console.print(table)

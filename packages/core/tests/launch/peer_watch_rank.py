@@ -1,0 +1,51 @@
+"""A rank of which test_peer_watch.py starts several, as another launcher would; the last one misbehaves."""
+
+import os
+import platform
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dstrat.builtin.clusters.torchelastic import TorchElasticEnvironment
+from dstrat.launch.progress import watched_for_hangs
+from dstrat.parallel.process_group import open_process_group
+
+deed = sys.argv[1]
+rank, size, local_size, port = map(int, sys.argv[2:])
+local_rank, node_rank = rank % local_size, rank // local_size
+platform.node = lambda: f"machine {node_rank}"
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+cluster = TorchElasticEnvironment({
+    "TORCHELASTIC_RUN_ID": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank),
+})  # fmt: skip
+
+# A wait that keeps a processor busy, as those for a GPU do: its file says that it is one of torch.distributed.
+WAIT = """
+def wait_busily():
+    while True:
+        time.sleep(0.1)
+        end = time.process_time() + 0.01
+        while time.process_time() < end:
+            pass
+"""
+exec(compile(WAIT, Path(dist.__file__).with_name("wait.py"), "exec"))
+
+open_process_group(cluster, backend="gloo", timeout=timedelta(seconds=600))
+limits = {"limit": timedelta(seconds=1), "longest": timedelta(seconds=600)}
+with watched_for_hangs(**limits, rank=rank, local_rank=local_rank, size=size):
+    if rank == size - 1:
+        time.sleep(1)  # so that it has published its state, and others know of it
+        match deed:
+            case "wait":
+                dist.barrier()
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+    wait_busily()  # noqa: F821 - made above

@@ -1,0 +1,188 @@
+"""Telling causes from consequences."""
+
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from dstrat.errors import LaunchError, RankFailedError
+from dstrat.launch.failures import (
+    Failure,
+    RankEnd,
+    failure_error,
+    first_failure,
+    hang_error,
+    hung_rank,
+    kind_of,
+    read_failure,
+    write_failure,
+)
+
+
+def raised_here(error):
+    try:
+        raise error
+    except RuntimeError as caught:
+        return caught
+
+
+def raised_by_native_code(error):
+    """Return the error as torch's own code leaves it: no Python frame has a `raise` where it came from."""
+    generator = (None for _ in range(1))
+    next(generator)
+    try:
+        generator.throw(error)
+    except RuntimeError as caught:
+        return caught
+
+
+def test_rank_that_was_at_work_or_waited_is_not_said_to_hang():
+    error = hang_error({1: 600.0, 3: 600.0}, {0: SLEEPING, 1: SLEEPING, 2: WAITING, 3: WAITING}, 4)
+    assert str(error).startswith("rank 1 of 4 hung: nothing was done for 600 s, and ranks 0, 2, 3 waited. If this is")
+    assert error.rank == 1
+
+
+def test_an_error_that_causes_itself_is_one_of_the_rank():
+    error = ValueError("circle")
+    error.__cause__ = error
+    assert kind_of(error) == "own"
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("[...gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:54178: Connection reset by peer.", "lost"),
+        ("[...gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10661.", "lost"),
+        ("Gloo connectFullMesh failed with [.../pair.cc:144] no error", "lost"),
+        ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting", "lost"),
+        ("[...unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete", "timeout"),
+        ("Application timeout caused pair closure", "timeout"),
+        ("[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1000 ms", "timeout"),
+        ("wait timeout after 3000ms, keys: /x", "timeout"),
+        ("Wait timeout", "timeout"),
+        ("Timed out after 2 seconds waiting for clients. 1/2 clients joined.", "timeout"),
+        ("The size of tensor a (3) must match the size of tensor b (4)", "own"),
+        ("ncclInvalidUsage: Duplicate GPU detected: rank 1 and rank 0 both on CUDA device", "own"),
+    ],
+)
+def test_message_of_torch_tells_who_was_the_reason(message, kind):
+    assert kind_of(raised_by_native_code(RuntimeError(message))) == kind
+    assert kind_of(raised_here(RuntimeError(message))) == "own"
+
+
+def test_broken_download_is_the_ranks_own_failure():
+    assert kind_of(ConnectionResetError(104, "Connection reset by peer")) == "own"
+
+
+def test_error_that_follows_from_a_lost_peer_is_no_cause():
+    error = KeyError("loss")
+    error.__context__ = raised_by_native_code(RuntimeError("Connection closed by peer"))
+    assert kind_of(error) == "lost"
+
+
+class MuteError(Exception):
+    """Cannot be shown."""
+
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def test_exception_that_cannot_be_shown_is_written_all_the_same(tmp_path):
+    write_failure(tmp_path, MuteError())
+    failure = read_failure(tmp_path, os.getpid())
+    assert failure.headline.endswith("MuteError: (its __str__ raised ValueError)")
+
+
+def test_failure_is_read_back_as_it_was_written(tmp_path):
+    assert read_failure(tmp_path, os.getpid()) is None
+    try:
+        raise ValueError("boom\nmore \ud800")  # a lone surrogate, as in a broken file name
+    except ValueError as error:
+        write_failure(tmp_path, error)
+    failure = read_failure(tmp_path, os.getpid())
+    assert failure.headline == "ValueError: boom"
+    assert failure.kind == "own"
+    assert failure.traceback.splitlines()[0] == "Traceback (most recent call last):"
+    assert "boom" in failure.traceback.splitlines()[-2]
+
+
+def end(rank, kind=None, *, code=1, time_ns=0, error="RuntimeError", message="x", **more):
+    failure = kind and Failure(kind=kind, error=error, message=message, traceback="Traceback ...", time_ns=time_ns)
+    return RankEnd(rank=rank, exit_code=code, failure=failure, time_ns=time_ns, **more)
+
+
+@pytest.mark.parametrize(
+    ("ends", "rank"),
+    [
+        ([end(0, "own", time_ns=2), end(1, "own", time_ns=1)], 1),
+        ([end(0, "lost", time_ns=1), end(1, "own", time_ns=2)], 1),
+        ([end(0, "timeout", time_ns=1), end(1, code=-9, time_ns=2)], 1),
+        ([end(0, code=-signal.SIGABRT, time_ns=1), end(1, code=-signal.SIGSEGV, time_ns=2)], 1),
+        ([end(0, "lost", time_ns=2), end(1, code=-signal.SIGABRT, time_ns=3)], 1),
+        ([end(0, "lost", time_ns=2), end(1, "lost", time_ns=1)], 1),
+    ],
+)
+def test_cause_is_the_first_failure_that_follows_from_no_other(ends, rank):
+    assert first_failure(ends).rank == rank
+
+
+WAITING = f"""Current thread 0x1 (most recent call first):
+  File "{dist.__file__}", line 2834 in all_reduce"""
+SLEEPING = """Current thread 0x1 (most recent call first):
+  File "train.py", line 7 in fall_asleep"""
+
+
+def test_rank_that_left_is_the_cause_only_where_nobody_failed_alone():
+    error = failure_error([end(0, code=0, time_ns=3), end(1, "lost"), end(2, "lost")], {}, 3)
+    assert (error.rank, error.exit_code) == (0, 0)
+    assert str(error).startswith(
+        "rank 0 of 3 exited with code 0 before the others had ended: rank 1 waited for it in vain (RuntimeError: x)"
+        "\n\nWhat rank 1 raised:\n\nTraceback ..."
+    )
+    assert failure_error([end(0, code=0), end(1, "lost"), end(2, code=-11)], {}, 3).rank == 2
+    assert failure_error([end(0, code=0), end(1, "timeout")], {2: WAITING}, 3).rank == 0
+    assert failure_error([end(0, code=0), end(1, "timeout")], {2: SLEEPING}, 3).rank == 2
+
+
+def test_rank_that_waits_for_others_is_not_the_one_that_hangs():
+    assert hung_rank([end(0, "timeout")], {1: WAITING, 2: SLEEPING, 3: WAITING}, 4) == 2
+    assert hung_rank([end(0, "timeout")], {1: WAITING}, 2) == 1
+    assert hung_rank([end(0, "timeout")], {1: WAITING}, 4) is None  # it may be on another machine
+    assert hung_rank([end(0, "timeout")], {}, 4) is None
+    assert hung_rank([end(0, "lost")], {1: "in sleep"}, 4) is None
+    assert hung_rank([end(0, "timeout"), end(1, "own")], {2: SLEEPING}, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        ([end(1, "own", error="ValueError", message="boom")], "rank 1 of 4 failed: ValueError: boom\n\nTraceback ..."),
+        ([end(1, "own", error="KeyError", message="")], "rank 1 of 4 failed: KeyError\n\nTraceback ..."),
+        ([end(1, code=7)], "rank 1 of 4 exited with code 7"),
+        ([end(1, code=1, was_set_up=False)], "rank 1 of 4 exited with code 1 before it could run anything: is its re"),
+        ([end(1, code=-11, stack="Fatal")], "rank 1 of 4 was killed by SIGSEGV\n\nFatal"),
+        ([end(1, code=-signal.SIGBUS)], "rank 1 of 4 was killed by SIGBUS (perhaps because /dev/shm is full)"),
+        ([end(1, code=-40)], "rank 1 of 4 was killed by signal 40"),
+    ],
+)
+def test_message_names_the_rank_and_what_happened_to_it(ends, message):
+    error = failure_error(ends, {}, 4)
+    assert isinstance(error, RankFailedError)
+    assert error.rank == 1
+    assert str(error).startswith(message)
+
+
+def test_rank_that_gave_no_stack_is_still_named():
+    message = str(failure_error([end(0, "timeout")], {1: ""}, 2))
+    assert message.startswith("rank 1 of 2 hung: rank 0 waited for it in vain (RuntimeError: x). Its stack")
+    assert message.endswith("(it gave none)\n\nWhat rank 0 raised:\n\nTraceback ...")
+
+
+def test_ranks_that_were_still_running_are_mentioned_where_no_cause_is_known():
+    assert "\n(rank 1, 2 was still running)" in str(failure_error([end(0, "lost")], {1: "", 2: ""}, 3))
+
+
+def test_error_of_the_launcher_itself_is_shown_as_such():
+    error = failure_error([end(1, "own", error="dstrat.errors.LaunchError", message="add a guard")], {}, 2)
+    assert (type(error), str(error)) == (LaunchError, "add a guard")

@@ -1,0 +1,72 @@
+"""Hang detection among ranks: which of them hang by their states, and which end."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from tests.warm_program import WarmProgram
+from torch.distributed import TCPStore
+
+from dstrat.launch.peer_watch import RankState, find_hung_ranks
+
+AT_WORK = RankState(idle_seconds=0.0)
+IDLE = RankState(idle_seconds=20.0)
+WAITING = RankState(idle_seconds=0.0, is_waiting=True)  # busily, as for a GPU
+IDLE_AND_WAITING = RankState(idle_seconds=20.0, is_waiting=True)
+ENDED = RankState(has_ended=True)
+
+
+@pytest.mark.parametrize(
+    ("states", "unresponsive", "hung"),
+    [
+        ([IDLE, WAITING, IDLE_AND_WAITING], set(), [0]),
+        ([IDLE, IDLE, WAITING], set(), [0, 1]),
+        ([IDLE, AT_WORK, WAITING], set(), []),
+        ([WAITING, WAITING, WAITING], set(), []),
+        ([IDLE_AND_WAITING, IDLE_AND_WAITING, WAITING], set(), [0, 1]),
+        ([AT_WORK, WAITING, WAITING], {0}, [0]),
+        ([WAITING, WAITING, IDLE_AND_WAITING], {0}, [0]),
+        ([AT_WORK, IDLE, WAITING], {0}, [0, 1]),
+        ([AT_WORK, AT_WORK, WAITING], {0}, []),
+        ([IDLE, ENDED, ENDED], set(), [0]),
+        ([ENDED, WAITING, AT_WORK], {0}, []),
+    ],
+)
+def test_ranks_hang_that_do_not_wait_while_all_others_do(states, unresponsive, hung):
+    assert find_hung_ranks(dict(enumerate(states)), unresponsive, limit=10.0) == hung
+
+
+@pytest.fixture
+def start_ranks():
+    """Start ranks that wait busily for the last one, which misbehaves."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
+    ranks = []
+
+    def start_ranks(deed, size, local_size):
+        script = Path(__file__).with_name("peer_watch_rank.py")
+        numbers = ((rank, size, local_size, store.port) for rank in range(size))
+        ranks[:] = [WarmProgram(script, deed, *map(str, each)) for each in numbers]
+        return ranks
+
+    yield start_ranks
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(signal.SIGKILL)
+        if not rank.stdout.closed:
+            rank.communicate()
+
+
+def test_idle_rank_that_waits_ends_beyond_the_first_ranks(start_ranks):
+    *_, last = start_ranks("wait", 5, local_size=5)
+    _, errors = last.communicate(timeout=170)
+    assert "rank 4 of 5 hung: nothing was done for 1 s, and ranks 0, 1, 2, 3 waited." in errors
+    assert "Stack of rank 0:\n\nCurrent thread" in errors
+    assert last.returncode == 1
+
+
+@pytest.mark.parametrize("deed", ["stop", "die"])
+def test_rank_that_stops_or_dies_is_named_by_one_of_its_machine(start_ranks, deed):
+    ranks = start_ranks(deed, 6, local_size=4)
+    _, errors = ranks[4].communicate(timeout=170)
+    assert "rank 5 of 6 hung: nothing was done for 1 s, and ranks 0, 1, 2, 3, 4 waited." in errors
+    assert ranks[4].returncode == 1

@@ -1,0 +1,439 @@
+"""Checkpoint state of a module and optimizers that DeepSpeed shards."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dstrat.errors import CheckpointError
+from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
+from dstrat.interfaces.state_dict import groups_misfit, is_extra_state, misfit
+from dstrat.parallel.strategy import ParallelStrategy
+from dstrat_deepspeed.native_save import check_can_save_native, remove_native, save_native
+from dstrat_deepspeed.optimizer_state import PartitionedState
+from dstrat_deepspeed.partitions import partitions_of, shard_of_stage_3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.strategy import Strategy, TrainerLike
+    from dstrat_deepspeed.config import Configuration
+    from dstrat_deepspeed.engine import Engine
+    from dstrat_deepspeed.weight_changes import OutsideChanges
+
+
+_logger = logging.getLogger(__name__)
+
+
+class CheckpointedStrategy(ParallelStrategy):
+    """A strategy whose state is in an engine of DeepSpeed: in flat partitions, some elements of each parameter.
+
+    Each rank hands out views of its own elements under the names of the user's module, so that a checkpoint can move
+    to any other strategy.
+    """
+
+    stage: int
+    _configuration: Configuration
+    _engine: Engine | None = None
+    _group_names: list[list[str]] | None = None
+    _state: PartitionedState | None = None
+    _state_of: Engine | None = None
+    _changes: OutsideChanges | None = None
+
+    def setup_optimizers(self, trainer: TrainerLike) -> None:
+        super().setup_optimizers(trainer)
+        self._group_names = None
+        if len(self.optimizers) == 1:
+            names = self._names()
+            groups = self.optimizers[0].param_groups
+            self._group_names = [[names[id(p)] for p in group["params"]] for group in groups]
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the module, of stage 3 on global rank 0 only; collective."""
+        if self.stage < 3 or self._engine is None:
+            return super().module_state_dict()
+        whole: dict[str, Any] = gathered(self.sharded_module_state(), self)
+        return whole if self.is_global_zero else {}
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the whole state that global rank 0 has; collective."""
+        targets = self.sharded_module_state()
+        agree_on(self, lambda: misfit(self.module, targets, state, strict=strict))
+        rest = deal_out(targets, state, self)
+        if rest:
+            self.module.load_state_dict(rest, strict=False)
+        self._take_weights()
+
+    def sharded_module_state(self) -> dict[str, Any]:
+        """Return the state of the module under its own names, of stage 3 in this rank's elements of each parameter."""
+        self._accept_changes(moves=False)
+        return sharded_state(self.module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state of the optimizer on global rank 0, and an empty dict on the others; collective."""
+        self._accept_changes(moves=False)
+        partitioned = self._partitioned(optimizer)
+        if partitioned is None:
+            return super().optimizer_state(optimizer)
+        whole = gathered(partitioned.get(), self)
+        return by_numbers(whole, partitioned.group_names) if self.is_global_zero else {}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load the whole state of an optimizer that global rank 0 has; collective."""
+        partitioned = self._partitioned(optimizer)
+        if partitioned is None:
+            super().load_optimizer_state(optimizer, state)
+            return
+        names = partitioned.group_names
+        agree_on(self, lambda: groups_misfit(optimizer, names, [group["params"] for group in state["param_groups"]]))
+        named = by_names(state, names) if self.is_global_zero else {"state": {}, "param_groups": []}
+        entries = told_by_rank_0(named["state"], partitioned.parts, self)
+        partitioned.load({"state": entries, "param_groups": self.broadcast(named["param_groups"])})
+        self._after_loading()
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the optimizer by the names of its parameters, each rank its own elements."""
+        self._accept_changes(moves=False)
+        partitioned = self._partitioned(optimizer)
+        return super().sharded_optimizer_state(optimizer) if partitioned is None else partitioned.get()
+
+    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the tensors of the optimizer that a checkpoint is loaded into, also before its first step."""
+        partitioned = self._partitioned(optimizer)
+        return OptionalTensors() if partitioned is None else partitioned.template()
+
+    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective.
+
+        Raises:
+            CheckpointError: It is the state of other parameters, or of another optimizer.
+        """
+        partitioned = self._partitioned(optimizer)
+        if partitioned is None:
+            super().load_sharded_optimizer_state(optimizer, state)
+            return
+        partitioned.load(state)
+        self._after_loading()
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the gradients that this rank has accumulated, where they wait for a step."""
+        if not self.saves_gradients:
+            return {}
+        gradients = waiting_gradients(self._ready_optimizer)
+        if gradients and self.is_global_zero:
+            _logger.info(
+                "the checkpoint is saved between the batches of one optimizer step: a run that continues it on %d "
+                "ranks with stage %d has their gradients, others leave these batches out",
+                self.world_size,
+                self.stage,
+            )
+        return {"gradients": gradients, "stage": self.stage}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Let the next backward pass accumulate onto the gradients that were saved."""
+        gradients = state.get("gradients", {})
+        if self.saves_gradients and state.get("stage") == self.stage:
+            put_back(self._ready_optimizer, gradients)
+            if gradients and self._engine is not None:
+                self._engine.has_put_back()
+        elif gradients and self.is_global_zero:
+            _logger.warning(
+                "the checkpoint has gradients of stage %s between the batches of one optimizer step: with stage %d "
+                "these batches are left out",
+                state.get("stage"),
+                self.stage,
+            )
+
+    @property
+    def saves_gradients(self) -> bool:  # type: ignore[override]  # not the same for all stages
+        """Whether :meth:`rank_state` has the gradients that wait for a step."""
+        return self.stage > 0 and self._engine is not None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write a checkpoint, and DeepSpeed's own files beside it where ``save_native`` asks for them; collective."""
+        options = self._configuration.options.checkpoints
+        if not (options.save_native and self._engine is not None and self.optimizers):
+            super().save_checkpoint(checkpoint, path)
+            return
+        check_can_save_native(path, self)
+        super().save_checkpoint(checkpoint, path)
+        exclude_frozen = options.exclude_frozen_parameters
+        with self._engine.without_empty_groups():
+            save_native(self._engine.engine, checkpoint, path, self, exclude_frozen=exclude_frozen)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint, with the files that DeepSpeed has written beside it."""
+        super().remove_checkpoint(path)
+        if self._configuration.options.checkpoints.save_native and self.is_global_zero:
+            remove_native(path)
+
+    @property
+    def _ready_optimizer(self) -> Any:
+        """What DeepSpeed has made of the optimizer."""
+        return None if self._engine is None else self._engine.engine.optimizer
+
+    def _take_weights(self) -> None:
+        if self._engine is not None and self.optimizers:
+            partitioned = self._partitioned(self.optimizers[0])
+            if partitioned is not None:
+                partitioned.take_weights()
+        self._after_loading()
+
+    def _after_loading(self) -> None:
+        gather_persistent(self._ready_optimizer)
+        if self._changes is not None:
+            self._changes.ignore()
+
+    def _accept_changes(self, *, moves: bool = True) -> None:
+        """Let the optimizer go on with weights that hooks have changed."""
+        if self._changes is not None:
+            self._changes.accept(moves=moves)
+
+    def _take_first_state(self) -> None:
+        """Give the partitions the state that the optimizer had of parameters, such as Adagrad's constructor makes."""
+        for optimizer in self.optimizers:
+            partitioned, names = self._partitioned(optimizer), self._names()
+            if partitioned is not None:
+                stepped = [parameter for parameter in self.module.parameters() if parameter in optimizer.state]
+                partitioned.begin_with({names[id(p)]: optimizer.state.pop(p) for p in stepped})
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name.replace("_orig_mod.", "") for name, parameter in self.module.named_parameters()}
+
+    def _partitioned(self, optimizer: Optimizer) -> PartitionedState | None:
+        """Return the state of partitions; None where the optimizer has the parameters themselves."""
+        if self._state is None or self._state_of is not self._engine:
+            wrapped = self._ready_optimizer
+            partitions = partitions_of(wrapped, self._names())
+            if partitions is None:
+                return None
+            self._state = PartitionedState(optimizer, partitions, self._group_names)
+            self._state_of = self._engine
+        return self._state
+
+
+# The state of a module whose parameters stage 3 has split, by its own names.
+
+
+def sharded_state(module: Module) -> dict[str, Any]:
+    """Return the state of a module, with what this rank holds in the place of parameters that are split."""
+    state: dict[str, Any] = module.state_dict()
+    shards: dict[int, FlatShard] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in state and hasattr(parameter, "ds_tensor"):
+            if id(parameter) not in shards:
+                shards[id(parameter)] = shard_of_stage_3(parameter)
+            state[name] = shards[id(parameter)]
+    return state
+
+
+def gather_persistent(optimizer: Any) -> None:
+    """Gather the small parameters that stage 3 keeps whole anew, after their shards have changed; collective."""
+    persistent = getattr(optimizer, "persistent_parameters", None)
+    if persistent:
+        persistent[0].partition(persistent)
+        persistent[0].all_gather(persistent)
+
+
+# Whole states on rank 0: gathered from the shards of all ranks, or dealt out to them, one tensor at a time.
+
+
+def gathered(state: Any, strategy: Strategy) -> Any:
+    """Return a nested state with its tensors whole on the CPU of rank 0, and without them elsewhere; collective."""
+    if isinstance(state, FlatShard):
+        return _whole(state, strategy)
+    if isinstance(state, Tensor):
+        return state.detach().cpu() if strategy.is_global_zero else None
+    if isinstance(state, dict):
+        return {key: gathered(value, strategy) for key, value in state.items()}
+    return state
+
+
+def _whole(shard: FlatShard, strategy: Strategy) -> Tensor | None:
+    whole = torch.zeros(shard.shape, dtype=shard.dtype, device=strategy.root_device)
+    whole.view(-1)[shard.start : shard.start + shard.local.numel()] = shard.local
+    # Each byte is added to zeros: exactly what one rank has.
+    dist.reduce(whole.view(-1).view(torch.uint8), 0)
+    return whole.cpu() if strategy.is_global_zero else None
+
+
+def by_numbers(state: Mapping[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return an optimizer's state as ``Optimizer.state_dict`` does: parameters by number."""
+    numbers = {name: number for number, name in enumerate(name for names in group_names for name in names)}
+    return {
+        "state": {numbers[name]: entry for name, entry in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def by_names(state: Mapping[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the same with the names of parameters."""
+    names = [name for names in group_names for name in names]
+    return {
+        "state": {names[number]: entry for number, entry in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def agree_on(strategy: Strategy, find: Callable[[], str | None]) -> None:
+    """Raise on every rank what rank 0 has found wrong, so that none of them waits for it; collective."""
+    found = strategy.broadcast(find() if strategy.is_global_zero else None)
+    if found is not None:
+        raise CheckpointError(found)
+
+
+@torch.no_grad()
+def deal_out(targets: Mapping[str, Any], state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
+    """Copy the tensors of rank 0 into those that each rank holds; return what is no tensor; collective."""
+    rest = {}
+    for name, target in targets.items():
+        if not strategy.broadcast(name in state):
+            continue
+        if not isinstance(target, Tensor | FlatShard) or is_extra_state(name):
+            rest[name] = strategy.broadcast(state.get(name))
+            continue
+        whole = from_rank_0(state.get(name), tuple(target.shape), target.dtype, strategy)
+        if isinstance(target, FlatShard):
+            target.local.copy_(target.taken_from(whole))
+        else:
+            target.copy_(whole)
+    return rest
+
+
+def from_rank_0(source: Any, shape: tuple[int, ...], dtype: torch.dtype, strategy: Strategy) -> Tensor:
+    """Return a tensor that rank 0 has; collective."""
+    whole = torch.empty(shape, dtype=dtype, device=strategy.root_device)
+    if strategy.is_global_zero:
+        whole.copy_(source)
+    dist.broadcast(whole, 0)
+    return whole
+
+
+def told_by_rank_0(entries: Mapping[str, Any], parts: Mapping[str, FlatShard], strategy: Strategy) -> dict[str, Any]:
+    """Return the states of parameters that rank 0 has, of each tensor only what this rank needs; collective.
+
+    Args:
+        entries: By the names of parameters; only those of rank 0 count.
+        parts: For each parameter which elements this rank has.
+        strategy: Communicates.
+    """
+    outline = {
+        name: {key: (tuple(value.shape), value.dtype) for key, value in entry.items() if isinstance(value, Tensor)}
+        for name, entry in entries.items()
+    }
+    plain = {
+        name: {key: value for key, value in entry.items() if not isinstance(value, Tensor)}
+        for name, entry in entries.items()
+    }
+    outline, plain = strategy.broadcast((outline, plain))
+    told: dict[str, Any] = {name: dict(entry) for name, entry in plain.items()}
+    for name, tensors in outline.items():
+        for key, (shape, dtype) in tensors.items():
+            whole = from_rank_0(entries[name][key] if strategy.is_global_zero else None, shape, dtype, strategy)
+            part = parts.get(name)
+            if part is not None and shape and shape == part.shape:
+                local = part.taken_from(whole).clone()
+                told[name][key] = FlatShard(local=local, start=part.start, shape=shape)
+            else:
+                told[name][key] = whole.cpu()
+    return told
+
+
+# The gradients that wait for a step of the optimizer, where each stage accumulates them.
+
+
+_BY_PARAMETER = ("grad", "grad_accum")
+
+
+def waiting_gradients(optimizer: Any) -> dict[str, Any]:
+    """Return this rank's accumulated gradients, as it has them; empty where there are none.
+
+    Args:
+        optimizer: What DeepSpeed has made of the user's optimizer, of stages 1 to 3.
+    """
+    if hasattr(optimizer, "fp32_groups_has_gradients"):
+        computed = [list(group) for group in optimizer.fp32_groups_has_gradients]
+        return (
+            {"flat": list(optimizer.fp32_groups_gradients_flat), "computed": computed}
+            if any(map(any, computed))
+            else {}
+        )
+    batches = optimizer.micro_step_id + int(getattr(optimizer, "_epilogue_ran_this_backward", False))
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):
+        return {"flat": optimizer.grad_partitions_flat_buffer, "batches": batches} if batches > 0 else {}
+    found: dict[str, Any] = {}
+    for key in _BY_PARAMETER:
+        found[key] = {
+            str(number): value
+            for number, parameter in _parameters(optimizer)
+            if (value := getattr(parameter, key, None)) is not None
+        }
+    found["all"] = {str(group): list(value) for group, value in optimizer.all_grad_tensors.items() if value is not None}
+    found["flat"] = {
+        str(group): value.flat_partition
+        for group, value in optimizer.averaged_gradients.items()
+        if getattr(value, "flat_partition", None) is not None
+    }
+    found["cpu"] = {
+        str(number): value
+        for number, value in getattr(optimizer, "accumulated_grads_in_cpu", {}).items()
+        if number in optimizer._offload_accumulated_param_ids  # noqa: SLF001 - the others are of an earlier step
+    }
+    present = {key: value for key, value in found.items() if value}
+    return {**present, "batches": optimizer.micro_step_id} if present else {}
+
+
+def put_back(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Let the next backward pass or step have what :func:`waiting_gradients` returned.
+
+    Args:
+        optimizer: Of the same stage and number of ranks.
+        saved: The gradients; empty where there were none.
+    """
+    if not saved:
+        return
+    if hasattr(optimizer, "fp32_groups_has_gradients"):
+        for buffer, value in zip(optimizer.fp32_groups_gradients_flat, saved["flat"], strict=True):
+            buffer.copy_(value)
+        optimizer.fp32_groups_has_gradients = [list(group) for group in saved["computed"]]
+        return
+    optimizer.micro_step_id = saved["batches"]
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):
+        optimizer.grad_partitions_flat_buffer.copy_(saved["flat"])
+        optimizer.independent_gradient_partition_epilogue()  # or a step that comes before a backward pass lacks them
+        optimizer._epilogue_ran_this_backward = False  # noqa: SLF001 - that pass is counted already
+        return
+    parameters = {str(number): parameter for number, parameter in _parameters(optimizer)}
+    for key in _BY_PARAMETER:
+        for number, value in saved.get(key, {}).items():
+            setattr(parameters[number], key, _near(value, parameters[number]))
+    for group, values in saved.get("all", {}).items():
+        like = optimizer.bit16_groups_flat[int(group)]
+        optimizer.all_grad_tensors[int(group)] = [_near(value, like) for value in values]
+    for group, value in saved.get("flat", {}).items():
+        optimizer._get_compact_grad_partition_buffer(int(group)).flat_partition.copy_(value)  # noqa: SLF001 - makes it
+    for number, value in saved.get("cpu", {}).items():
+        optimizer.accumulated_grads_in_cpu[int(number)] = value
+        optimizer._offload_accumulated_param_ids.add(int(number))  # noqa: SLF001 - as when it was accumulated
+
+
+def _parameters(optimizer: Any) -> Iterator[tuple[int, Any]]:
+    for group in optimizer.bit16_groups:
+        for parameter in group:
+            yield optimizer.get_param_id(parameter), parameter
+
+
+def _near(value: Tensor, like: Tensor) -> Tensor:
+    return value.to(like.device)

@@ -1,0 +1,474 @@
+"""Import of checkpoints of DeepSpeed's ``save_checkpoint``."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from dstrat.checkpoint.portable.decode import split
+from dstrat.checkpoint.torch_file import refused_name, stand_ins, without_stand_ins
+from dstrat.errors import CheckpointError
+from dstrat.interfaces.checkpoint_io import CheckpointIO
+from dstrat.training.checkpoint.restore import training_entries
+from dstrat_deepspeed.optimizer_state import MASTER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+_VERSION = 2
+_OWN = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+    }
+)
+"""The keys that are DeepSpeed's; others are what a program has saved beside them."""
+
+_logger = logging.getLogger(__name__)
+
+
+class DeepSpeedCheckpointIO(CheckpointIO):
+    """Reads checkpoints of DeepSpeed, of any stage and number of ranks, and universal ones.
+
+    Weights, the optimizer's state by the names of parameters, its groups, a scheduler of torch and the number of steps
+    are taken over; a fit can go on from it where it has an optimizer.  No file can run code: what is neither a tensor,
+    a plain value nor DeepSpeed's own is refused.  It does not write; ``DeepSpeedStrategy(save_native=True)`` does.
+    """
+
+    @override
+    @classmethod
+    def recognizes(cls, path: str | Path) -> bool:
+        return find_files(Path(path)) is not None
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} is not written: this checkpoint io only reads; DeepSpeed's own files are "
+            "written by DeepSpeedStrategy(save_native=True)"
+        )
+
+    @override
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        files = find_files(Path(path))
+        if files is None:
+            raise CheckpointError(f"{str(path)!r} is no checkpoint of DeepSpeed: it has no *_model_states.pt")
+        try:
+            return _converted(files)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{str(files.folder)!r} is not as DeepSpeed 0.19 writes checkpoints ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _converted(files: NativeFiles) -> dict[str, Any]:
+    models = files.read_models()
+    model = models[0]
+    native = _native_state(files, model)
+    module = _whole_module(models, native)
+    done = model.get("global_steps", 0) - model.get("skipped_steps", 0)
+    converted: dict[str, Any] = {
+        "dstrat_checkpoint_version": _VERSION,
+        "converted_from": f"DeepSpeed {model.get('ds_version', '')}, {_kind(files)} of {model['dp_world_size']} ranks",
+        "epoch": model.get("epoch", 0),
+        "global_step": done,
+        "state_dict": module,
+    }
+    optimizer = _of_stage_0(model, module) if native is None else _as_ours(native, module)
+    if optimizer is not None:
+        converted |= training_entries(epochs_done=converted["epoch"], global_step=done, batches_seen=done)
+        converted |= {"optimizers": [optimizer], "lr_schedulers": _schedulers(model)}
+    beside = {key: value for key, value in model.items() if key not in _OWN | {"epoch"}}
+    return {**converted, **({"client_state": beside} if beside else {})}
+
+
+def _schedulers(model: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the state of the scheduler if it is one of torch, as modules have them here."""
+    state = model.get("lr_scheduler")
+    if state and "last_epoch" not in state:
+        _logger.warning("the scheduler's state is left out: it is of DeepSpeed's own, and fits none of torch")
+        return []
+    return [state] if state else []
+
+
+def _kind(files: NativeFiles) -> str:
+    return "a universal checkpoint" if files.is_universal else "a checkpoint"
+
+
+def _native_state(files: NativeFiles, model: Mapping[str, Any]) -> NativeState | None:
+    if files.is_universal:
+        return of_universal(files.folder, model["param_shapes"])
+    if not files.optimizer:
+        return None
+    ranks = files.read_optimizers()
+    count = ranks[0]["partition_count"]
+    expected = max(count) if isinstance(count, list) else count
+    if len(ranks) != expected:
+        raise CheckpointError(f"{str(files.folder)!r} has the files of {len(ranks)} of {expected} ranks")
+    is_stage_3 = "fp32_flat_groups" in ranks[0]
+    return (of_stage_3 if is_stage_3 else of_stages_1_and_2)(model["param_shapes"], ranks)
+
+
+def _whole_module(models: list[dict[str, Any]], native: NativeState | None) -> dict[str, Any]:
+    """Return the module's state; stage 3 has saved empty tensors in the place of its parameters."""
+    model = models[0]
+    module: dict[str, Any] = dict(model["module"])
+    shared = model.get("shared_params") or {}
+    frozen = model.get("frozen_param_shapes") or {}
+    for name, value in module.items():
+        if native is None or not isinstance(value, Tensor) or value.numel():
+            continue
+        if name in native.weights:
+            module[name] = native.weights[name].to(value.dtype)
+        elif name in frozen:
+            parts = [other["frozen_param_fragments"][name].view(-1) for other in models]
+            shape = tuple(frozen[name])
+            module[name] = torch.cat(parts)[: torch.Size(shape).numel()].view(shape)
+    for alias, name in shared.items():
+        module[alias] = module[name]
+    return module
+
+
+def _as_ours(native: NativeState, module: Mapping[str, Any]) -> dict[str, Any]:
+    rounded = {name: value for name, value in native.weights.items() if value.dtype != module[name].dtype}
+    return {
+        "state": {name: entry for name, entry in native.state.items() if entry},
+        "param_groups": native.param_groups,
+        **({MASTER: rounded} if rounded else {}),
+    }
+
+
+def _of_stage_0(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an optimizer's state that has numbers in the place of names, if the shapes leave no doubt."""
+    state = model.get("optimizer")
+    if not state:
+        return None
+    master = state.get("fp32_groups")
+    state = state.get("optimizer_state_dict", state)
+    buffers, shared = set(model.get("buffer_names") or ()), set(model.get("shared_params") or ())
+    names = [name for name in module if name not in buffers | shared]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    fits = numbers == list(range(len(names))) and all(
+        value.shape == module[names[number]].shape
+        for number, entry in state["state"].items()
+        for value in entry.values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+    if not fits:
+        _logger.warning("the optimizer's state is left out: it is not certain which of it belongs to which parameter")
+        return None
+    groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state["param_groups"]]
+    found = {"state": {names[n]: entry for n, entry in state["state"].items()}, "param_groups": groups}
+    if master:
+        found[MASTER] = dict(zip(names, (value for group in master for value in group), strict=True))
+    return found
+
+
+# The files of a checkpoint that DeepSpeed has written.
+
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_POINTERS = ("latest", "latest_universal")
+UNIVERSAL = "zero"
+"""The folder of a universal checkpoint that has one folder for each parameter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeFiles:
+    """Where the parts of a checkpoint are.
+
+    Attributes:
+        folder: The checkpoint.
+        model: The module's state; of stage 3 one file for each rank.
+        optimizer: The optimizer's state, one file for each rank; none of stage 0 and of universal checkpoints.
+        is_universal: Whether each parameter has a folder of its own.
+    """
+
+    folder: Path
+    model: list[Path]
+    optimizer: list[Path] = field(default_factory=list)
+    is_universal: bool = False
+
+    def read_models(self) -> list[dict[str, Any]]:
+        """Return the state of the module, as each rank has saved it."""
+        return [read_plain(path) for path in self.model]
+
+    def read_optimizers(self) -> list[dict[str, Any]]:
+        """Return the state of the optimizer that each rank has saved."""
+        return [read_plain(path)["optimizer_state_dict"] for path in self.optimizer]
+
+
+def find_files(path: Path) -> NativeFiles | None:
+    """Return the files of a checkpoint; None where there is none of DeepSpeed's.
+
+    Args:
+        path: Its folder, or the one above, which says in a file which is the latest.
+
+    Raises:
+        CheckpointError: It is of several models in parallel, or of files on NVMe, or files are missing.
+    """
+    folder = _pointed_to(path)
+    if not folder.is_dir():
+        return None
+    names = sorted(child.name for child in folder.iterdir())
+    models = [(int(found[1] or 0), int(found[2]), name) for name in names if (found := _MODEL.fullmatch(name))]
+    states = [(int(found[1]), int(found[2]), name) for name in names if (found := _OPTIMIZER.fullmatch(name))]
+    if not models:
+        return None
+    if any(parallel for _, parallel, _ in (*models, *states)):
+        raise CheckpointError(
+            f"{str(folder)!r} is of a model that is split over several ranks beside ZeRO (mp_rank_01 ...), which "
+            "cannot be read: gather it with the program that has split it"
+        )
+    if "offloaded_tensors" in names:
+        raise CheckpointError(
+            f"{str(folder)!r} has weights and optimizer state as NVMe had them (offloaded_tensors), which DeepSpeed "
+            "alone can read: go on from the portable checkpoint beside it, or save without offload_optimizer to 'nvme'"
+        )
+    numbers = [rank for rank, _, _ in states]
+    if sorted(numbers) != list(range(len(numbers))):
+        raise CheckpointError(f"{str(folder)!r} has the files of ranks {sorted(numbers)} only: others are missing")
+    return NativeFiles(
+        folder=folder,
+        model=[folder / name for _, _, name in sorted(models)],
+        optimizer=[folder / name for _, _, name in sorted(states)],
+        is_universal=(folder / UNIVERSAL).is_dir(),
+    )
+
+
+def _pointed_to(path: Path) -> Path:
+    for name in _POINTERS:
+        pointer = path / name
+        if pointer.is_file():
+            tag = pointer.read_text(encoding="utf-8", errors="replace").strip()
+            if (path / tag).is_dir() and Path(tag).name == tag:
+                return path / tag
+    return path
+
+
+# Whole parameters and their optimizer state, put together from what the ranks of DeepSpeed have saved.
+
+
+_WEIGHTS = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeState:
+    """Parameters as the optimizer has them.
+
+    Attributes:
+        weights: By name.
+        state: What the optimizer keeps, by name and key; empty before its first step.
+        param_groups: The groups with their options and the names of their parameters.
+    """
+
+    weights: dict[str, Tensor]
+    state: dict[str, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+
+
+def of_stages_1_and_2(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> NativeState:
+    """Return the parameters of stage 1 or 2: those of a group follow each other over the ranks.
+
+    Args:
+        shapes: Of the parameters of each group, by name.
+        ranks: The state of the optimizer, as each rank has saved it.
+    """
+    base = ranks[0]["base_optimizer_state"]
+    if not isinstance(base, dict):
+        raise CheckpointError(
+            "the checkpoint was saved with elastic_checkpoint, which lacks the options of the optimizer: save it "
+            "without, or convert it by DeepSpeed's ds_to_universal first"
+        )
+    paddings = ranks[0].get("param_alignment_paddings") or [[]] * len(shapes)
+    found = NativeState(weights={}, state={}, param_groups=[])
+    for index, (group, names) in enumerate(zip(base["param_groups"], shapes, strict=True)):
+        number = group["params"][0]
+        cut = _consecutive(names, paddings[index])
+        found.weights.update(cut(torch.cat([rank["single_partition_of_fp32_groups"][index] for rank in ranks])))
+        _add_states(found, [rank["base_optimizer_state"]["state"].get(number, {}) for rank in ranks], names, cut)
+        found.param_groups.append({**group, "params": list(names)})
+    return found
+
+
+def of_stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> NativeState:
+    """Return the parameters of stage 3: each is cut into as many equal parts as there are ranks.
+
+    Args:
+        shapes: Of the parameters of each sub-group, by name.
+        ranks: The state of the optimizer, as each rank has saved it.
+    """
+    found = NativeState(weights={}, state={}, param_groups=[])
+    for number, names in enumerate(shapes):
+        cut = _in_equal_parts(names, len(ranks))
+        found.weights.update(cut(torch.cat([rank["fp32_flat_groups"][number] for rank in ranks])))
+        states = [rank["optimizer_state_dict"]["state"].get(number, {}) for rank in ranks]
+        _add_states(found, states, names, cut)
+    for group in ranks[0]["optimizer_state_dict"]["param_groups"]:
+        members = [name for number in group["params"] for name in shapes[number]]
+        found.param_groups.append({**group, "params": members})
+    return found
+
+
+def of_universal(folder: Path, shapes: Sequence[Mapping[str, Any]]) -> NativeState:
+    """Return the parameters of a universal checkpoint: each has a folder.
+
+    Args:
+        folder: The checkpoint.
+        shapes: Of the parameters, by name.
+    """
+    common = read_plain(folder / UNIVERSAL / "optimizer_state.pt")
+    groups = common.get("param_groups") or common["optimizer_state_dict"]["param_groups"]
+    steps = common.get("optimizer_state_dict", {}).get("state", {})
+    found = NativeState(weights={}, state={}, param_groups=[])
+    for number, names in enumerate(shapes):
+        for name, shape in names.items():
+            entry = _of_folder(folder / UNIVERSAL / name, tuple(shape))
+            found.weights[name] = entry.pop(_WEIGHTS)
+            if entry and "step" not in entry and "step" in steps.get(number, {}):
+                entry["step"] = _own(steps[number]["step"])
+            found.state[name] = entry
+    numbers = list(range(len(shapes)))
+    for index, group in enumerate(groups):
+        own = group["params"] if sorted(n for g in groups for n in g["params"]) == numbers else [index]
+        found.param_groups.append({**group, "params": [name for number in own for name in shapes[number]]})
+    return found
+
+
+def _of_folder(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
+    if folder.parent.name != UNIVERSAL or folder.name in (".", ".."):
+        raise CheckpointError(f"{str(folder)!r} is no folder of a parameter: the checkpoint names a place beside it")
+    if not (folder / f"{_WEIGHTS}.pt").is_file():
+        raise CheckpointError(f"{str(folder)!r} lacks {_WEIGHTS}.pt: the universal checkpoint is not complete")
+    entry = {}
+    for path in sorted(folder.glob("*.pt")):
+        value = read_plain(path)
+        value = value["param"] if isinstance(value, dict) else value
+        if isinstance(value, Tensor) and value.dim():
+            value = value.reshape(-1)[: math.prod(shape)].reshape(shape)
+        entry[path.stem] = value
+    return entry
+
+
+def _add_states(
+    found: NativeState,
+    states: Sequence[Mapping[str, Any]],
+    names: Mapping[str, Any],
+    cut: Callable[[Tensor], dict[str, Tensor]],
+) -> None:
+    for key, value in states[0].items():
+        is_element_wise = isinstance(value, Tensor) and value.dim() > 0
+        parts = cut(torch.cat([state[key] for state in states])) if is_element_wise else {}
+        for name in names:
+            found.state.setdefault(name, {})[key] = parts[name] if is_element_wise else _own(value)
+
+
+def _own(value: Any) -> Any:
+    """Return a number that no other parameter counts on."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _consecutive(names: Mapping[str, Any], paddings: Sequence[int]) -> Callable[[Tensor], dict[str, Tensor]]:
+    def cut(flat: Tensor) -> dict[str, Tensor]:
+        parts, begin = {}, 0
+        for (name, shape), padding in zip(names.items(), paddings or [0] * len(names), strict=True):
+            size = math.prod(shape)
+            parts[name] = flat[begin : begin + size].view(tuple(shape))
+            begin += size + padding
+        return parts
+
+    return cut
+
+
+def _in_equal_parts(names: Mapping[str, Any], num_ranks: int) -> Callable[[Tensor], dict[str, Tensor]]:
+    def cut(flat: Tensor) -> dict[str, Tensor]:
+        by_rank, begin, parts = flat.view(num_ranks, -1), 0, {}
+        for name, shape in names.items():
+            size = math.prod(shape)
+            part = -(-size // num_ranks)
+            parts[name] = by_rank[:, begin : begin + part].reshape(-1)[:size].view(tuple(shape))
+            begin += part
+        return parts
+
+    return cut
+
+
+# Reading files that torch.save has written of DeepSpeed's state, without running code from them.
+
+
+class Attributes:
+    """Stands for an object that holds plain attributes only, such as a loss scaler."""
+
+
+class Number(int):
+    """Stands for a member of an enumeration of numbers."""
+
+
+_STAND_INS = [
+    (Attributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (Attributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (Attributes, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (Attributes, "deepspeed.runtime.bf16_optimizer.fragment_address"),
+    (Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+]
+_NEEDED = ("", "module", "optimizer", "optimizer_state_dict", "param", "param_groups", "state")
+"""The keys of a file below which nothing is left out."""
+
+
+def read_plain(path: Path) -> Any:
+    """Return what is in a file: tensors on the CPU, plain values, stand-ins for DeepSpeed's own classes.
+
+    Objects of other classes, which users have put there, are left out.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds something that would run code.
+    """
+    known = {name for _, name in _STAND_INS}
+    others = [pair for pair in stand_ins(path) if pair[1] not in known]
+    try:
+        with torch.serialization.safe_globals([*_STAND_INS, *others]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{str(path)!r} is not read: it holds {refused_name(str(error)) or 'something'} that cannot be read "
+            "without running code; save it again without that"
+        ) from error
+    except Exception as error:  # bytes that are no checkpoint raise whatever they look like
+        raise CheckpointError(f"{str(path)!r} is damaged, or was not written by torch.save") from error
+    plain, unknown = without_stand_ins(content)
+    for name, kind in unknown.items():
+        if split(name)[0] in _NEEDED:
+            raise CheckpointError(
+                f"{str(path)!r} is not read: {name!r} in it is of {kind}, which cannot be read without running code; "
+                "save it again without that"
+            )
+    return plain

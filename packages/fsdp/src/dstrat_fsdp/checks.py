@@ -1,0 +1,317 @@
+"""Checks of what cannot be sharded, and of changes that would be lost."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.parallel.optimizer_probe import how_division_fails
+from dstrat_fsdp.gradients import fsdp_params
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+
+_logger = logging.getLogger(__name__)
+
+
+def refuse_copy(memo: Any) -> Any:  # noqa: ARG001 - Python's signature
+    """Raise an error for a ``deepcopy`` of a module that is sharded."""
+    raise MisuseError(
+        "a module cannot be copied while it is sharded: for an average of its weights (EMA) take EMAWeightAveraging of "
+        "dstrat.callbacks, or in a loop of yours keep [p.detach().clone() for p in module.parameters()], which are the "
+        "shards of this rank; for other copies, copy it before it is set up"
+    )
+
+
+class OwnOutputs:
+    """Copies what a block returns where it is a view of another tensor.
+
+    torch gathers a block for its backward pass by a hook on what it returned, and an in-place operation on a view
+    loses that hook.
+
+    Args:
+        block: Not sharded yet.
+        name: Its name in the user's module, for the log.
+    """
+
+    def __init__(self, block: Module, name: str) -> None:
+        self._name = name
+        self._has_told = False
+        self._handle = block.register_forward_hook(self._after_forward)
+
+    def remove(self) -> None:
+        """Leave the block alone again."""
+        self._handle.remove()
+
+    def _after_forward(self, block: Module, args: Any, output: Any) -> Any:  # noqa: ARG002 - torch's signature
+        return apply_to_tensors(output, self._owned) if torch.is_grad_enabled() else output
+
+    def _owned(self, tensor: Tensor) -> Tensor:
+        if tensor._base is None or not tensor.requires_grad:  # noqa: SLF001 - torch has no public name for it
+            return tensor
+        if not self._has_told:
+            self._has_told = True
+            _logger.info(
+                "block %r returns a view, which is copied in each step; a tensor of its own saves that", self._name
+            )
+        return tensor.clone()
+
+
+class ParameterGuard:
+    """Notices what would be lost: a parameter replaced by another, or changed while it is gathered.
+
+    Args:
+        module: The user's module, sharded; nothing of it is gathered.
+        kept: What torch keeps of its parameters.
+    """
+
+    def __init__(self, module: Module, kept: Iterable[Any]) -> None:
+        self._module, self._kept = module, list(kept)
+        self._versions: list[int | None] = [None] * len(self._kept)
+        self._sharded = [
+            (layer, name, parameter)
+            for layer in module.modules()
+            for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        self._places = [(layer._parameters, name, parameter) for layer, name, parameter in self._sharded]  # noqa: SLF001 - read in each step
+
+    def check_not_replaced(self) -> None:
+        """Look at every parameter; nothing is gathered at this moment.
+
+        Raises:
+            MisuseError: One of them is another one.
+        """
+        for index, (store, name, parameter) in enumerate(self._places):
+            if store.get(name) is not parameter:
+                raise MisuseError(
+                    f"parameter {self._name(index)!r} was replaced after the module was sharded, and the one that it "
+                    "had then is what is trained: change its values in place, or replace it in configure_model"
+                )
+
+    def check_not_changed(self) -> None:
+        """Compare how often each parameter has been changed in place while it was gathered with the last time.
+
+        Torch's gathering does not count as a change, nor does one of ``parameter.data``.
+
+        Raises:
+            MisuseError: One of them was changed in between.
+        """
+        versions = [getattr(getattr(kept, "_unsharded_param", None), "_version", None) for kept in self._kept]
+        before, self._versions = self._versions, versions
+        for kept, old, new in zip(self._kept, before, versions, strict=True):
+            if old not in (None, new):
+                index = next(i for i, (_, _, one) in enumerate(self._sharded) if one is kept.sharded_param)
+                raise self._lost(index, "in the step before")
+
+    def gathered(self, unit: Module) -> dict[int, Tensor]:
+        """Return a sum of each parameter of a unit that is gathered at this moment, by its place."""
+        layers = {id(layer) for layer in unit.modules()}
+        sums = {}
+        for index, (layer, name, parameter) in enumerate(self._sharded):
+            current = getattr(layer, name) if id(layer) in layers else parameter
+            if current is not parameter:
+                local = current.to_local() if isinstance(current, DTensor) else current
+                sums[index] = local.detach().sum().nan_to_num()
+        return sums
+
+    def check_unchanged(self, before: dict[int, Tensor], after: dict[int, Tensor]) -> None:
+        """Compare what :meth:`gathered` returned before and after a forward pass.
+
+        Raises:
+            MisuseError: A sum has changed.
+        """
+        for index, value in before.items():
+            if index in after and not torch.equal(value, after[index]):
+                raise self._lost(index, "in a forward pass")
+
+    def _lost(self, index: int, when: str) -> MisuseError:
+        return MisuseError(
+            f"parameter {self._name(index)!r} was changed {when}, while it was gathered: freeing it loses the change; "
+            "change it where it is sharded, such as in on_train_batch_end"
+        )
+
+    def _name(self, index: int) -> str:
+        layer, name, _ = self._sharded[index]
+        prefix = next((key for key, part in self._module.named_modules() if part is layer), "")
+        return f"{prefix}.{name}".lstrip(".")
+
+
+class ChangesInForward:
+    """Watches units until a first step is over, for changes of parameters that are gathered.
+
+    Args:
+        guard: Knows the parameters.
+        units: What is gathered together.
+    """
+
+    def __init__(self, guard: ParameterGuard, units: Sequence[Module]) -> None:
+        self._guard = guard
+        self._before: dict[int, dict[int, Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
+        for unit in units:
+            self._handles.append(unit.register_forward_pre_hook(self._remember))
+            self._handles.append(unit.register_forward_hook(self._compare, prepend=True))  # before they are freed
+
+    def end(self) -> None:
+        """Watch no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._before = [], {}
+
+    def _remember(self, unit: Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
+        self._before[id(unit)] = self._guard.gathered(unit)
+
+    def _compare(self, unit: Module, args: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
+        self._guard.check_unchanged(self._before.pop(id(unit), {}), self._guard.gathered(unit))
+
+
+# Restrictions of torch's ``fully_shard``, as clear errors.
+
+
+def check_shapes(module: Module) -> None:
+    """Check that each parameter can be divided.
+
+    Raises:
+        MisuseError: One is a scalar.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0 and not isinstance(parameter, DTensor):
+            raise MisuseError(f"parameter {name!r} is a scalar, which cannot be sharded: give it the shape (1,)")
+
+
+def check_gradients(module: Module, whose: str) -> None:
+    """Check that no layer has sparse gradients.
+
+    Args:
+        module: Is going to be trained.
+        whose: Name of the strategy.
+
+    Raises:
+        MisuseError: An embedding has.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+            raise MisuseError(
+                f"the embedding {name!r} has sparse=True, and {whose} has no sparse gradients: leave "
+                "sparse=True out, or choose a strategy that does not shard parameters"
+            )
+
+
+def check_dtypes(units: Sequence[FSDPModule], module: Module) -> None:
+    """Check that the parameters that are trained and gathered together are of one dtype.
+
+    Args:
+        units: What is gathered together.
+        module: Sharded; it has the names.
+
+    Raises:
+        MisuseError: Those of a unit are not.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for unit in units:
+        first = None
+        for kept in fsdp_params([unit]):
+            shard = kept.sharded_param
+            if not shard.requires_grad:
+                continue
+            first = shard if first is None else first
+            if shard.dtype != first.dtype:
+                raise MisuseError(
+                    f"parameters {names[id(first)]!r} of {first.dtype} and {names[id(shard)]!r} of {shard.dtype} are "
+                    "gathered together, which takes one dtype: convert one of them, or shard the layer by itself "
+                    "(auto_wrap_policy, or fully_shard in configure_model)"
+                )
+
+
+def check_steps_shards(optimizers: Sequence[Optimizer], whose: str) -> None:
+    """Check that optimizers give the same results where they step parameters that are sharded; collective.
+
+    Args:
+        optimizers: Of a module that has been sharded.
+        whose: Name of the strategy.
+
+    Raises:
+        MisuseError: One needs whole parameters, or uses operations that torch does not have for shards.
+    """
+    for optimizer in optimizers:
+        sharded = next((p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)), None)
+        if sharded is None:
+            continue
+        if isinstance(optimizer, torch.optim.LBFGS):
+            reason: str | None = "it joins all of them in one vector"
+        else:
+            reason = how_division_fails(optimizer, sharded.device, partial(_sharded_as, sharded))
+        if reason is not None:
+            raise MisuseError(
+                f"{type(optimizer).__name__} cannot step parameters as {whose} shards them ({reason}): take another "
+                "optimizer, such as torch.optim.AdamW, or a strategy that does not shard parameters"
+            )
+
+
+def _sharded_as(sharded: DTensor, whole: Tensor) -> list[Tensor]:
+    """Return a matrix, which all ranks have, in shards by rows over the same dimensions of the mesh; collective."""
+    placements = [placement if placement.is_replicate() else Shard(0) for placement in sharded.placements]
+    return [distribute_tensor(whole.clone(), sharded.device_mesh, placements)]
+
+
+@contextmanager
+def shards_explained() -> Iterator[None]:
+    """Say what torch's error means where a module computes with parameters that are sharded at that moment.
+
+    Raises:
+        MisuseError: It did so in the ``with`` block.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise MisuseError(
+            "a step computes with the parameters of a block outside of the block's forward, where they are sharded (a "
+            "norm of self.parameters() in the loss, another method of the block than forward): compute that in a "
+            f"forward, or choose other blocks with auto_wrap_policy. Torch says: {error}"
+        ) from error
+
+
+# Checking that optimizers have the parameters that are trained, and each of them once.
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], module: Module) -> None:
+    """Check the optimizers of a module that has been sharded.
+
+    Raises:
+        MisuseError: Two of them share a parameter, or one has parameters of before the module was sharded.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    owners: dict[int, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(parameter) not in names for parameter in parameters)
+        if strange:
+            raise MisuseError(
+                f"the {type(optimizer).__name__} has {strange} of {len(parameters)} parameters that are none of "
+                f"{type(module).__name__}'s: they were taken before the module was sharded, which replaces them; take "
+                "all of them in configure_optimizers, from self.parameters()"
+            )
+        for parameter in parameters:
+            first = owners.setdefault(id(parameter), index)
+            if first != index:
+                raise MisuseError(
+                    f"optimizers {first} and {index} share the parameter {names.get(id(parameter), '?')!r}, and both "
+                    "would apply its gradient: give each parameter to one of them"
+                )
