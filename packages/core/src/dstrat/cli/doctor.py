@@ -274,8 +274,8 @@ class Finding:
 
 
 _PROC = Path("/proc")
-_FOLDER_PREFIX = "dstrat-job-"  # as in builtin/launchers/job.py
-_WATCHDOG = "dstrat-watchdog"  # as in builtin/launchers/watchdog.py; it lives as long as its job, and names the folder
+_FOLDER_PREFIX = "dstrat-job-"  # as in launch/job.py
+_WATCHDOG = "dstrat-watchdog"  # as in launch/signals.py; it lives as long as its job, and names the folder
 
 _PAUSE = 0.5  # seconds
 _SHOWN = 60  # characters of a command line
