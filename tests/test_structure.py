@@ -1,0 +1,124 @@
+"""The structure of the source: no cycles, no fragments, one meaning for a class name, noun phrases as docstrings."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+PACKAGES = Path(__file__).parents[1] / "packages"
+SHORT = 80  # lines
+
+# Short modules that only one other imports, and why each is a file of its own.
+SHORT_FOR_A_REASON = {
+    "dstrat.cli.main": "the entry point of the console script",
+    "dstrat.testing.strategy.records": "standard tests of one tier, as its siblings are",
+    "dstrat.training.profilers.defaults": "names of profilers, without importing any",
+    "dstrat_deepspeed.precision": "the role has this file name in every package",
+    "dstrat_xla.loader": "loads torch_xla's loader, which needs a device, on first use",
+}
+
+# Class names that two modules of one distribution have, to be renamed.
+CLASSES_WITH_ONE_NAME = {
+    "Interrupted",
+    "Options",
+    "Outcome",
+    "Part",
+    "Plan",
+    "_Commands",
+    "_Missing",
+    "_Nothing",
+}
+
+
+def name_of(path):
+    source = next(parent for parent in path.parents if parent.name == "src")
+    parts = path.relative_to(source).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    paths = (path for path in PACKAGES.glob("*/src/**/*.py") if "template" not in path.parts)
+    return {name_of(path): path.read_text(encoding="utf-8") for path in sorted(paths)}
+
+
+@pytest.fixture(scope="module")
+def trees(texts):
+    return {name: ast.parse(text) for name, text in texts.items()}
+
+
+def imported(statements, modules):
+    """Give the modules of ours that import statements name."""
+    for node in statements:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in modules else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def cycle(graph):
+    """Return the modules of a cycle, empty where there is none."""
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            return path[path.index(name) :]
+        if name not in done:
+            path.append(name)
+            for other in sorted(graph[name]):
+                if found := visit(other):
+                    return found
+            path.pop()
+            done.add(name)
+        return []
+
+    return next(filter(None, map(visit, sorted(graph))), [])
+
+
+def test_modules_import_each_other_without_cycles(trees):
+    graph = {name: set(imported(tree.body, trees)) & trees.keys() - {name} for name, tree in trees.items()}
+    assert cycle(graph) == []
+
+
+def test_a_cycle_is_found():
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
+
+
+def test_short_modules_are_used_by_several_or_named_by_users(texts, trees):
+    users = defaultdict(set)
+    for name, tree in trees.items():
+        for other in imported(ast.walk(tree), trees):
+            users[other].add(name)
+    targets = set(re.findall(r'"(dstrat[\w.]*?)(?:"|:\w)', "\n".join(texts.values())))
+    public = {name for name in texts if name.startswith("dstrat.") and name.count(".") == 1}
+    fragments = {
+        name
+        for name, text in texts.items()
+        if len(text.splitlines()) < SHORT
+        and len(users[name]) <= 1
+        and not name.endswith(".plugin")
+        and name not in targets | public
+        and not any(other.startswith(f"{name}.") for other in texts)
+    }
+    assert fragments <= SHORT_FOR_A_REASON.keys(), "merge each with the module that imports it"
+
+
+def test_a_class_name_has_one_meaning_in_a_distribution(trees):
+    homes = defaultdict(set)
+    for name, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes[name.partition(".")[0], node.name].add(name)
+    twice = {cls for (_, cls), modules in homes.items() if len(modules) > 1}
+    assert twice <= CLASSES_WITH_ONE_NAME
+    assert twice >= CLASSES_WITH_ONE_NAME, "the list has names that are unique by now"
+
+
+def test_docstrings_of_modules_are_noun_phrases(trees):
+    clause = re.compile(r"(what|how|where|when|whether|who|whose|which|why)\b", re.IGNORECASE)
+    documented = {name: ast.get_docstring(tree) or "" for name, tree in trees.items()}
+    assert [name for name, text in documented.items() if clause.match(text)] == []
