@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dstrat.testing.ranks.jobs import first_culprit, run_ranks, story, what_happened
+from dstrat.testing.ranks.jobs import first_culprit, format_failure, run_ranks, what_happened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
@@ -34,7 +34,8 @@ def in_ranks(
     culprit = first_culprit([end for end in ended if end.report is not None or end.rank not in may_die])
     if culprit is not None:
         pytest.fail(
-            f"rank {culprit.rank} of {world_size} {what_happened(culprit, SECONDS)}\n{culprit.output}{story(culprit)}"
+            f"rank {culprit.rank} of {world_size} {what_happened(culprit, SECONDS)}\n"
+            f"{culprit.output}{format_failure(culprit)}"
         )
     return [None if end.report is None else end.report.value for end in ended]
 

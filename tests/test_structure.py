@@ -19,18 +19,6 @@ SHORT_FOR_A_REASON = {
     "dstrat_xla.loader": "loads torch_xla's loader, which needs a device, on first use",
 }
 
-# Class names that two modules of one distribution have, to be renamed.
-CLASSES_WITH_ONE_NAME = {
-    "Interrupted",
-    "Options",
-    "Outcome",
-    "Part",
-    "Plan",
-    "_Commands",
-    "_Missing",
-    "_Nothing",
-}
-
 
 def name_of(path):
     source = next(parent for parent in path.parents if parent.name == "src")
@@ -114,8 +102,7 @@ def test_a_class_name_has_one_meaning_in_a_distribution(trees):
             if isinstance(node, ast.ClassDef):
                 homes[name.partition(".")[0], node.name].add(name)
     twice = {cls for (_, cls), modules in homes.items() if len(modules) > 1}
-    assert twice <= CLASSES_WITH_ONE_NAME
-    assert twice >= CLASSES_WITH_ONE_NAME, "the list has names that are unique by now"
+    assert twice == set()
 
 
 def test_docstrings_of_modules_are_noun_phrases(trees):

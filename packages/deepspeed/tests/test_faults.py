@@ -8,7 +8,7 @@ from deepspeed_loop import Net, parts, start
 from torch import distributed, nn
 
 from dstrat_deepspeed import DeepSpeedStrategy
-from dstrat_deepspeed.restore_module import Footprint
+from dstrat_deepspeed.restore_module import ModuleSnapshot
 
 POINTS = ("configure_model", "configure_optimizers", "forward", "backward", "step")
 KEPT = []  # an exception that is being shown keeps all frames of its traceback
@@ -90,7 +90,7 @@ def fail_to_clean_up(cluster, step):
     strategy, linear = DeepSpeedStrategy(stage=3), nn.functional.linear
     start(strategy, module := Net(), parts(cluster))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Footprint if step == "gather" else strategy.engine, step, fails)
+        patch.setattr(ModuleSnapshot if step == "gather" else strategy.engine, step, fails)
         with pytest.raises(RuntimeError, match=f"{step}, on purpose"):
             strategy.on_exception(ValueError("of the run"))
         left = {

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from dstrat.data.resume import Beginning, PlacedLoader
+from dstrat.data.resume import Beginning, StatefulLoader
 from dstrat.errors import MisuseError
 
 
@@ -21,7 +21,7 @@ def test_a_place_that_cannot_be_copied_is_named_with_its_loader():
     with pytest.raises(
         MisuseError, match=r"state_dict of the loader, a Locked, cannot be copied \(cannot pickle .*lock"
     ):
-        list(PlacedLoader(loader, Beginning.of(loader), is_read_ahead=True))
+        list(StatefulLoader(loader, Beginning.of(loader), is_read_ahead=True))
 
 
 class Counting:
@@ -43,7 +43,7 @@ class Counting:
 
 
 def read(loader, count, *, is_read_ahead):
-    placed = PlacedLoader(loader, Beginning.of(loader), is_read_ahead=is_read_ahead)
+    placed = StatefulLoader(loader, Beginning.of(loader), is_read_ahead=is_read_ahead)
     assert placed.latest_place is None
     batches = iter(placed)
     assert [next(batches) for _ in range(count)] == list(range(1, count + 1))

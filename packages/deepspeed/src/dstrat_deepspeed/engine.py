@@ -17,7 +17,7 @@ from dstrat.errors import MisuseError
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.gradient_order import UnusedGradients, unused_gradients
 from dstrat_deepspeed.groups import release_groups
-from dstrat_deepspeed.nvme import free_buffers_of_state, let_go_unused, with_files
+from dstrat_deepspeed.nvme import free_buffers_of_state, release_unused, with_files
 from dstrat_deepspeed.optimizers import keep, without_first_step
 from dstrat_deepspeed.weight_changes import share_memory
 from dstrat_deepspeed.zero3 import Exchanges, exchanges_of, naming_new_parameters
@@ -111,7 +111,7 @@ class Engine:
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
-        let_go_unused(self._with_files)
+        release_unused(self._with_files)
         if self._is_manual and not self._has_begun:
             self._has_begun = True
             self._has_gradients |= self._has_parameters_gradients  # those of a checkpoint
@@ -121,7 +121,7 @@ class Engine:
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step without gradients, for which parameters are gathered."""
-        let_go_unused(self._with_files)
+        release_unused(self._with_files)
         with naming_new_parameters(self._steps):
             return self._steps(step, *args, **kwargs)
 
@@ -207,7 +207,7 @@ class Engine:
         if not self._has_gradients and self._lacks_gradients():
             return
         engine = self.engine
-        let_go_unused(self._with_files)
+        release_unused(self._with_files)
         if self._unused is not None:
             self._unused.before_step()
         if self._expects_more and engine.zero_optimization_stage() in (1, 2):

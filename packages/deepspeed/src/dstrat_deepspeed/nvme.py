@@ -71,7 +71,7 @@ def held_elements(parameter: Any) -> Tensor:
     return mapped(path, parameter.ds_tensor.ds_numel, parameter.dtype)
 
 
-def let_go_unused(parameters: Iterable[Any]) -> None:
+def release_unused(parameters: Iterable[Any]) -> None:
     """Forget elements that were read ahead for a backward pass that did not come.
 
     They would take the buffers that others need, and an update would reach them alone and not their file.

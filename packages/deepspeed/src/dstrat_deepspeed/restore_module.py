@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dstrat.errors import MisuseError
-from dstrat_deepspeed.nvme import let_go, let_go_unused
+from dstrat_deepspeed.nvme import let_go, release_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ _MODULE_MARKS = (
 )
 
 
-class Footprint:
+class ModuleSnapshot:
     """What a module's parameters carried before DeepSpeed marked them.
 
     Args:
@@ -53,7 +53,7 @@ class Footprint:
         Args:
             keeps: Whether this rank has them on the CPU afterwards.
         """
-        let_go_unused(parameter for parameter, _ in self._before)
+        release_unused(parameter for parameter, _ in self._before)
         for parameter, _ in self._before:
             if _is_sharded(parameter):
                 _as_deepspeeds(parameter).all_gather(param_list=[parameter])
@@ -89,7 +89,7 @@ class Footprint:
             _replace_parameters(self._module, shape_of)
 
 
-def take_back(module: Module, *, is_global_zero: bool) -> None:
+def rematerialize(module: Module, *, is_global_zero: bool) -> None:
     """Give memory to the parameters that a run of stage 3 has left on rank 0 alone; their values come from there.
 
     Raises:

@@ -20,7 +20,7 @@ from dstrat_deepspeed.nvme import free_buffers, read_once, swappers_of
 from dstrat_deepspeed.optimizers import check_division, only_optimizer, optimizer_for_cpu, resume_exactly
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.prerequisites import programs_path
-from dstrat_deepspeed.restore_module import Footprint, restore_linear, take_back
+from dstrat_deepspeed.restore_module import ModuleSnapshot, rematerialize, restore_linear
 from dstrat_deepspeed.runtime import activation_checkpointing, environment, load_deepspeed, log_level, running
 from dstrat_deepspeed.validation import check_clipping, check_state_buffers, uses_cpu_optimizer
 from dstrat_deepspeed.weight_changes import FixedFlags, OutsideChanges
@@ -109,7 +109,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._deepspeed: Any = None
         self._engine: Engine | None = None
         self._flags: FixedFlags | None = None
-        self._footprint: Footprint | None = None
+        self._footprint: ModuleSnapshot | None = None
         self._has_failed = False
         self._running = ExitStack()
 
@@ -174,8 +174,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     def model_to_device(self) -> None:
         """Move the module to the device; with stage 3 its parameters follow one by one, when they are sharded."""
-        take_back(self.module, is_global_zero=self.is_global_zero)
-        self._footprint = Footprint(self.module)
+        rematerialize(self.module, is_global_zero=self.is_global_zero)
+        self._footprint = ModuleSnapshot(self.module)
         if self.stage != 3:
             super().model_to_device()
             return

@@ -38,7 +38,7 @@ def refuse_copy(memo: Any) -> Any:  # noqa: ARG001 - Python's signature
     )
 
 
-class OwnOutputs:
+class ViewOutputGuard:
     """Copies what a block returns where it is a view of another tensor.
 
     torch gathers a block for its backward pass by a hook on what it returned, and an in-place operation on a view

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat_fsdp.checks import (
     ChangesInForward,
-    OwnOutputs,
     ParameterGuard,
+    ViewOutputGuard,
     check_dtypes,
     check_shapes,
     refuse_copy,
@@ -107,7 +107,7 @@ class ShardedModule:
         names = {id(part): name for name, part in module.named_modules()}
         if sharding.precision_policy.param_dtype is not None:
             blocks = [*(layer for layer in layers_with_statistics(module) if layer not in blocks), *blocks]
-        self._copied = [OwnOutputs(block, names[id(block)]) for block in blocks]
+        self._copied = [ViewOutputGuard(block, names[id(block)]) for block in blocks]
         own = [sharding.apply_to(block) for block in blocks]
         self._module = module
         self.root: Any = StepModule(module)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from dstrat.checkpoint.portable.shards import Part
+    from dstrat.checkpoint.portable.shards import LocalBox
     from dstrat.interfaces.strategy import Strategy
 
 
@@ -208,5 +208,5 @@ def whole_of(sharded: DTensor) -> Tensor:
     return sum_of_parts
 
 
-def _box(part: Part) -> tuple[slice, ...]:
+def _box(part: LocalBox) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(part.starts, part.tensor.shape, strict=True))

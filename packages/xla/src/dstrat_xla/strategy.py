@@ -168,7 +168,8 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
 
     def take_from_first_rank(self, tensors: Iterable[Tensor]) -> None:
         tensors = [tensor.detach() for tensor in tensors]
-        on_host = runtime.fetch(tensors)
+        # Not runtime.fetch, which donates the buffers of what is recorded: these are views of tensors that use them.
+        on_host = [tensor.cpu() for tensor in tensors]
         super().take_from_first_rank(on_host)
         with torch.no_grad():
             for tensor, value in zip(tensors, on_host, strict=True):

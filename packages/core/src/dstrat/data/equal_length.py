@@ -23,7 +23,7 @@ MOST_BATCHES_AHEAD = 8
 _log = logging.getLogger(__name__)
 
 
-class AgreedEnd:
+class ShortestLoader:
     """A training loader that ends for all processes when the first of them has no more batches.
 
     A process that trained on alone would wait for the others for ever.  Each reads some batches ahead, at first one,

@@ -18,9 +18,9 @@ from dstrat.data.division import (
     with_parts,
     with_sampler,
 )
-from dstrat.data.equal_length import AgreedEnd
+from dstrat.data.equal_length import ShortestLoader
 from dstrat.data.random_state import WorkerSeeds
-from dstrat.data.resume import ContinuedLoader, PlacedLoader
+from dstrat.data.resume import ContinuedLoader, StatefulLoader
 from dstrat.data.sharded_dataset import ShardedIterableDataset
 from dstrat.errors import MisuseError
 
@@ -60,7 +60,7 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
     loader = _map_loaders(loader, divided)
     _check_not_empty(loader, f"the part of the training data of rank {strategy.global_rank}")
     if strategy.world_size > 1 and not length_is_certain(loader):
-        loader = AgreedEnd(loader, strategy)
+        loader = ShortestLoader(loader, strategy)
     return strategy.process_dataloader(loader)
 
 
@@ -172,11 +172,11 @@ def as_list(loaders: Any) -> list[Any]:
 
 def length_is_certain(loader: Any) -> bool:
     """Return whether a loader has a length that is counted, rather than announced by an iterable dataset."""
-    if isinstance(loader, ContinuedLoader | PlacedLoader):
+    if isinstance(loader, ContinuedLoader | StatefulLoader):
         return length_is_certain(loader.loader)
     if isinstance(loader, CombinedLoader):
         return all(length_is_certain(part) for part in loader.flattened)
-    if isinstance(loader, AgreedEnd) or isinstance(getattr(loader, "dataset", None), IterableDataset):
+    if isinstance(loader, ShortestLoader) or isinstance(getattr(loader, "dataset", None), IterableDataset):
         return False
     return length_of(loader) is not None
 
@@ -218,7 +218,7 @@ def check_loaders(loaders: Any, name: str) -> None:
 _log = logging.getLogger(__name__)
 
 
-def unshuffled(loaders: Any) -> Any:
+def sequential(loaders: Any) -> Any:
     """Return loaders, in the structure in which they were given, that read the same samples in the same order always.
 
     Instead of being shuffled, the samples come in the order of the dataset; a sampler of the user's own draws once,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
-def copied_ahead(
+def prefetch(
     batches: Iterable[tuple[Any, bool]], move: Callable[[Any], Any], device: torch.device
 ) -> Iterator[tuple[Any, bool]]:
     """Yield batches on the device, having started to copy the one that follows.

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.division import sampler_of, with_parts
-from dstrat.data.equal_length import MOST_BATCHES_AHEAD, AgreedEnd
+from dstrat.data.equal_length import MOST_BATCHES_AHEAD, ShortestLoader
 from dstrat.data.random_state import RandomState
 from dstrat.data.samplers import ShuffledOrder
 from dstrat.errors import MisuseError
@@ -190,7 +190,7 @@ def _generators_of(loader: Any) -> list[Generator]:
 
 def _parts_of(loader: Any) -> list[Any]:
     """Return the loaders that are read through a loader, itself where it is none of dstrat's."""
-    if isinstance(loader, AgreedEnd):
+    if isinstance(loader, ShortestLoader):
         return _parts_of(loader.loader)
     if isinstance(loader, CombinedLoader):
         return [part for one in loader.flattened for part in _parts_of(one)]
@@ -204,7 +204,7 @@ _MOST_KEPT = 2 * MOST_BATCHES_AHEAD + 2
 """Places that are kept: batches are read before they are trained on, by at most so many."""
 
 
-class PlacedLoader:
+class StatefulLoader:
     """A loader that knows its own place.
 
     To ask it costs 0.05 to 0.1 ms with torchdata's, so that it is asked only for a checkpoint, unless batches are read
@@ -243,7 +243,7 @@ class PlacedLoader:
             return iter(())
         loader = _innermost(self.loader)
         batches = self._counted(loader if self._place is None else self._from_place(loader))
-        if not isinstance(self.loader, AgreedEnd):
+        if not isinstance(self.loader, ShortestLoader):
             return batches
         agreeing = copy.copy(self.loader)
         agreeing.loader = batches
@@ -283,7 +283,7 @@ class PlacedLoader:
         self._kept.append((self._num_read, _place_of(_innermost(self.loader))))  # which now is the end
 
 
-def knows_its_place(loader: Any) -> bool:
+def is_stateful(loader: Any) -> bool:
     """Return whether a loader says where it is."""
     return all(callable(getattr(_innermost(loader), name, None)) for name in ("state_dict", "load_state_dict"))
 
@@ -309,4 +309,4 @@ def _place_of(loader: Any) -> Any:
 
 
 def _innermost(loader: Any) -> Any:
-    return loader.loader if isinstance(loader, AgreedEnd) else loader
+    return loader.loader if isinstance(loader, ShortestLoader) else loader

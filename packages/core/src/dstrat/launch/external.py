@@ -36,7 +36,7 @@ class ExternalLauncher(Launcher):
 
     @property
     def repeats_the_script(self) -> bool:
-        return is_behind()
+        return is_replaying()
 
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         launch = next_launch()
@@ -81,7 +81,7 @@ def next_launch() -> int:
     return _begun[-1]
 
 
-def is_behind() -> bool:
+def is_replaying() -> bool:
     """Return whether this process re-runs a program, and has yet to reach the launch that it was started for."""
     return any(launch >= len(_begun) for launch in _started_for)
 

@@ -13,13 +13,13 @@ from dstrat.data.loaders import (
     prepare_evaluation_loader,
     prepare_training_loader,
 )
-from dstrat.data.prefetch import copied_ahead
+from dstrat.data.prefetch import prefetch
 from dstrat.data.resume import (
     Beginning,
     ContinuedLoader,
-    PlacedLoader,
+    StatefulLoader,
     generator_states,
-    knows_its_place,
+    is_stateful,
     rest_at,
     set_generator_states,
     share_seeds,
@@ -53,7 +53,7 @@ class TrainingLoader:
         self._strategy = strategy
         self._limit = self._agreed_limit()
         self._beginning: Beginning | None = None
-        self._placed: PlacedLoader | None = None
+        self._placed: StatefulLoader | None = None
         self._place: Any = None
         self.epoch = 0
         self.batches_done = 0
@@ -80,9 +80,11 @@ class TrainingLoader:
         if not goes_on:
             self._beginning, self.batches_done, place = Beginning.of(loader), 0, None
         assert self._beginning is not None  # noqa: S101 - as above
-        if knows_its_place(loader) and (place is not None or not goes_on):
+        if is_stateful(loader) and (place is not None or not goes_on):
             is_read_ahead = _copies_ahead(self._strategy) or not length_is_certain(loader)
-            self._placed = PlacedLoader(loader, self._beginning, self.batches_done, place, is_read_ahead=is_read_ahead)
+            self._placed = StatefulLoader(
+                loader, self._beginning, self.batches_done, place, is_read_ahead=is_read_ahead
+            )
             return self._placed
         return ContinuedLoader(loader, self._beginning, self.batches_done) if goes_on else loader
 
@@ -132,7 +134,7 @@ class TrainingLoader:
             is_exact: Whether it is of this one, so that the loader may be at the same place.
         """
         self._placed, self._place = None, state.get("place") if is_exact else None  # which older ones lack
-        if self._place is not None and not self.batches_done and knows_its_place(self._loader):
+        if self._place is not None and not self.batches_done and is_stateful(self._loader):
             rest_at(self._loader, self._place)
         set_generator_states(self._loader, state["generators"])
         if state["beginning"] is not None:
@@ -186,7 +188,7 @@ def _on_device(batches: Iterable[Any], strategy: Strategy, loader: Any) -> Itera
         return strategy.prefetch(batches, move)
     if not _copies_ahead(strategy):
         return map(move, batches)
-    return (batch for batch, _ in copied_ahead(((batch, False) for batch in batches), move, device))
+    return (batch for batch, _ in prefetch(((batch, False) for batch in batches), move, device))
 
 
 def _copies_ahead(strategy: Strategy) -> bool:

@@ -26,7 +26,7 @@ from dstrat.resolve.part import (
     usable_parts,
 )
 from dstrat.resolve.plan import Choice
-from dstrat.resolve.request import Given, written
+from dstrat.resolve.request import Requested, written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ class Chosen(Generic[T]):
         return Choice(subject=subject, value=value or self.part.name, reason=self.reason, owner=self.part.owner)
 
 
-def chosen_as_given(kind: Kind, given: Given, catalog: Catalog, *arguments: Any) -> Chosen[Any]:
+def chosen_as_given(kind: Kind, given: Requested, catalog: Catalog, *arguments: Any) -> Chosen[Any]:
     """Return the part that the user gave.
 
     Args:
@@ -108,7 +108,7 @@ class Load:
         return self.device_type is None or self.device_type == hardware.device_type
 
 
-def choose_accelerator(given: Given | None, catalog: Catalog, load: Load) -> Chosen[Accelerator]:
+def choose_accelerator(given: Requested | None, catalog: Catalog, load: Load) -> Chosen[Accelerator]:
     """Choose the accelerator.
 
     Args:
@@ -249,7 +249,7 @@ class ChosenDevices:
 
 
 def choose_devices(
-    given: Given | None, accelerator: Accelerator, *, started: int, num_nodes: int, strategy: Part[Strategy] | None
+    given: Requested | None, accelerator: Accelerator, *, started: int, num_nodes: int, strategy: Part[Strategy] | None
 ) -> ChosenDevices:
     """Choose the devices.
 
@@ -278,7 +278,7 @@ def choose_devices(
     return _counted(accelerator, number, "what 'auto' stands for")
 
 
-def device_type(given: Given | None) -> str | None:
+def device_type(given: Requested | None) -> str | None:
     """Return the type of the devices that a strategy was constructed with, such as ``"cuda"``.
 
     Raises:
@@ -292,7 +292,7 @@ def device_type(given: Given | None) -> str | None:
     return types.pop()
 
 
-def _as_given(given: Given, accelerator: Accelerator) -> ChosenDevices:
+def _as_given(given: Requested, accelerator: Accelerator) -> ChosenDevices:
     if given.in_strategy:
         return ChosenDevices(indices=None, count=len(given.value), reason=f"given to {given.place}")
     value = given.value
@@ -323,7 +323,7 @@ def _parsed(accelerator: Accelerator, devices: Any, place: str, reason: str) -> 
 DEFAULT = "32-true"
 
 
-def choose_precision(given: Given | None, accelerator: Chosen[Accelerator], catalog: Catalog) -> Chosen[Precision]:
+def choose_precision(given: Requested | None, accelerator: Chosen[Accelerator], catalog: Catalog) -> Chosen[Precision]:
     """Choose the precision.
 
     Args:
@@ -358,7 +358,7 @@ def precision_choice(chosen: Chosen[Precision]) -> Choice:
     return chosen.choice("precision", flag if chosen.part.catalog_name else f"{chosen.part.name} ({flag})")
 
 
-def _chosen(given: Given | None, catalog: Catalog) -> Chosen[Precision]:
+def _chosen(given: Requested | None, catalog: Catalog) -> Chosen[Precision]:
     if given is None:
         default: Part[Precision] = part_of_offer(catalog.find_default("precision", DEFAULT), catalog)
         return Chosen(part=default, reason="the default", live=default.construct())
@@ -366,7 +366,7 @@ def _chosen(given: Given | None, catalog: Catalog) -> Chosen[Precision]:
     if isinstance(value, bool | float):
         raise RequestError(f"{given.place} is of the type {type(value).__name__}: give a flag such as {DEFAULT!r}")
     if isinstance(value, int):
-        given = Given(value=str(value), place=given.place, in_strategy=given.in_strategy)
+        given = Requested(value=str(value), place=given.place, in_strategy=given.in_strategy)
     return chosen_as_given("precision", given, catalog)
 
 
@@ -394,7 +394,7 @@ def _constructed(part: Part[Precision]) -> Precision | None:
 # Choosing how checkpoints reach storage.
 
 
-def choose_checkpoint_io(given: Given | None, catalog: Catalog) -> Chosen[CheckpointIO]:
+def choose_checkpoint_io(given: Requested | None, catalog: Catalog) -> Chosen[CheckpointIO]:
     """Choose the checkpoint io.
 
     Args:

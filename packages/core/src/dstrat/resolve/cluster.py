@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.plugins.catalog import Catalog
     from dstrat.resolve.part import Part
-    from dstrat.resolve.request import Given
+    from dstrat.resolve.request import Requested
 
 LOCAL = "local"
 """The cluster environment of a job that dstrat starts itself."""
 
 
-def choose_cluster(given: Given | None, catalog: Catalog, environ: Mapping[str, str]) -> Chosen[ClusterEnvironment]:
+def choose_cluster(given: Requested | None, catalog: Catalog, environ: Mapping[str, str]) -> Chosen[ClusterEnvironment]:
     """Choose the cluster environment.
 
     Args:

@@ -42,7 +42,7 @@ class ChosenStrategy:
 
 
 def choose_strategy(
-    asked: Part[Strategy] | None, reason: str, catalog: Catalog, situation: Situation
+    asked: Part[Strategy] | None, reason: str, catalog: Catalog, situation: Constraints
 ) -> ChosenStrategy:
     """Choose the strategy.
 
@@ -66,16 +66,16 @@ def choose_strategy(
     return ChosenStrategy(part=asked, reason=reason)
 
 
-def _check_processes(obstacle: Obstacle, situation: Situation) -> None:
+def _check_processes(obstacle: Incompatibility, situation: Constraints) -> None:
     """Raise the error of an environment that contradicts itself first: then the processes may not even be there."""
     if obstacle.error is ClusterError:
         per_node = situation.started // situation.num_nodes
         check_cluster(situation.cluster, processes_per_node=per_node, num_nodes=situation.num_nodes)
 
 
-def _automatic(catalog: Catalog, situation: Situation) -> ChosenStrategy:
+def _automatic(catalog: Catalog, situation: Constraints) -> ChosenStrategy:
     offers = automatic_offers("strategy", catalog)
-    candidates: list[tuple[Offer, Obstacle | None]] = []
+    candidates: list[tuple[Offer, Incompatibility | None]] = []
     for offer in offers:
         try:
             ability = ability_of_offer(offer, catalog)
@@ -100,7 +100,7 @@ def _automatic(catalog: Catalog, situation: Situation) -> ChosenStrategy:
     raise ConflictError(_nothing_installed(situation))
 
 
-def _is_candidate(ability: Ability, situation: Situation) -> bool:
+def _is_candidate(ability: Ability, situation: Constraints) -> bool:
     """Return whether a strategy is one for so many devices and processes."""
     if not situation.needs_processes:
         return not ability.starts_processes
@@ -108,11 +108,11 @@ def _is_candidate(ability: Ability, situation: Situation) -> bool:
     return ability.starts_processes or drives_several
 
 
-def _fits(ability: Ability, situation: Situation) -> bool:
+def _fits(ability: Ability, situation: Constraints) -> bool:
     return _is_candidate(ability, situation) and first_obstacle(ability, situation) is None
 
 
-def _nothing_installed(situation: Situation) -> str:
+def _nothing_installed(situation: Constraints) -> str:
     if not situation.needs_processes:
         return "no strategy for one device is installed that may be chosen automatically: give one as strategy="
     hint = pip_command(known_requirement("strategy", FOR_SEVERAL_DEVICES) or "")
@@ -123,7 +123,7 @@ def _nothing_installed(situation: Situation) -> str:
     )
 
 
-def _need(situation: Situation) -> str:
+def _need(situation: Constraints) -> str:
     if situation.started > 1:
         return f"{situation.started} processes"
     devices = f"{situation.num_devices} device{'s' if situation.num_devices > 1 else ''}"
@@ -134,7 +134,7 @@ def _need(situation: Situation) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Situation:
+class Constraints:
     """Everything that a strategy has to fit.
 
     Attributes:
@@ -169,7 +169,7 @@ class Situation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Obstacle:
+class Incompatibility:
     """Why a strategy does not fit a situation.
 
     Attributes:
@@ -183,33 +183,33 @@ class Obstacle:
     error: type[RequestError] = ConflictError
 
 
-def first_obstacle(ability: Ability, situation: Situation) -> Obstacle | None:
+def first_obstacle(ability: Ability, situation: Constraints) -> Incompatibility | None:
     """Return the first thing that stands in the way; None where nothing does."""
     return next((found for rule in _RULES if (found := rule(ability, situation)) is not None), None)
 
 
-def _other_accelerator(ability: Ability, situation: Situation) -> Obstacle | None:
+def _other_accelerator(ability: Ability, situation: Constraints) -> Incompatibility | None:
     misfit = ability.misfit(situation.hardware)
     if misfit is None:
         return None
     choice = "choose one of these" if ability.accelerators else "choose another accelerator"
-    return Obstacle(problem=misfit, cure=f"{choice}, or a strategy for {situation.hardware.name!r}")
+    return Incompatibility(problem=misfit, cure=f"{choice}, or a strategy for {situation.hardware.name!r}")
 
 
-def _other_precision(ability: Ability, situation: Situation) -> Obstacle | None:
+def _other_precision(ability: Ability, situation: Constraints) -> Incompatibility | None:
     if ability.runs_with(situation.precision):
         return None
     name = situation.precision.name
-    return Obstacle(
+    return Incompatibility(
         problem=f"cannot run with precision {name!r}, only with {_listed(ability.precisions)}",
         cure=f"choose one of these, or a strategy for {name!r}",
     )
 
 
-def _too_many_processes(ability: Ability, situation: Situation) -> Obstacle | None:
+def _too_many_processes(ability: Ability, situation: Constraints) -> Incompatibility | None:
     if situation.started <= situation.num_nodes or ability.starts_processes:
         return None
-    return Obstacle(
+    return Incompatibility(
         problem=(
             f"runs in one process on each machine, and {situation.started} were started "
             f"({situation.cluster.part.name}: {situation.cluster.reason})"
@@ -219,51 +219,51 @@ def _too_many_processes(ability: Ability, situation: Situation) -> Obstacle | No
     )
 
 
-def _cure_of_processes(situation: Situation) -> str:
+def _cure_of_processes(situation: Constraints) -> str:
     if situation.cluster.part.name == LOCAL:
         return "use one strategy and the same devices throughout the script, or choose a strategy for several processes"
     return "start the script once on each machine, or choose a strategy for several processes"
 
 
-def _too_many_devices(ability: Ability, situation: Situation) -> Obstacle | None:
+def _too_many_devices(ability: Ability, situation: Constraints) -> Incompatibility | None:
     if ability.max_devices is None or situation.num_devices <= ability.max_devices:
         return None
-    return Obstacle(
+    return Incompatibility(
         problem=f"uses at most {_counted(ability.max_devices)} on a machine, and not {situation.num_devices}",
         cure=f"ask for devices={ability.max_devices}, or choose a strategy for more",
     )
 
 
-def _one_device_per_process(ability: Ability, situation: Situation) -> Obstacle | None:
+def _one_device_per_process(ability: Ability, situation: Constraints) -> Incompatibility | None:
     """Refuse to drive several devices from one process where the hardware cannot."""
     hardware = situation.hardware
     if ability.starts_processes or situation.num_devices == 1 or hardware.devices_share_process:
         return None
-    return Obstacle(
+    return Incompatibility(
         problem=f"drives {situation.num_devices} devices from one process, which accelerator {hardware.name!r} cannot",
         cure="ask for devices=1, or choose a strategy with one process per device",
     )
 
 
-def _too_many_nodes(ability: Ability, situation: Situation) -> Obstacle | None:
+def _too_many_nodes(ability: Ability, situation: Constraints) -> Incompatibility | None:
     if situation.num_nodes == 1 or ability.multi_node:
         return None
-    return Obstacle(
+    return Incompatibility(
         problem=f"runs on one machine only, and not on num_nodes={situation.num_nodes}",
         cure="ask for one, or choose a strategy for several",
     )
 
 
-def _no_script(ability: Ability, situation: Situation) -> Obstacle | None:
+def _no_script(ability: Ability, situation: Constraints) -> Incompatibility | None:
     if not situation.interactive or ability.notebook_safe or not situation.needs_starting:
         return None
-    return Obstacle(
+    return Incompatibility(
         problem="starts its processes from a script, and here is none (a notebook, a prompt, python -c)",
         cure="run a script, ask for devices=1, or choose a strategy that works here",
     )
 
 
-_RULES: tuple[Callable[[Ability, Situation], Obstacle | None], ...] = (
+_RULES: tuple[Callable[[Ability, Constraints], Incompatibility | None], ...] = (
     _other_accelerator,
     _too_many_processes,
     _too_many_devices,

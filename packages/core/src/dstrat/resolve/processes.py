@@ -15,7 +15,7 @@ from dstrat.resolve.plan import Choice
 if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
     from dstrat.launch.processes import StartMethod
-    from dstrat.resolve.compatibility import Situation
+    from dstrat.resolve.compatibility import Constraints
     from dstrat.resolve.part import Part
 
 
@@ -48,7 +48,7 @@ class ChosenLaunch:
         return Choice(subject="processes", value=value, reason=self.reason)
 
 
-def choose_launch(strategy: Part[Strategy], situation: Situation) -> ChosenLaunch:
+def choose_launch(strategy: Part[Strategy], situation: Constraints) -> ChosenLaunch:
     """Choose who starts the processes.
 
     Raises:
@@ -67,7 +67,7 @@ def choose_launch(strategy: Part[Strategy], situation: Situation) -> ChosenLaunc
     return _local(strategy, per_node, situation)
 
 
-def _external(per_node: int, situation: Situation) -> ChosenLaunch:
+def _external(per_node: int, situation: Constraints) -> ChosenLaunch:
     name, num_nodes = situation.cluster.part.name, situation.num_nodes
     if situation.started != per_node * num_nodes:
         raise ClusterError(
@@ -82,7 +82,7 @@ def _external(per_node: int, situation: Situation) -> ChosenLaunch:
     )
 
 
-def _local(strategy: Part[Strategy], per_node: int, situation: Situation) -> ChosenLaunch:
+def _local(strategy: Part[Strategy], per_node: int, situation: Constraints) -> ChosenLaunch:
     world_size = per_node * situation.num_nodes
     if world_size == 1:
         return ChosenLaunch(started_by="nobody", processes_per_node=1, world_size=1, reason="this one is enough")

@@ -75,7 +75,7 @@ def is_rank_zero(environ: Mapping[str, str] = os.environ) -> bool:
         ClusterError: The environment variables make no sense.
     """
     rank = this_rank()
-    if external.is_behind() or (rank is not None and rank.imports_main):
+    if external.is_replaying() or (rank is not None and rank.imports_main):
         return False
     distributed = sys.modules.get("torch.distributed")  # which is not there where nobody has opened a group
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

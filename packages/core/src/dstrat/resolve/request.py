@@ -68,7 +68,7 @@ SUBJECTS: dict[Kind, Subject] = {"accelerator": "accelerator", **_PLUGIN_KINDS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
+class Requested:
     """A part that the user gave.
 
     Attributes:
@@ -82,7 +82,7 @@ class Given:
     in_strategy: bool = False
 
 
-def given_parts(request: Request, strategy: Part[Any] | None, catalog: Catalog) -> dict[Subject, Given]:
+def given_parts(request: Request, strategy: Part[Any] | None, catalog: Catalog) -> dict[Subject, Requested]:
     """Return what the user gave, by subject.
 
     Args:
@@ -95,7 +95,7 @@ def given_parts(request: Request, strategy: Part[Any] | None, catalog: Catalog) 
         RequestError: A plugin is of another type.
         CatalogError: Nothing usable has a plugin's alias.
     """
-    found: dict[Subject, Given] = {}
+    found: dict[Subject, Requested] = {}
     for subject, given in (*_of_arguments(request), *_of_plugins(request, catalog), *_of_strategy(strategy)):
         if subject in found:
             raise ConflictError(
@@ -105,22 +105,22 @@ def given_parts(request: Request, strategy: Part[Any] | None, catalog: Catalog) 
     return found
 
 
-def _of_arguments(request: Request) -> Iterator[tuple[Subject, Given]]:
+def _of_arguments(request: Request) -> Iterator[tuple[Subject, Requested]]:
     if not _is_auto(request.accelerator):
-        yield "accelerator", Given(value=request.accelerator, place=written("accelerator", request.accelerator))
+        yield "accelerator", Requested(value=request.accelerator, place=written("accelerator", request.accelerator))
     if not _is_auto(request.devices):
-        yield "devices", Given(value=request.devices, place=written("devices", request.devices))
+        yield "devices", Requested(value=request.devices, place=written("devices", request.devices))
     if request.precision is not None:
-        yield "precision", Given(value=request.precision, place=written("precision", request.precision))
+        yield "precision", Requested(value=request.precision, place=written("precision", request.precision))
 
 
-def _of_plugins(request: Request, catalog: Catalog) -> Iterator[tuple[Subject, Given]]:
+def _of_plugins(request: Request, catalog: Catalog) -> Iterator[tuple[Subject, Requested]]:
     plugins: Any = request.plugins
     if plugins is None:
         return
     for plugin in plugins if isinstance(plugins, tuple | list) else (plugins,):
         kind = _kind_of_alias(plugin, catalog) if isinstance(plugin, str) else _kind_of_object(plugin)
-        yield _PLUGIN_KINDS[kind], Given(value=plugin, place=f"plugins=[{_shown(plugin)}]")
+        yield _PLUGIN_KINDS[kind], Requested(value=plugin, place=f"plugins=[{_shown(plugin)}]")
 
 
 def _kind_of_object(plugin: object) -> Kind:
@@ -162,7 +162,7 @@ def _is_known(kind: Kind, alias: str, catalog: Catalog) -> bool:
     return True
 
 
-def _of_strategy(strategy: Part[Any] | None) -> Iterable[tuple[Subject, Given]]:
+def _of_strategy(strategy: Part[Any] | None) -> Iterable[tuple[Subject, Requested]]:
     if strategy is None:
         return
     arguments = _constructed_with(strategy.construct())
@@ -170,7 +170,7 @@ def _of_strategy(strategy: Part[Any] | None) -> Iterable[tuple[Subject, Given]]:
         value = arguments.get(argument)
         if value is not None and not (subject == "accelerator" and _is_auto(value)):  # as in the Trainer's argument
             owner = f"alias {strategy.name!r} " if strategy.catalog_name else strategy.name
-            yield subject, Given(value=value, place=f"{owner}({argument}=...)", in_strategy=True)
+            yield subject, Requested(value=value, place=f"{owner}({argument}=...)", in_strategy=True)
 
 
 def _constructed_with(strategy: Any) -> dict[str, Any]:

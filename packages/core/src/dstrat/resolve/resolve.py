@@ -21,7 +21,7 @@ from dstrat.resolve.choose import (
     precision_choice,
 )
 from dstrat.resolve.cluster import choose_cluster, num_started
-from dstrat.resolve.compatibility import Situation, choose_strategy
+from dstrat.resolve.compatibility import Constraints, choose_strategy
 from dstrat.resolve.part import Hardware, constructed_strategy, part_from, part_of_offer
 from dstrat.resolve.plan import Choice, Plan
 from dstrat.resolve.processes import choose_launch, is_interactive, test_runner
@@ -89,7 +89,7 @@ def make_plan(
     )
     precision = choose_precision(given.get("precision"), accelerator, catalog)
     runner = test_runner() if interactive is None else None
-    situation = Situation(
+    situation = Constraints(
         hardware=Hardware(part=accelerator.part, live=accelerator.live),
         precision=precision.part,
         num_devices=devices.count,

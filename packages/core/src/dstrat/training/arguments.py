@@ -31,7 +31,7 @@ _ENABLED = ("progress_bar", "model_summary", "checkpointing")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
+class FeatureDefaults:
     """What runs around the training, beside the user's callbacks.
 
     Attributes:
@@ -51,7 +51,7 @@ class Surroundings:
     num_sanity_val_steps: int
 
 
-_USUAL = Surroundings(
+_USUAL = FeatureDefaults(
     logger=None,
     progress_bar=True,
     model_summary=True,
@@ -59,7 +59,7 @@ _USUAL = Surroundings(
     log_every_n_steps=50,
     num_sanity_val_steps=2,
 )
-_BARE = Surroundings(
+_BARE = FeatureDefaults(
     logger=False,
     progress_bar=False,
     model_summary=False,
@@ -69,11 +69,11 @@ _BARE = Surroundings(
 )
 
 
-def choose_surroundings(given: Mapping[str, Any], *, barebones: bool, fast_dev_run: int) -> Surroundings:
+def choose_surroundings(given: Mapping[str, Any], *, barebones: bool, fast_dev_run: int) -> FeatureDefaults:
     """Return what runs around the training.
 
     Args:
-        given: What the user passed for each attribute of :class:`Surroundings`, None leaving it open, and for
+        given: What the user passed for each attribute of :class:`FeatureDefaults`, None leaving it open, and for
             ``profiler`` and ``detect_anomaly``.
         barebones: Whether all of it is off.
         fast_dev_run: Number of batches that are only tried, without sanity check; 0 runs as usual.
@@ -87,12 +87,14 @@ def choose_surroundings(given: Mapping[str, Any], *, barebones: bool, fast_dev_r
         if given[name] is not None:
             _check_statement(given[name], _argument(name))
     defaults = _BARE if barebones else _USUAL
-    chosen = {name: getattr(defaults, name) if given[name] is None else given[name] for name in Surroundings.__slots__}
+    chosen = {
+        name: getattr(defaults, name) if given[name] is None else given[name] for name in FeatureDefaults.__slots__
+    }
     if barebones:
         _check_bare({**given, "fast_dev_run": fast_dev_run})
     if fast_dev_run:
         chosen["num_sanity_val_steps"] = 0
-    return Surroundings(**chosen)
+    return FeatureDefaults(**chosen)
 
 
 def _check_bare(given: Mapping[str, Any]) -> None:
@@ -107,7 +109,7 @@ def _check_bare(given: Mapping[str, Any]) -> None:
 
 
 def _argument(name: str) -> str:
-    """Return what the Trainer calls an attribute of :class:`Surroundings`."""
+    """Return what the Trainer calls an attribute of :class:`FeatureDefaults`."""
     return f"enable_{name}" if name in _ENABLED else name
 
 

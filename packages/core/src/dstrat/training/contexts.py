@@ -89,7 +89,7 @@ SECONDS_UNTOLD = 10.0
 
 
 @contextmanager
-def waiting_is_told(trainer: Trainer, what: str) -> Iterator[None]:
+def warn_if_slow(trainer: Trainer, what: str) -> Iterator[None]:
     """Log, when a ``with`` block takes long in which this process waits for all others, that it does.
 
     Args:

@@ -34,7 +34,7 @@ def hook_of(owner: object, name: str, base: type) -> Callable[..., Any]:
     return partial(getattr(base, name), owner) if method is None else method
 
 
-class Dispatch:
+class HookRunner:
     """The overridden hooks of the callbacks and the module, by name.
 
     Callbacks come first, in their order, then the module.  Callbacks that save checkpoints come after the module, so

@@ -16,7 +16,7 @@ from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.callbacks.progress import format_value
 from dstrat.training.checkpoint.save import collect_checkpoint, collect_rank_state
-from dstrat.training.contexts import waiting_is_told
+from dstrat.training.contexts import warn_if_slow
 from dstrat.training.metrics.values import DATALOADER_SUFFIX
 from dstrat.training.module.loading import configure_for
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Changes:
+class StateDelta:
     """What a run has changed in global rank 0; tensors are on the CPU.
 
     Attributes:
@@ -54,7 +54,7 @@ class Changes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RunResult:
     """The end of a run.
 
     Attributes:
@@ -64,18 +64,18 @@ class Outcome:
     """
 
     result: Any
-    changes: Changes | None = None
+    changes: StateDelta | None = None
     stopped_by: int = 0
 
     @classmethod
-    def of(cls, trainer: Trainer, result: Any, *, stopped_by: int = 0) -> Outcome:
+    def of(cls, trainer: Trainer, result: Any, *, stopped_by: int = 0) -> RunResult:
         """Collect the outcome; collective."""
         if not trainer.ran_elsewhere:
             return cls(result=result)
         weights = trainer.strategy.module_state_dict() if trainer.is_fitting else None
         if not trainer.is_global_zero:
             return cls(result=None)
-        changes = Changes(
+        changes = StateDelta(
             weights=_on_cpu(weights),
             counters=trainer.fit_loop.state_dict(),
             num_training_batches=trainer.num_training_batches,
@@ -149,7 +149,7 @@ _IN_A_RUN = "call it in on_train_end of the module or a callback, or take ModelC
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EndedFit:
+class FinalState:
     """What the strategy frees at the end of a fit; the module, the counters and the callbacks stay in the Trainer.
 
     Tensors are on the CPU.  Where the devices are others they are copies, which take as much memory of the host as the
@@ -171,7 +171,7 @@ class EndedFit:
     loaded_by: str = ""
 
     @classmethod
-    def of(cls, trainer: Trainer) -> EndedFit | None:
+    def of(cls, trainer: Trainer) -> FinalState | None:
         """Return what is kept of a fit, before the strategy's teardown; None where there is nothing to save from."""
         if not trainer.is_fitting or trainer.ran_elsewhere or _is_sharded(trainer):
             return None
@@ -188,7 +188,7 @@ class EndedFit:
         except Exception as error:  # noqa: BLE001 - what is kept for later fails no fit that has ended
             return cls(optimization={}, rank_state={}, error=error)
 
-    def with_weights_of(self, path: str | Path, stage: str) -> EndedFit:
+    def with_weights_of(self, path: str | Path, stage: str) -> FinalState:
         """Return what is kept after a stage has loaded the weights of a checkpoint into the module."""
         rank_state = {**self.rank_state, "buffers": {}}  # a resume takes those of the module
         return replace(self, rank_state=rank_state, weights_of=path, loaded_by=stage)
@@ -210,7 +210,7 @@ class EndedFit:
             if attachable is not None:
                 attachable.attach(trainer)  # for on_save_checkpoint, as another Trainer may have run it since
         try:
-            with waiting_is_told(trainer, "save_checkpoint"):
+            with warn_if_slow(trainer, "save_checkpoint"):
                 strategy.setup_environment()
             strategy.save_checkpoint(collect_checkpoint(trainer, weights_only=weights_only, ended=self), path)
         except BaseException as error:

@@ -12,15 +12,15 @@ from dstrat.interfaces.optimizers import Optimization
 from dstrat.training.anomaly import watched_fit
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint.path import resolve_checkpoint
-from dstrat.training.checkpoint.restore import Restoration
+from dstrat.training.checkpoint.restore import CheckpointRestore
 from dstrat.training.contexts import numerics
-from dstrat.training.hooks import Dispatch, hook_of, overrides
+from dstrat.training.hooks import HookRunner, hook_of, overrides
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.stopping import Interrupted, Terminated
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule
-from dstrat.training.results import EndedFit, Outcome
+from dstrat.training.results import FinalState, RunResult
 
 _log = logging.getLogger(__name__)
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.checkpoint.path import Asked
-    from dstrat.training.loops.sources import Sources
+    from dstrat.training.loops.sources import DataSources
     from dstrat.training.state import Stage
     from dstrat.training.trainer import Trainer
 
 
-def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Outcome:
+def execute(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: Asked) -> RunResult:
     """Run the trainer's stage (fit, validate, test or predict) in this process.
 
     Args:
@@ -65,7 +65,7 @@ def execute(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: 
         _end(trainer)
 
 
-def _work(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Outcome:
+def _work(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: Asked) -> RunResult:
     """Prepare and do the stage's work, and free what it took."""
     work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[trainer.stage]
     try:
@@ -82,10 +82,10 @@ def _work(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: As
     except BaseException as exception:
         _on_exception(trainer, exception)
         raise
-    outcome = Outcome.of(trainer, result)
+    outcome = RunResult.of(trainer, result)
     if trainer.is_fitting and not trainer.ran_elsewhere:
         trainer.ended_optimization = _kept_optimization(trainer)
-    ended = EndedFit.of(trainer)
+    ended = FinalState.of(trainer)
     _finish(trainer)
     if trainer.is_fitting:  # an evaluation leaves what there is of a fit before it
         trainer.ended_fit = ended
@@ -102,13 +102,13 @@ def _kept_optimization(trainer: Trainer) -> Optimization:
     return Optimization(optimizers=tuple(strategy.optimizers), schedulers=tuple(strategy.lr_schedulers))
 
 
-def execute_elsewhere(random_state: RandomState, *args: Any) -> Outcome:
+def execute_elsewhere(random_state: RandomState, *args: Any) -> RunResult:
     """Do the same in a process that starts with the random numbers of the one that launched it."""
     random_state.restore()
     return execute(*args)
 
 
-def _begin(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+def _begin(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
     """Attach the module and the data module in the process that runs them."""
     trainer.module, trainer.datamodule, trainer.sources = module, sources.datamodule, sources
     module.attach(trainer)
@@ -117,7 +117,7 @@ def _begin(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
     trainer.strategy.module_backward = module.backward if overrides(module, "backward", TrainModule) else None
     trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
     _let_log(trainer.callbacks, module)
-    trainer.dispatch = Dispatch(trainer, module, trainer.called_callbacks)
+    trainer.dispatch = HookRunner(trainer, module, trainer.called_callbacks)
     trainer.should_stop = trainer.sanity_checking = trainer.is_evaluating = False
     trainer.evaluation_loop, trainer.evaluation_batches = None, []  # which another stage had
     trainer.publisher.start()
@@ -137,7 +137,7 @@ def _let_log(callbacks: Iterable[Callback], module: TrainModule | None) -> None:
         callback._logging_module = module  # noqa: SLF001 - no public name, which a user's subclass might have too
 
 
-def _prepare(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path: Asked) -> None:
+def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: Asked) -> None:
     strategy = trainer.strategy
     strategy.setup_environment()
     if strategy.local_rank == 0:
@@ -155,7 +155,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path:
         strategy.synchronize_batchnorm()
     path = resolve_checkpoint(trainer, ckpt_path)
     trainer.ckpt_path = None if path is None else str(path)
-    restoration = None if path is None else Restoration(trainer, path)
+    restoration = None if path is None else CheckpointRestore(trainer, path)
     trainer.publisher.log_graph(module)
     strategy.setup(trainer)
     if trainer.is_fitting:
@@ -166,7 +166,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: Sources, ckpt_path:
         restoration.finish()
 
 
-def _fit(trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+def _fit(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
     dispatch, loop = trainer.dispatch, trainer.fit_loop
     with watched_fit(trainer, module):
         loop.setup(module, sources)
@@ -199,7 +199,7 @@ def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
     trainer.publisher.start()  # values of a few batches are no results
 
 
-def _evaluate(trainer: Trainer, module: TrainModule, sources: Sources) -> list[dict[str, float]]:
+def _evaluate(trainer: Trainer, module: TrainModule, sources: DataSources) -> list[dict[str, float]]:
     if trainer.stage == "validate":
         loop = EvaluationLoop(trainer, module, sources.loader("val"), "validation")
     else:
@@ -209,7 +209,7 @@ def _evaluate(trainer: Trainer, module: TrainModule, sources: Sources) -> list[d
     return trainer.publisher.results(loop.logged, len(loop.num_batches))
 
 
-def _predict(trainer: Trainer, module: TrainModule, sources: Sources) -> list[Any]:
+def _predict(trainer: Trainer, module: TrainModule, sources: DataSources) -> list[Any]:
     loop = EvaluationLoop(trainer, module, sources.loader("predict"), "predict")
     loop.keeps_outputs = trainer.return_predictions
     with trainer.interruption:
@@ -253,12 +253,12 @@ def _in_turn(trainer: Trainer, name: Literal["setup", "teardown"]) -> list[Calla
     return [*of_data, *trainer.dispatch.of_callbacks(name), hook_of(trainer.module, name, TrainModule)]
 
 
-def _stopped(trainer: Trainer, exception: Interrupted | Terminated) -> Outcome | None:
+def _stopped(trainer: Trainer, exception: Interrupted | Terminated) -> RunResult | None:
     """Clean up after a signal; return what the run has come to, where another process asked for it; collective."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RunResult] = []
 
     def leave() -> None:
-        outcomes.append(Outcome.of(trainer, None, stopped_by=exception.signal))
+        outcomes.append(RunResult.of(trainer, None, stopped_by=exception.signal))
 
     _on_exception(trainer, exception, leave=leave if trainer.ran_elsewhere else None)
     # The launcher of another machine returns nothing, so that the processes there raise.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
-    from dstrat.training.loops.sources import Sources
+    from dstrat.training.loops.sources import DataSources
     from dstrat.training.loops.stopping import Interruption
     from dstrat.training.metrics.logged import LoggedValues
     from dstrat.training.metrics.publisher import Metrics, Publisher
@@ -170,7 +170,7 @@ class RunState:
     logged: LoggedValues
     metrics: Metrics
     publisher: Publisher
-    sources: Sources | None
+    sources: DataSources | None
     barebones: bool
     fast_dev_run: int
     max_epochs: int

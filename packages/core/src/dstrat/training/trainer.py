@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.checkpoint.path import Asked
-    from dstrat.training.hooks import Dispatch
+    from dstrat.training.hooks import HookRunner
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
-    from dstrat.training.loops.sources import Source, Sources
+    from dstrat.training.loops.sources import DataSources, Source
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.profilers.profiler import Profiler
-    from dstrat.training.results import EndedFit, Outcome
+    from dstrat.training.results import FinalState, RunResult
     from dstrat.training.state import Stage
 
 R = TypeVar("R")
@@ -230,16 +230,16 @@ class Trainer(RunState):
         self.evaluation_loop: EvaluationLoop | None = None
         self.metrics = Metrics(self.strategy)
         self.publisher = Publisher(self)
-        self.sources: Sources | None = None
+        self.sources: DataSources | None = None
         self.module: TrainModule | None = None
         self.datamodule: DataModule | None = None
         self.agreed_log_dir = self.ckpt_path = None
         self.logged = LoggedValues(training=True)
         self.evaluation_batches: list[int | None] = []
-        self.dispatch: Dispatch
+        self.dispatch: HookRunner
         self.is_evaluating = self.is_running = False
         self.return_predictions = True
-        self.ended_fit: EndedFit | None = None
+        self.ended_fit: FinalState | None = None
 
     def _limit_to_a_try(self) -> None:
         """Let ``fast_dev_run`` and ``overfit_batches`` decide how much is read."""
@@ -291,7 +291,7 @@ class Trainer(RunState):
             RankFailedError: A process of the job failed.
         """
         from dstrat.training.checkpoint.path import asked_checkpoint
-        from dstrat.training.loops.sources import Sources
+        from dstrat.training.loops.sources import DataSources
 
         asked = asked_checkpoint(ckpt_path, resume)
         if self.fit_loop.finished and self.fit_loop.batches_seen:
@@ -299,7 +299,7 @@ class Trainer(RunState):
                 f"this Trainer has finished its fit (epoch {self.fit_loop.epoch} of {self.max_epochs}, "
                 f"step {self.fit_loop.global_step}): make a new Trainer to train again"
             )
-        sources = Sources(model, datamodule, {"train": train_dataloaders, "val": val_dataloaders})
+        sources = DataSources(model, datamodule, {"train": train_dataloaders, "val": val_dataloaders})
         sources.require("train", "training_step")
         sources.require_optimizers()
         if asked is None:  # otherwise the run goes on with what was tuned before
@@ -388,12 +388,12 @@ class Trainer(RunState):
                 that have ended, or its strategy has shared out the state and given it up.
         """
         from dstrat.training.checkpoint.save import collect_checkpoint
-        from dstrat.training.contexts import waiting_is_told
+        from dstrat.training.contexts import warn_if_slow
         from dstrat.training.results import no_end_to_save
 
         path = os.path.expanduser(path)  # noqa: PTH111 - it may be a URL; a CheckpointIO of the user's own may not do it
         if self.is_running:
-            with waiting_is_told(self, "save_checkpoint"):
+            with warn_if_slow(self, "save_checkpoint"):
                 self.strategy.barrier("save_checkpoint")
             self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), path)
         elif self.ended_fit is not None:
@@ -445,7 +445,7 @@ class Trainer(RunState):
 
     # Launching
 
-    def _prepare_fit(self, module: TrainModule, sources: Sources) -> None:
+    def _prepare_fit(self, module: TrainModule, sources: DataSources) -> None:
         from dstrat.training.callbacks.callback import Callback
 
         for callback in self.callbacks:
@@ -461,13 +461,13 @@ class Trainer(RunState):
         ckpt_path: str | Path | None,
     ) -> Any:
         from dstrat.training.checkpoint.path import Search
-        from dstrat.training.loops.sources import Sources
+        from dstrat.training.loops.sources import DataSources
 
         module = self.module if model is None else model
         if module is None:
             raise MisuseError(f"{stage} needs a module: pass one, or call fit on this Trainer first")
         source, step = _NEEDED[stage]
-        sources = Sources(module, datamodule, {source: dataloaders})
+        sources = DataSources(module, datamodule, {source: dataloaders})
         sources.require(source, step)
         asked = Search.BEST_OF_LAST_FIT if model is None and ckpt_path is None else ckpt_path
         return self._launch(stage, module, sources, asked)
@@ -480,7 +480,7 @@ class Trainer(RunState):
             show_results(stage, results)
         return results
 
-    def _launch(self, stage: Stage, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Any:
+    def _launch(self, stage: Stage, module: TrainModule, sources: DataSources, ckpt_path: Asked) -> Any:
         if self.is_running:
             raise MisuseError(
                 f"this Trainer is in the middle of its {self.stage}, and {stage} was called: call it after the end, or "
@@ -501,7 +501,7 @@ class Trainer(RunState):
         self.status = TrainerStatus.FINISHED
         return result
 
-    def _launch_stage(self, module: TrainModule, sources: Sources, ckpt_path: Asked) -> Any:
+    def _launch_stage(self, module: TrainModule, sources: DataSources, ckpt_path: Asked) -> Any:
         from dstrat.training.run import execute, execute_elsewhere
 
         self.strategy.connect(module)
@@ -515,7 +515,7 @@ class Trainer(RunState):
             folders = [logger.log_dir for logger in self.loggers]
             self.agreed_log_dir = next(filter(None, folders), None)
         try:
-            outcome: Outcome | None = launcher.launch(
+            outcome: RunResult | None = launcher.launch(
                 execute_elsewhere, RandomState.capture(), self, module, sources, ckpt_path
             )
         except (KeyboardInterrupt, SystemExit) as error:  # at once, so that there is no outcome

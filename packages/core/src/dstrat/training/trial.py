@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dstrat.interfaces.optimizers import Optimization
-    from dstrat.training.loops.sources import Sources
+    from dstrat.training.loops.sources import DataSources
     from dstrat.training.module.train_module import TrainModule
 
 _SHARED_SETTINGS = (
@@ -144,7 +144,7 @@ def set_attribute(name: str, value: Any, *owners: Any) -> None:
         setattr(holder, name, value)
 
 
-def run_trial(trainer: TrialTrainer, stage: str, module: TrainModule, sources: Sources) -> None:
+def run_trial(trainer: TrialTrainer, stage: str, module: TrainModule, sources: DataSources) -> None:
     """Run a stage of a trial over a run's data.
 
     Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrat.errors import MisuseError
 from dstrat.training.callbacks.batch_size_finder import find_batch_size
 from dstrat.training.callbacks.learning_rate_finder import find_learning_rate
-from dstrat.training.loops.sources import Sources
+from dstrat.training.loops.sources import DataSources
 
 if TYPE_CHECKING:
     from dstrat.training.callbacks import batch_size_finder, learning_rate_finder
@@ -152,7 +152,7 @@ class Tuner:
         val_dataloaders: Any,
         dataloaders: Any,
         datamodule: DataModule | None,
-    ) -> Sources:
+    ) -> DataSources:
         passed: dict[str, dict[Source, Any]] = {
             "fit": {"train": train_dataloaders, "val": val_dataloaders},
             "validate": {"val": dataloaders},
@@ -163,4 +163,4 @@ class Tuner:
             raise MisuseError(f"method={method!r} is not known: choose 'fit', 'validate', 'test' or 'predict'")
         if method == "fit" and dataloaders is not None:
             raise MisuseError("dataloaders is for method='validate', 'test' and 'predict': pass train_dataloaders")
-        return Sources(model, datamodule, passed[method])
+        return DataSources(model, datamodule, passed[method])

@@ -7,12 +7,12 @@ import torch
 
 from dstrat.checkpoint.portable.checkpoint_io import StagingMemory
 from dstrat.checkpoint.portable.save import arrange
-from dstrat.checkpoint.portable.shards import Part, Payload
+from dstrat.checkpoint.portable.shards import LocalBox, Payload
 
 
 def shard(*sizes):
     tensors = [torch.arange(float(size)) for size in sizes]
-    return arrange([Payload(f"{i}", Part(tensor=tensor, starts=(0,))) for i, tensor in enumerate(tensors)]), tensors
+    return arrange([Payload(f"{i}", LocalBox(tensor=tensor, starts=(0,))) for i, tensor in enumerate(tensors)]), tensors
 
 
 @pytest.mark.parametrize("sizes", [[(3,), (5, 700)], [(5, 700), (3,)]], ids=["growing", "shrinking"])

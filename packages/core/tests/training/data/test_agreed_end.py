@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dstrat import SingleDeviceStrategy
-from dstrat.data.equal_length import MOST_BATCHES_AHEAD, AgreedEnd
+from dstrat.data.equal_length import MOST_BATCHES_AHEAD, ShortestLoader
 from dstrat.errors import RankFailedError
 
 
@@ -39,7 +39,7 @@ def read_together(*counts):
     found = [None] * len(counts)
 
     def read(rank):
-        found[rank] = list(AgreedEnd(range(counts[rank]), strategies[rank]))
+        found[rank] = list(ShortestLoader(range(counts[rank]), strategies[rank]))
 
     threads = [threading.Thread(target=read, args=(rank,), daemon=True) for rank in range(len(counts))]
     for thread in threads:
@@ -62,7 +62,7 @@ def test_the_processes_vote_once_for_several_batches():
 
 def test_what_is_left_out_is_told_once(caplog):
     strategy = Together(0, 2, [None, torch.tensor(0)], threading.Barrier(1))
-    loader = AgreedEnd([1, 2], strategy)
+    loader = ShortestLoader([1, 2], strategy)
     assert list(loader) == list(loader) == []
     assert [record.message for record in caplog.records] == [
         "rank 0 has more training batches than another process: each epoch ends with the shortest"

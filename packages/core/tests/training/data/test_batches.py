@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dstrat import DataModule, SingleDeviceStrategy
-from dstrat.data.prefetch import copied_ahead
+from dstrat.data.prefetch import prefetch
 from dstrat.errors import MisuseError
 from dstrat.training.loops.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
 
@@ -157,7 +157,7 @@ class TestCopiesAhead:
         def move(batch):
             return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
-        return copied_ahead(batches, move, self.device)
+        return prefetch(batches, move, self.device)
 
     def test_batches_arrive_whole_while_steps_are_computed(self):
         size = 1 << 22

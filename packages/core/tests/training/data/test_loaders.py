@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from dstrat import CombinedLoader
-from dstrat.data.equal_length import AgreedEnd
+from dstrat.data.equal_length import ShortestLoader
 from dstrat.data.limits import limit_of
 from dstrat.data.loaders import (
     as_list,
@@ -195,7 +195,7 @@ def test_only_a_counted_length_is_certain(process):
     for loader in (DataLoader(Stream()), DataLoader(Announced()), Own(), CombinedLoader([numbers(4), Own()])):
         assert not length_is_certain(loader)
         [prepared, _] = training(loader, process, distribute=False)
-        assert isinstance(prepared, AgreedEnd)
+        assert isinstance(prepared, ShortestLoader)
         assert not length_is_certain(prepared)
         assert length_of(prepared) == length_of(loader)
     assert isinstance(training(numbers(4), process, distribute=False)[0], DataLoader)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
 from dstrat import CombinedLoader
-from dstrat.data.loaders import unshuffled
+from dstrat.data.loaders import sequential
 
 
 class Stream(IterableDataset):
@@ -27,13 +27,13 @@ def read(loader):
 
 def test_a_shuffled_loader_gives_the_order_of_the_dataset():
     loader = numbers(shuffle=True, batch_size=3)
-    assert read(unshuffled(loader)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert read(sequential(loader)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert isinstance(loader.sampler, RandomSampler)  # the user's own is left alone
 
 
 def test_a_loader_that_does_not_shuffle_is_left_as_it_is():
     loader = numbers()
-    assert unshuffled(loader) is loader
+    assert sequential(loader) is loader
 
 
 @pytest.mark.parametrize(
@@ -47,23 +47,23 @@ def test_a_loader_that_does_not_shuffle_is_left_as_it_is():
 def test_a_sampler_of_the_users_own_draws_once(options):
     torch.manual_seed(0)
     loader = numbers(**options)
-    fixed = unshuffled(loader)
+    fixed = sequential(loader)
     assert read(fixed) == read(fixed)
     assert sorted(itertools.chain(*read(fixed))) == sorted(itertools.chain(*read(loader)))
 
 
 def test_loaders_keep_their_structure():
     given = {"a": numbers(shuffle=True), "b": [numbers()]}
-    found = unshuffled(given)
+    found = sequential(given)
     assert read(found["a"]) == read(found["b"][0])
-    combined = unshuffled(CombinedLoader(given, "max_size"))
+    combined = sequential(CombinedLoader(given, "max_size"))
     assert combined.mode == "max_size"
     assert read(combined.iterables["a"]) == read(found["a"])
 
 
 def test_what_cannot_be_kept_from_shuffling_is_told(caplog):
     loader = DataLoader(Stream())
-    assert unshuffled(loader) is loader
+    assert sequential(loader) is loader
     assert "a DataLoader cannot be kept from shuffling: overfit_batches takes what it gives" in caplog.text
 
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from dstrat.checkpoint.paths import place
 from dstrat.checkpoint.portable.format import BUCKET
 from dstrat.checkpoint.portable.ranks import GroupRanks, Ranks
-from dstrat.checkpoint.portable.shards import Part, Payload, as_bytes
+from dstrat.checkpoint.portable.shards import LocalBox, Payload, as_bytes
 from dstrat.checkpoint.portable.storage import map_in_threads
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.parallel.process_group import group_timeout
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from dstrat.checkpoint.portable.reader import OpenedFolder
+    from dstrat.checkpoint.portable.reader import CheckpointReader
     from dstrat.checkpoint.portable.save import Prepared, ShardFile
 
 
@@ -132,11 +132,11 @@ class PortableCheckpointIO(CheckpointIO):
             remove(folder)
             forget(folder)
 
-    def _open(self, path: str | Path) -> OpenedFolder:
+    def _open(self, path: str | Path) -> CheckpointReader:
         from dstrat.checkpoint.portable.newest import resolved
-        from dstrat.checkpoint.portable.reader import OpenedFolder
+        from dstrat.checkpoint.portable.reader import CheckpointReader
 
-        return OpenedFolder(resolved(place(path)), verifies=self.verify)
+        return CheckpointReader(resolved(place(path)), verifies=self.verify)
 
     @override
     def teardown(self) -> None:
@@ -182,7 +182,7 @@ class StagingMemory:
         for payload in shard.payloads:  # in descending size of elements, so each is aligned
             target = self._memory[reached : reached + payload.num_bytes].view(payload.dtype).view(payload.shape)
             reached += payload.num_bytes
-            copies.append(Payload(payload.name, Part(tensor=target, starts=payload.starts)))
+            copies.append(Payload(payload.name, LocalBox(tensor=target, starts=payload.starts)))
             moves += list(_moves(payload.tensor, target))
         map_in_threads(_move, moves)
         for device in devices:

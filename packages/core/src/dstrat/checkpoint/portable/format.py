@@ -267,7 +267,7 @@ def _finite_float(digits: str) -> float:
 # The error about a checkpoint that is not as it was written.
 
 
-def damaged(folder: Place, what: str) -> CheckpointError:
+def damaged_error(folder: Place, what: str) -> CheckpointError:
     """Return the error; what is wrong is the end of a sentence."""
     return CheckpointError(f"checkpoint {str(folder)!r} is damaged: {what}; load another one")
 

@@ -17,7 +17,7 @@ from dstrat.checkpoint.portable.format import (
     INDEX,
     PER_RANK,
     STATE,
-    damaged,
+    damaged_error,
     dtype_name,
     dtype_named,
     rank_file,
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from dstrat.checkpoint.portable.index import Piece, TensorEntry
-    from dstrat.checkpoint.portable.reader import OpenedFolder
-    from dstrat.checkpoint.portable.shards import Part
+    from dstrat.checkpoint.portable.reader import CheckpointReader
+    from dstrat.checkpoint.portable.shards import LocalBox
 
 
 _OWN = joined(PER_RANK, "")
 
 
 def load(
-    folder: OpenedFolder, *, rank: int, world_size: int, advance: Callable[[int], None] | None = None
+    folder: CheckpointReader, *, rank: int, world_size: int, advance: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
     """Return the whole checkpoint, its tensors on the CPU, and this rank's own values if the world is as large.
 
@@ -52,7 +52,7 @@ def load(
     return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
 
 
-def load_into(folder: OpenedFolder, template: Mapping[str, Any], *, rank: int, world_size: int) -> dict[str, Any]:
+def load_into(folder: CheckpointReader, template: Mapping[str, Any], *, rank: int, world_size: int) -> dict[str, Any]:
     """Fill the tensors of a template, each process what it holds, and return the checkpoint with them in it.
 
     Args:
@@ -70,7 +70,7 @@ def load_into(folder: OpenedFolder, template: Mapping[str, Any], *, rank: int, w
     targets, optional, skipped = _targets(template)
     targets = {name: tensor for name, tensor in targets.items() if name in index or name not in optional}
     check_fits(folder, index, targets, converted=optional)
-    fill(folder, [(_stored(index, name), local_parts(tensor, name)) for name, tensor in targets.items()])
+    read_into(folder, [(_stored(index, name), local_parts(tensor, name)) for name, tensor in targets.items()])
     rest = [name for name in _of_the_job(index) if name not in targets and not name.startswith(skipped)]
     tensors = {**read_tensors(folder, rest), **targets}
     checkpoint = _decoded(folder, STATE, tensors, skips=bool(skipped))
@@ -103,7 +103,7 @@ def _targets(template: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], tup
 
 
 def check_fits(
-    folder: OpenedFolder,
+    folder: CheckpointReader,
     index: Mapping[str, TensorEntry],
     targets: Mapping[str, Any],
     *,
@@ -131,7 +131,7 @@ def check_fits(
             )
 
 
-def load_own(folder: OpenedFolder, rank: int) -> Any:
+def load_own(folder: CheckpointReader, rank: int) -> Any:
     """Return what one rank of the job that saved had under ``"per_rank"``.
 
     Raises:
@@ -145,21 +145,26 @@ def load_own(folder: OpenedFolder, rank: int) -> Any:
 
 
 def _with_own(
-    checkpoint: dict[str, Any], folder: OpenedFolder, index: Mapping[str, TensorEntry], *, rank: int, world_size: int
+    checkpoint: dict[str, Any],
+    folder: CheckpointReader,
+    index: Mapping[str, TensorEntry],
+    *,
+    rank: int,
+    world_size: int,
 ) -> dict[str, Any]:
     if world_size == folder.manifest.world_size:
         checkpoint[PER_RANK] = _own(folder, index, rank)
     return checkpoint
 
 
-def _own(folder: OpenedFolder, index: Mapping[str, TensorEntry], rank: int) -> Any:
+def _own(folder: CheckpointReader, index: Mapping[str, TensorEntry], rank: int) -> Any:
     prefix = joined(joined(PER_RANK, rank), "")
     tensors = read_tensors(folder, [name for name in index if name.startswith(prefix)])
     return _decoded(folder, rank_file(rank, "json"), tensors, below=prefix)
 
 
 def read_tensors(
-    folder: OpenedFolder, names: Iterable[str], advance: Callable[[int], None] | None = None
+    folder: CheckpointReader, names: Iterable[str], advance: Callable[[int], None] | None = None
 ) -> dict[str, Tensor]:
     """Return whole tensors by name; those that share their memory are one.
 
@@ -177,15 +182,15 @@ def read_tensors(
         first = index[name].same_as or name
         if first not in stored:
             stored[first] = _memory(folder, first, index[first])
-    fill(folder, [(index[name], local_parts(tensor)) for name, tensor in stored.items()], advance)
+    read_into(folder, [(index[name], local_parts(tensor)) for name, tensor in stored.items()], advance)
     return {name: stored[index[name].same_as or name] for name in names}
 
 
-def _memory(folder: OpenedFolder, name: str, entry: TensorEntry) -> Tensor:
+def _memory(folder: CheckpointReader, name: str, entry: TensorEntry) -> Tensor:
     try:
         return empty_tensor(entry)
     except (RuntimeError, ValueError) as error:
-        raise damaged(folder.path, f"{INDEX}: tensor {name[:200]!r}: {str(error).splitlines()[0]}") from error
+        raise damaged_error(folder.path, f"{INDEX}: tensor {name[:200]!r}: {str(error).splitlines()[0]}") from error
 
 
 def _stored(index: Mapping[str, TensorEntry], name: str) -> TensorEntry:
@@ -193,7 +198,7 @@ def _stored(index: Mapping[str, TensorEntry], name: str) -> TensorEntry:
 
 
 def _decoded(
-    folder: OpenedFolder, name: str, tensors: Mapping[str, Tensor], *, below: str = "", skips: bool = False
+    folder: CheckpointReader, name: str, tensors: Mapping[str, Tensor], *, below: str = "", skips: bool = False
 ) -> Any:
     """Return the values of a JSON file.
 
@@ -221,7 +226,7 @@ def _decoded(
         for unused in tensors.keys() - used:
             insert(decoded, split(unused.removeprefix(below)), tensors[unused])
     except (ValueError, RecursionError) as error:
-        raise damaged(folder.path, f"{name}: {error}") from error
+        raise damaged_error(folder.path, f"{name}: {error}") from error
     return decoded
 
 
@@ -256,9 +261,9 @@ class _Read:
         return same and target.is_contiguous() and target.is_cpu
 
 
-def fill(
-    folder: OpenedFolder,
-    wanted: Iterable[tuple[TensorEntry, Sequence[Part]]],
+def read_into(
+    folder: CheckpointReader,
+    wanted: Iterable[tuple[TensorEntry, Sequence[LocalBox]]],
     advance: Callable[[int], None] | None = None,
 ) -> None:
     """Read parts of tensors into the memory that the parts refer to.
@@ -290,7 +295,7 @@ def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
     yield batch
 
 
-def _read_all(folder: OpenedFolder, batch: list[_Read], advance: Callable[[int], None] | None) -> None:
+def _read_all(folder: CheckpointReader, batch: list[_Read], advance: Callable[[int], None] | None) -> None:
     for read in batch:
         if read.is_direct:
             folder.file(read.file).read_into(as_bytes(read.target).numpy().data, read.begin)
@@ -302,7 +307,7 @@ def _read_all(folder: OpenedFolder, batch: list[_Read], advance: Callable[[int],
             advance(read.target.nbytes)
 
 
-def _reads(entry: TensorEntry, part: Part) -> Iterator[_Read]:
+def _reads(entry: TensorEntry, part: LocalBox) -> Iterator[_Read]:
     """Yield what to read for a part, from each piece that overlaps it."""
     target = part.tensor if part.tensor.dim() else part.tensor.reshape(1)
     starts, dtype = part.starts or (0,), dtype_named(entry.dtype)

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from dstrat.checkpoint.portable.format import BUCKET, MANIFEST, damaged
+from dstrat.checkpoint.portable.format import BUCKET, MANIFEST, damaged_error
 from dstrat.errors import CheckpointError, StoreError
 
 if TYPE_CHECKING:
@@ -260,11 +260,11 @@ def _open_regular(path: Path) -> int:
     except OSError as error:
         what = "is a link, and a checkpoint has none" if path.is_symlink() else (error.strerror or str(error)).lower()
         if error.errno in _DAMAGE:
-            raise damaged(path.parent, f"{path.name}: {what}") from error
+            raise damaged_error(path.parent, f"{path.name}: {what}") from error
         raise StoreError(f"{str(path)!r} cannot be read: {what}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise damaged(path.parent, f"{path.name} is no regular file")
+        raise damaged_error(path.parent, f"{path.name} is no regular file")
     return descriptor
 
 

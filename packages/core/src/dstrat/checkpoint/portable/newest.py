@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dstrat.checkpoint.paths import RemotePath
 from dstrat.checkpoint.portable.format import LAST, STATE
-from dstrat.checkpoint.portable.reader import OpenedFolder, read_manifest
+from dstrat.checkpoint.portable.reader import CheckpointReader, read_manifest
 from dstrat.checkpoint.portable.storage import file_sizes, read_start, replace
 from dstrat.errors import CheckpointError, StoreError
 
@@ -46,7 +46,7 @@ def newest_checkpoint(folder: Place) -> Place | None:
 def step_of(path: Place) -> int | None:
     """Return after how many optimizer steps a checkpoint was saved; None where it does not say."""
     try:
-        with OpenedFolder(path) as opened:
+        with CheckpointReader(path) as opened:
             step = opened.document(STATE).get("global_step")
     except StoreError:
         raise

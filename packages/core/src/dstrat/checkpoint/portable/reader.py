@@ -13,7 +13,7 @@ from dstrat.checkpoint.portable.format import (
     MANIFEST,
     Manifest,
     checksum,
-    damaged,
+    damaged_error,
     expected,
     num_blocks,
     parse_json,
@@ -113,20 +113,20 @@ class OpenedFile:
         self._verified[block] = 1
 
     def _damaged(self, what: str) -> CheckpointError:
-        return damaged(self._path.parent, f"{self._path.name} {what}")
+        return damaged_error(self._path.parent, f"{self._path.name} {what}")
 
 
 def _opened(path: Place) -> ReadFile:
     try:
         return open_file(path)
     except FileNotFoundError as error:
-        raise damaged(path.parent, f"{path.name}: no such file or directory") from error
+        raise damaged_error(path.parent, f"{path.name}: no such file or directory") from error
 
 
 # A checkpoint that is there, opened without trusting it; torch is not needed to look at one.
 
 
-class OpenedFolder:
+class CheckpointReader:
     """A checkpoint whose manifest was read, and whose other files are opened when they are needed.
 
     Args:
@@ -164,7 +164,7 @@ class OpenedFolder:
         """Return a file of the checkpoint."""
         if name not in self._files:
             if name not in self.manifest.files:
-                raise damaged(self.path, f"its manifest does not list {name}")
+                raise damaged_error(self.path, f"its manifest does not list {name}")
             record = self.manifest.files[name]
             self._files[name] = OpenedFile(self.path / name, record, verifies=self._verifies)
         return self._files[name]
@@ -174,13 +174,13 @@ class OpenedFolder:
         file = self.file(name)
         size = self.manifest.files[name].size
         if size > LARGEST_JSON:
-            raise damaged(self.path, f"{name} has {size} bytes, and {LARGEST_JSON} is the limit")
+            raise damaged_error(self.path, f"{name} has {size} bytes, and {LARGEST_JSON} is the limit")
         data = bytearray(size)
         file.read_into(memoryview(data), 0)
         try:
             return parse_json(data)
         except ValueError as error:
-            raise damaged(self.path, f"{name}: {error}") from error
+            raise damaged_error(self.path, f"{name}: {error}") from error
 
     def index(self) -> dict[str, TensorEntry]:
         """Return the tensors, by name.
@@ -192,7 +192,7 @@ class OpenedFolder:
             try:
                 self._index = index_from_json(self.document(INDEX), self.sizes)
             except ValueError as error:
-                raise damaged(self.path, f"{INDEX}: {error}") from error
+                raise damaged_error(self.path, f"{INDEX}: {error}") from error
         return self._index
 
 
@@ -207,14 +207,14 @@ def read_manifest(folder: Place) -> Manifest:
     try:
         return Manifest.from_bytes(_content(folder))
     except ValueError as error:
-        raise damaged(folder, f"{MANIFEST}: {error}") from error
+        raise damaged_error(folder, f"{MANIFEST}: {error}") from error
 
 
 def _content(folder: Place) -> bytes:
     file = open_file(folder / MANIFEST)
     try:
         if file.size > LARGEST_JSON:
-            raise damaged(folder, f"{MANIFEST} has more than {LARGEST_JSON} bytes")
+            raise damaged_error(folder, f"{MANIFEST} has more than {LARGEST_JSON} bytes")
         data = memoryview(bytearray(file.size))
         done = 0
         while done < file.size and (count := file.read_into(data[done:], done)):

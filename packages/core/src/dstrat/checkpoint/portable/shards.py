@@ -23,7 +23,7 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Part:
+class LocalBox:
     """A box of a tensor that is in this process's memory.
 
     Attributes:
@@ -65,7 +65,7 @@ def check_kind(tensor: Tensor | FlatShard, name: str) -> None:
         raise CheckpointError(f"tensor {name!r} {reason}: a checkpoint holds dense tensors and DTensors only")
 
 
-def local_parts(tensor: Tensor | FlatShard, name: str = "") -> list[Part]:
+def local_parts(tensor: Tensor | FlatShard, name: str = "") -> list[LocalBox]:
     """Return the boxes of the tensor that this process holds; none of them is empty.
 
     Raises:
@@ -74,7 +74,7 @@ def local_parts(tensor: Tensor | FlatShard, name: str = "") -> list[Part]:
     if isinstance(tensor, FlatShard):
         return _flat_boxes(tensor)
     if not is_distributed(tensor):
-        return [Part(tensor=tensor.detach(), starts=(0,) * tensor.dim())] if tensor.numel() else []
+        return [LocalBox(tensor=tensor.detach(), starts=(0,) * tensor.dim())] if tensor.numel() else []
     distributed: Any = tensor
     with torch.no_grad():
         local: Tensor = distributed.to_local()
@@ -90,12 +90,12 @@ def local_parts(tensor: Tensor | FlatShard, name: str = "") -> list[Part]:
     return _boxes(local.detach(), runs)
 
 
-def _flat_boxes(shard: FlatShard) -> list[Part]:
+def _flat_boxes(shard: FlatShard) -> list[LocalBox]:
     """Return the boxes that a run of elements consists of: ends of rows, whole rows between them."""
     parts, passed, local = [], 0, shard.local.detach()
     for starts, sizes in _flat_extents(shard.shape, shard.start, shard.start + local.numel()):
         size = math.prod(sizes)
-        parts.append(Part(tensor=local[passed : passed + size].view(sizes), starts=starts))
+        parts.append(LocalBox(tensor=local[passed : passed + size].view(sizes), starts=starts))
         passed += size
     return parts
 
@@ -118,7 +118,7 @@ def _flat_extents(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[
     yield from _flat_extents(shape, stop, end)
 
 
-def _boxes(local: Tensor, runs: Sequence[Sequence[Run]]) -> list[Part]:
+def _boxes(local: Tensor, runs: Sequence[Sequence[Run]]) -> list[LocalBox]:
     """Return one view of the local tensor for each combination of the dimensions' runs."""
     if local.numel() == 0:
         return []
@@ -129,7 +129,7 @@ def _boxes(local: Tensor, runs: Sequence[Sequence[Run]]) -> list[Part]:
         for dimension, position in enumerate(combination):
             view = view.narrow(dimension, offsets[dimension][position], runs[dimension][position][1])
         starts = tuple(runs[dimension][position][0] for dimension, position in enumerate(combination))
-        parts.append(Part(tensor=view, starts=starts))
+        parts.append(LocalBox(tensor=view, starts=starts))
     return parts
 
 
@@ -213,7 +213,7 @@ class Payload:
         part: The box and its elements.
     """
 
-    def __init__(self, name: str, part: Part) -> None:
+    def __init__(self, name: str, part: LocalBox) -> None:
         self.name = name
         self.starts = part.starts
         self.shape = tuple(part.tensor.shape)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.checkpoint.portable.format import DTYPES, MEBIBYTE, dtype_name, dump_json, parse_json
 from dstrat.checkpoint.portable.index import TensorEntry
 from dstrat.checkpoint.portable.shards import (
-    Part,
+    LocalBox,
     Payload,
     check_kind,
     holders,
@@ -32,7 +32,7 @@ _SHARED_FROM = 64 * MEBIBYTE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class WritePlan:
     """What this rank writes.
 
     Attributes:
@@ -44,7 +44,7 @@ class Plan:
     entries: Mapping[str, TensorEntry]
 
 
-def plan(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], ranks: Ranks) -> Plan:
+def plan(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], ranks: Ranks) -> WritePlan:
     """Decide with the other ranks who writes what; collective.
 
     Args:
@@ -65,7 +65,7 @@ def plan(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], ranks: Ranks)
         shared = {name: entries[name] for name, tensor in tensors.items() if not is_sharded(tensor)}
     everyone = _hear(shared, sum(payload.num_bytes for payload in payloads), ranks)
     payloads += [Payload(name, part) for name, part in _assigned(tensors, everyone, ranks)]
-    return Plan(payloads=payloads, entries=entries)
+    return WritePlan(payloads=payloads, entries=entries)
 
 
 def _entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
@@ -202,7 +202,7 @@ def _merged(lists: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     return found
 
 
-def _assigned(tensors: Mapping[str, Tensor], everyone: _Everyone, ranks: Ranks) -> Iterable[tuple[str, Part]]:
+def _assigned(tensors: Mapping[str, Tensor], everyone: _Everyone, ranks: Ranks) -> Iterable[tuple[str, LocalBox]]:
     """Yield this rank's share of the plain tensors: the largest goes first to whoever has least to write."""
     boxes = [
         (num_bytes, name, first, count)
@@ -218,10 +218,10 @@ def _assigned(tensors: Mapping[str, Tensor], everyone: _Everyone, ranks: Ranks) 
             yield name, _box(tensors[name].detach(), first, count)
 
 
-def _box(tensor: Tensor, first: int, count: int) -> Part:
+def _box(tensor: Tensor, first: int, count: int) -> LocalBox:
     if tensor.dim() == 0:
-        return Part(tensor=tensor, starts=())
-    return Part(tensor=tensor.narrow(0, first, count), starts=(first,) + (0,) * (tensor.dim() - 1))
+        return LocalBox(tensor=tensor, starts=())
+    return LocalBox(tensor=tensor.narrow(0, first, count), starts=(first,) + (0,) * (tensor.dim() - 1))
 
 
 def _rows(entry: TensorEntry, num_holders: int) -> Iterable[tuple[int, int, int]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dstrat.checkpoint.portable.newest import resolved
-from dstrat.checkpoint.portable.reader import OpenedFolder
+from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.checkpoint.portable.storage import file_size, is_taken, written
 from dstrat.cli.checkpoint.diff import is_single_file
 from dstrat.cli.checkpoint.group import PLACE, progress_bar, readable_size
@@ -44,7 +44,7 @@ def consolidate(path: Place, output: Place, as_json: bool) -> None:
             f"{str(output)!r} ends in {output.suffix!r}: choose .safetensors for the weights alone, or one of "
             f"{', '.join(_TORCH_SUFFIXES)} for all"
         )
-    with OpenedFolder(resolved(path)) as folder:
+    with CheckpointReader(resolved(path)) as folder:
         index = folder.index()
         with progress_bar("reading", sum(entry.num_bytes for entry in index.values())) as advance:
             num_tensors = write(folder, output, advance)
@@ -62,22 +62,22 @@ def check_absent(output: Place) -> None:
         raise CheckpointError(f"{str(output)!r} exists already: choose another name, or remove it first")
 
 
-def _write_weights(folder: OpenedFolder, output: Place, advance: Callable[[int], None]) -> int:
+def _write_weights(folder: CheckpointReader, output: Place, advance: Callable[[int], None]) -> int:
     from dstrat.checkpoint.portable.load import read_tensors
     from dstrat.checkpoint.portable.save import arrange, write_shard_file
-    from dstrat.checkpoint.portable.shards import Part, Payload
+    from dstrat.checkpoint.portable.shards import LocalBox, Payload
 
     names = [name for name in folder.index() if name.startswith(_WEIGHTS)]
     if not names:
         raise CheckpointError(f"checkpoint {str(folder.path)!r} has no weights: nothing in it is below 'state_dict'")
     weights = {name.removeprefix(_WEIGHTS): tensor for name, tensor in read_tensors(folder, names, advance).items()}
-    payloads = [Payload(name, Part(tensor=tensor, starts=(0,) * tensor.dim())) for name, tensor in weights.items()]
+    payloads = [Payload(name, LocalBox(tensor=tensor, starts=(0,) * tensor.dim())) for name, tensor in weights.items()]
     with written(output) as temporary:
         write_shard_file(arrange(payloads), temporary)
     return len(weights)
 
 
-def _write_all(folder: OpenedFolder, output: Place, advance: Callable[[int], None]) -> int:
+def _write_all(folder: CheckpointReader, output: Place, advance: Callable[[int], None]) -> int:
     from dstrat.checkpoint.portable.load import load
     from dstrat.checkpoint.torch_file import TorchCheckpointIO
 

@@ -12,7 +12,7 @@ from dstrat.checkpoint.portable.decode import joined
 from dstrat.checkpoint.portable.format import STATE
 from dstrat.checkpoint.portable.index import TensorEntry
 from dstrat.checkpoint.portable.newest import is_portable, resolved
-from dstrat.checkpoint.portable.reader import OpenedFolder
+from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.cli.checkpoint.group import PLACE, progress_bar
 from dstrat.cli.output import json_option, print_json, print_table
 
@@ -60,7 +60,7 @@ def _values(name: str, one: Any, other: Any) -> Iterator[Difference]:
     """Yield the places where plain values differ; tensors are marks here, and equal where their names are."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
-            yield from _values(joined(name, key), one.get(key, _Missing), other.get(key, _Missing))
+            yield from _values(joined(name, key), one.get(key, _NoValue), other.get(key, _NoValue))
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for position, (a, b) in enumerate(zip(one, other, strict=True)):
             yield from _values(joined(name, position), a, b)
@@ -68,12 +68,12 @@ def _values(name: str, one: Any, other: Any) -> Iterator[Difference]:
         yield name, _shown(one), _shown(other), _distance(one, other)
 
 
-class _Missing:
+class _NoValue:
     """Stands for a value that one of the two does not have."""
 
 
 def _shown(value: Any) -> str:
-    return _ABSENT if value is _Missing else f"{value!r:.60}"
+    return _ABSENT if value is _NoValue else f"{value!r:.60}"
 
 
 def _distance(one: Any, other: Any) -> str:
@@ -140,7 +140,7 @@ def content_of(path: Place) -> Iterator[Content]:
     if is_single_file(path):
         yield content_of_file(path)
         return
-    with OpenedFolder(resolved(path)) as folder:
+    with CheckpointReader(resolved(path)) as folder:
         yield Content(values=folder.document(STATE), tensors=folder.index(), read=lambda name: _read(folder, name))
 
 
@@ -168,7 +168,7 @@ def content_of_file(path: Place) -> Content:
     )
 
 
-def _read(folder: OpenedFolder, name: str) -> Tensor:
+def _read(folder: CheckpointReader, name: str) -> Tensor:
     from dstrat.checkpoint.portable.load import read_tensors
 
     return read_tensors(folder, [name])[name]

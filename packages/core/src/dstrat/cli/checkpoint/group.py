@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NAMES = ("consolidate", "convert", "diff", "inspect", "verify")
 
 
-class _Commands(click.Group):
+class _CheckpointCommands(click.Group):
     """The commands, each in a module of its name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click passes it
@@ -34,7 +34,7 @@ class _Commands(click.Group):
         return command
 
 
-@click.command(cls=_Commands)
+@click.command(cls=_CheckpointCommands)
 def checkpoint() -> None:
     """Look at checkpoints, verify, compare and convert them.
 

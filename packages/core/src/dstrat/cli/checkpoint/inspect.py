@@ -10,7 +10,7 @@ import click
 
 from dstrat.checkpoint.portable.format import MANIFEST, SAVED_WITH, STATE
 from dstrat.checkpoint.portable.newest import resolved
-from dstrat.checkpoint.portable.reader import OpenedFolder
+from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.checkpoint.portable.storage import file_size
 from dstrat.cli.checkpoint.diff import content_of_file, is_single_file
 from dstrat.cli.checkpoint.group import PLACE, readable_size
@@ -183,7 +183,7 @@ def facts_of(path: Place) -> CheckpointFacts:
             num_bytes=file_size(path),
             unknown=content.unknown,
         )
-    with OpenedFolder(resolved(path)) as folder:
+    with CheckpointReader(resolved(path)) as folder:
         size = sum(folder.sizes.values()) + file_size(folder.path / MANIFEST)
         return CheckpointFacts(
             path=folder.path,

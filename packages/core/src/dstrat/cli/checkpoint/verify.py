@@ -10,7 +10,7 @@ import click
 from dstrat.checkpoint.paths import RemotePath
 from dstrat.checkpoint.portable.format import BUCKET, MANIFEST, STATE
 from dstrat.checkpoint.portable.newest import resolved
-from dstrat.checkpoint.portable.reader import OpenedFolder
+from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.checkpoint.portable.storage import file_size, map_in_threads
 from dstrat.cli.checkpoint.diff import is_single_file
 from dstrat.cli.checkpoint.group import PLACE, progress_bar, readable_size
@@ -34,7 +34,7 @@ def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
     """
     if is_single_file(path):
         _verify_file(ctx, path, as_json=as_json)
-    with OpenedFolder(resolved(path)) as folder:
+    with CheckpointReader(resolved(path)) as folder:
         num_bytes = sum(folder.sizes.values())
         with progress_bar("verifying", num_bytes) as advance:
             problems = [*_damage(folder, advance), *_strangers(folder)]
@@ -66,13 +66,13 @@ def _verify_file(ctx: click.Context, path: Place, *, as_json: bool) -> None:
     ctx.exit(1 if problems else 0)
 
 
-def _damage(folder: OpenedFolder, advance: Callable[[int], None]) -> Iterator[str]:
+def _damage(folder: CheckpointReader, advance: Callable[[int], None]) -> Iterator[str]:
     """Yield what is wrong with the bytes of each file."""
     for name in folder.sizes:
         yield from _complaints(lambda name=name: _read(folder, name, advance))  # type: ignore[misc]  # it binds the name
 
 
-def _read(folder: OpenedFolder, name: str, advance: Callable[[int], None]) -> None:
+def _read(folder: CheckpointReader, name: str, advance: Callable[[int], None]) -> None:
     file, size = folder.file(name), folder.sizes[name]
 
     def read(begin: int) -> None:
@@ -83,14 +83,14 @@ def _read(folder: OpenedFolder, name: str, advance: Callable[[int], None]) -> No
     map_in_threads(read, range(0, size, BUCKET))
 
 
-def _strangers(folder: OpenedFolder) -> Iterator[str]:
+def _strangers(folder: CheckpointReader) -> Iterator[str]:
     found: Iterable[Place] = folder.path.iterdir()
     for path in sorted(found, key=str):
         if path.name not in folder.sizes and path.name != MANIFEST:
             yield f"{path}: the manifest does not list it, so it was put there later; it is never read"
 
 
-def _contradictions(folder: OpenedFolder) -> Iterator[str]:
+def _contradictions(folder: CheckpointReader) -> Iterator[str]:
     """Yield what makes no sense although its bytes are as they were written."""
     yield from _complaints(lambda: folder.document(STATE))
     yield from _complaints(folder.index)

@@ -360,13 +360,13 @@ def use_again(place: Place, subject: Subject, work: Fit) -> tuple[str, list[floa
         the module is sharded, in any rank.
     """
     net = NETS[work.net](work, subject.configure_model)
-    make_trainer(place, subject, work, [_Nothing()]).fit(net)
+    make_trainer(place, subject, work, [NoCallback()]).fit(net)
     is_whole = plain(net).keys() == dict(net.named_parameters()).keys()
     if "sharded" in place.meet("trained", "whole" if is_whole else "sharded", seconds=_PATIENCE):
         return None
     problem = _problem_by_itself(net, NETS[work.net](work, None))
     net.losses.clear()
-    make_trainer(place, subject, work, [_Nothing()]).fit(net)
+    make_trainer(place, subject, work, [NoCallback()]).fit(net)
     return problem, net.losses
 
 
@@ -390,7 +390,7 @@ def _gradients(net: Net) -> dict[str, torch.Tensor]:
     return {name: value.grad for name, value in net.named_parameters() if value.grad is not None}
 
 
-class _Nothing(Callback):
+class NoCallback(Callback):
     """Keeps the Trainer from validating."""
 
 

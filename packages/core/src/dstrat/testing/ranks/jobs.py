@@ -112,7 +112,7 @@ def what_happened(end: Ended, seconds: float) -> str:
     return f"died with exit code {end.exit_code}"
 
 
-def story(end: Ended) -> str:
+def format_failure(end: Ended) -> str:
     """Return the lines that show why a rank failed."""
     if end.report is not None:
         lines = end.report.failure.splitlines()
@@ -131,7 +131,7 @@ def _values(ended: Sequence[Ended], seconds: float) -> list[Any]:
     __tracebackhide__ = True
     culprit = first_culprit(ended)
     if culprit is not None:
-        fail(f"rank {culprit.rank} of {len(ended)} {what_happened(culprit, seconds)}", details=story(culprit))
+        fail(f"rank {culprit.rank} of {len(ended)} {what_happened(culprit, seconds)}", details=format_failure(culprit))
     return [end.report.value for end in ended if end.report is not None]
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from dstrat.errors import DstratError, RankFailedError
-from dstrat.testing.ranks.fits import Fit, make_trainer
-from dstrat.testing.ranks.modules import Interrupted, Net
+from dstrat.testing.ranks.fits import Fit, NoCallback, make_trainer
+from dstrat.testing.ranks.modules import ActingNet, Net
 from dstrat.testing.suite import fail
 from dstrat.training.callbacks.callback import Callback
 
@@ -36,7 +36,7 @@ WORDS = "this rank has had enough"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class JobResult:
     """How a job ended.
 
     Attributes:
@@ -56,7 +56,7 @@ class Outcome:
     has_trained: bool | None
 
 
-class Misbehaving(Interrupted):
+class Misbehaving(ActingNet):
     """One rank raises, dies or hangs in its third batch."""
 
     at_batch = 2
@@ -103,7 +103,7 @@ class LeavesTrace(Callback):
 
 def launch(
     place: Place, subject: Subject, accelerator: str, devices: int, misdeed: Misdeed, times: int = 1
-) -> list[Outcome]:
+) -> list[JobResult]:
     """Fit several times in this process, which launches the ranks.
 
     Args:
@@ -127,7 +127,7 @@ def sockets(place: Place, subject: Subject, accelerator: str) -> list[str]:
     return list(dict.fromkeys(looks.found))
 
 
-def at_a_prompt(place: Place, subject: Subject, accelerator: str, devices: int) -> Outcome:
+def at_a_prompt(place: Place, subject: Subject, accelerator: str, devices: int) -> JobResult:
     """Fit as in a notebook, where there is no script that could be run again."""
     adopt_orphans()
     _be(None)
@@ -142,7 +142,7 @@ def _be(script: Path | None) -> None:
     sys.modules["__main__"] = main
 
 
-def _launch(place: Place, subject: Subject, accelerator: str, devices: int, misdeed: Misdeed) -> Outcome:
+def _launch(place: Place, subject: Subject, accelerator: str, devices: int, misdeed: Misdeed) -> JobResult:
     work = Fit(samples=64, accelerator=accelerator)
     module = Misbehaving(work, subject.configure_model)
     module.culprit, module.misdeed = devices - 1, misdeed
@@ -150,7 +150,7 @@ def _launch(place: Place, subject: Subject, accelerator: str, devices: int, misd
     begun, error, rank, steps = time.monotonic(), "", None, 0
     alone = replace(place, world_size=devices)
     try:
-        trainer = make_trainer(alone, subject, work, [_Nothing()], plugins=None)
+        trainer = make_trainer(alone, subject, work, [NoCallback()], plugins=None)
         trainer.fit(module)
         steps = trainer.global_step
     except (DstratError, ValueError) as raised:
@@ -158,7 +158,7 @@ def _launch(place: Place, subject: Subject, accelerator: str, devices: int, misd
         rank = raised.rank if isinstance(raised, RankFailedError) else None
     seconds = time.monotonic() - begun
     has_trained = _differ(before, [parameter.data for parameter in module.parameters()])
-    return Outcome(error=error, rank=rank, seconds=seconds, left=left_over(), steps=steps, has_trained=has_trained)
+    return JobResult(error=error, rank=rank, seconds=seconds, left=left_over(), steps=steps, has_trained=has_trained)
 
 
 def _differ(before: list[Tensor], after: list[Tensor]) -> bool | None:
@@ -166,10 +166,6 @@ def _differ(before: list[Tensor], after: list[Tensor]) -> bool | None:
     if any(type(new) is not Tensor or new.is_meta for new in after):
         return None
     return any(not new.cpu().equal(old) for old, new in zip(before, after, strict=True))
-
-
-class _Nothing(Callback):
-    """Keeps the Trainer from validating."""
 
 
 # Snapshot of the process table and of listening sockets.

@@ -233,7 +233,7 @@ class Manual(Net):
         return loss.detach()
 
 
-class Interrupted(Net):
+class ActingNet(Net):
     """Does something in a batch: in its step, or, where a compiled step runs no Python again, before the next one."""
 
     at_batch = 1
@@ -257,7 +257,7 @@ class Interrupted(Net):
             self.interrupt()
 
 
-class Breaking(Interrupted):
+class Breaking(ActingNet):
     """Raises in its second batch, in every rank."""
 
     def interrupt(self) -> None:

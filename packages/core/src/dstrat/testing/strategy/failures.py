@@ -11,7 +11,7 @@ from dstrat.testing.suite import fail, not_declared, standard
 
 if TYPE_CHECKING:
     from dstrat.testing.ranks.jobs import Subject
-    from dstrat.testing.ranks.launching import Misdeed, Outcome
+    from dstrat.testing.ranks.launching import JobResult, Misdeed
 
 _NEEDS_NO_SCRIPT = ("fork", "forkserver")
 _WAITS = 4.0  # seconds that a collective waits for a rank that hangs, where the strategy lets it be chosen
@@ -71,7 +71,7 @@ class Failures(StrategyTests):
                 expected="exceptions of the user's module pass through the strategy as they are.",
             )
 
-    def _launched(self, devices: int, misdeed: Misdeed) -> Outcome:
+    def _launched(self, devices: int, misdeed: Misdeed) -> JobResult:
         __tracebackhide__ = True
         from dstrat.testing.ranks.launching import launch
 
@@ -105,7 +105,7 @@ class Failures(StrategyTests):
         __tracebackhide__ = True
         return 3 * round(self._launched(devices, "nothing").seconds, 1)
 
-    def _check_end(self, outcome: Outcome, what: str, world_size: int, *, waits: float = 0.0) -> None:
+    def _check_end(self, outcome: JobResult, what: str, world_size: int, *, waits: float = 0.0) -> None:
         __tracebackhide__ = True
         culprit = world_size - 1
         if not outcome.error:
@@ -130,7 +130,7 @@ class Failures(StrategyTests):
                 cure="on_exception must free what others wait for at once, and not communicate.",
             )
 
-    def _check_nothing_left(self, outcome: Outcome, when: str) -> None:
+    def _check_nothing_left(self, outcome: JobResult, when: str) -> None:
         __tracebackhide__ = True
         if not can_look():
             not_declared("this system has no /proc to look for processes in")

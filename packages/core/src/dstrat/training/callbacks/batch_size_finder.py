@@ -15,7 +15,7 @@ from dstrat.training.callbacks.callback import Callback
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dstrat.training.loops.sources import Source, Sources
+    from dstrat.training.loops.sources import DataSources, Source
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
@@ -69,7 +69,7 @@ class BatchSizeFinder(Callback):
         self.optimal_batch_size: int | None = init_val
 
     @override
-    def on_before_fit(self, trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+    def on_before_fit(self, trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
         self.optimal_batch_size = find_batch_size(
             trainer,
             module,
@@ -88,7 +88,7 @@ class BatchSizeFinder(Callback):
 def find_batch_size(
     trainer: Trainer,
     module: TrainModule,
-    sources: Sources,
+    sources: DataSources,
     *,
     stage: Stage,
     mode: Mode,
@@ -154,7 +154,7 @@ class _BatchSizeTrial:
     """Runs a copy with a batch size, and knows the largest one that makes sense."""
 
     def __init__(
-        self, trainer: Trainer, module: TrainModule, sources: Sources, stage: Stage, steps: int, attribute: str
+        self, trainer: Trainer, module: TrainModule, sources: DataSources, stage: Stage, steps: int, attribute: str
     ) -> None:
         self._trainer, self._module, self._sources = trainer, module, sources
         self._stage, self._steps, self._attribute = stage, steps, attribute

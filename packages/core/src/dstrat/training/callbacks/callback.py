@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from dstrat.training.loops.sources import Sources
+    from dstrat.training.loops.sources import DataSources
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
@@ -70,7 +70,7 @@ class Callback:
     def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Called after the few validation batches at the start of a fit."""
 
-    def on_before_fit(self, trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+    def on_before_fit(self, trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
         """Called by ``fit`` before the run begins and any other process is started; other runs are still possible.
 
         Args:

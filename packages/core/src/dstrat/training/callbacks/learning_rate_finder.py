@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from dstrat.training.loops.sources import Sources
+    from dstrat.training.loops.sources import DataSources
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
@@ -139,7 +139,7 @@ class LearningRateFinder(Callback):
         self.optimal_lr: LearningRateCurve | None = None
 
     @override
-    def on_before_fit(self, trainer: Trainer, module: TrainModule, sources: Sources) -> None:
+    def on_before_fit(self, trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
         self.optimal_lr = find_learning_rate(
             trainer,
             module,
@@ -154,7 +154,7 @@ class LearningRateFinder(Callback):
 def find_learning_rate(
     trainer: Trainer,
     module: TrainModule,
-    sources: Sources,
+    sources: DataSources,
     *,
     min_lr: float,
     max_lr: float,

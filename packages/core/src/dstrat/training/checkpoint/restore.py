@@ -16,7 +16,7 @@ from dstrat.checkpoint.strategy_state import (
     restore_optimization,
 )
 from dstrat.errors import CheckpointError
-from dstrat.training.loops.position import Position, moved_state
+from dstrat.training.loops.position import Position, reshard_rank_states
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +34,7 @@ _GRADIENTS_LEFT_OUT = "has gradients that the module had not cleared, which are 
 _log = logging.getLogger(__name__)
 
 
-class Restoration:
+class CheckpointRestore:
     """A checkpoint that a run goes on from, read and shown to the hooks before there are optimizers; collective.
 
     Args:
@@ -119,7 +119,7 @@ class Restoration:
         trainer.fit_loop.scales_position = True
         first = ranks[0] if ranks else None
         if ranks:
-            trainer.fit_loop.load_rank_state(moved_state(ranks))
+            trainer.fit_loop.load_rank_state(reshard_rank_states(ranks))
         how = f"{saved_by} processes and is continued by {trainer.world_size}"
         self._tell(how, first, _left_out(checkpoint, first))
 

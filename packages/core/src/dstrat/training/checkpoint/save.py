@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.training.results import EndedFit
+    from dstrat.training.results import FinalState
     from dstrat.training.trainer import Trainer
 
 CHECKPOINT_VERSION = 2
 
 
 def collect_checkpoint(
-    trainer: Trainer, *, weights_only: bool = False, ended: EndedFit | None = None
+    trainer: Trainer, *, weights_only: bool = False, ended: FinalState | None = None
 ) -> dict[str, Any]:
     """Return the state of a training as a dict of tensors and plain values; collective.
 

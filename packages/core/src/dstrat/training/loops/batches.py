@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.data.equal_length import agreed_length
 from dstrat.data.limits import limit_of, whole_items
-from dstrat.data.loaders import is_loaded_elsewhere, length_is_certain, length_of, prepare_training_loader, unshuffled
-from dstrat.data.prefetch import copied_ahead
-from dstrat.data.resume import Beginning, ContinuedLoader, PlacedLoader, knows_its_place
+from dstrat.data.loaders import is_loaded_elsewhere, length_is_certain, length_of, prepare_training_loader, sequential
+from dstrat.data.prefetch import prefetch
+from dstrat.data.resume import Beginning, ContinuedLoader, StatefulLoader, is_stateful
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.batch import mover_to
 from dstrat.interfaces.strategy import Strategy
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dstrat.training.loops.sources import Sources
+    from dstrat.training.loops.sources import DataSources
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
@@ -55,7 +55,7 @@ class TrainingData:
         self.beginning: Beginning | None = None
         self.batches_per_item = 1
         self._loaded_in_epoch = 0
-        self._placed: PlacedLoader | None = None
+        self._placed: StatefulLoader | None = None
 
     @property
     def length(self) -> int | None:
@@ -63,7 +63,7 @@ class TrainingData:
         length = length_of(self.loader)
         return None if length is None else length * self.batches_per_item
 
-    def load(self, sources: Sources) -> None:
+    def load(self, sources: DataSources) -> None:
         """Take the loader from where the user gave it, unless that is done; collective."""
         trainer = self._trainer
         if self.loader is None:
@@ -71,7 +71,7 @@ class TrainingData:
             compiled = trainer.strategy.compiled_steps()
             self.batches_per_item = 1 if compiled is None else compiled.batches
             self.loader = prepare_training_loader(
-                unshuffled(given) if trainer.overfit_batches else given,
+                sequential(given) if trainer.overfit_batches else given,
                 trainer.strategy,
                 distribute=trainer.use_distributed_sampler,
             )
@@ -90,13 +90,13 @@ class TrainingData:
             )
         return whole
 
-    def open(self, sources: Sources, epoch: int) -> None:
+    def open(self, sources: DataSources, epoch: int) -> None:
         """Take the loader, and agree with the other processes on its length; collective."""
         self.load(sources)
         self._loaded_in_epoch = epoch
         self.num_batches = agreed_length(self._trainer.strategy, self.num_batches)
 
-    def reload_when_due(self, sources: Sources, epoch: int) -> bool:
+    def reload_when_due(self, sources: DataSources, epoch: int) -> bool:
         """Take another loader where the Trainer was asked to, and return whether it was time; collective then."""
         every = self._trainer.reload_dataloaders_every_n_epochs
         if not every or epoch - self._loaded_in_epoch < every:
@@ -174,8 +174,8 @@ class TrainingData:
     def _read_from(self, beginning: Beginning, done: int, place: Any, *, is_over: bool, is_read_ahead: bool) -> Any:
         """Return what gives the batches that are left of an epoch."""
         self._placed = None
-        if knows_its_place(self.loader) and (place is not None or not done):
-            self._placed = PlacedLoader(
+        if is_stateful(self.loader) and (place is not None or not done):
+            self._placed = StatefulLoader(
                 self.loader, beginning, done, place, is_over=is_over and done > 0, is_read_ahead=is_read_ahead
             )
             return self._placed
@@ -253,7 +253,7 @@ def device_batches(
         yield from prefetching.prefetch(batches, lambda pair: (move(pair[0], dataloader_idx), pair[1]))
         return
     if copies_ahead_to is not None:
-        yield from copied_ahead(batches, lambda batch: move(batch, dataloader_idx), copies_ahead_to)
+        yield from prefetch(batches, lambda batch: move(batch, dataloader_idx), copies_ahead_to)
         return
     for batch, is_last in batches:
         yield move(batch, dataloader_idx), is_last

@@ -282,12 +282,12 @@ class EvaluationLoop:
     ) -> Iterator[Any]:
         """Yield the batches of this process, and run the steps that only keep other processes company."""
         trainer, given = self._trainer, self._given[dataloader_idx]
-        for index, (host_batch, counts) in enumerate(with_company(host_batches, given, trainer.strategy)):
+        for index, (host_batch, counts) in enumerate(pad_to_longest(host_batches, given, trainer.strategy)):
             batch = self._mover(host_batch, dataloader_idx)
             if counts:
                 yield batch
             else:
-                with uncounted(trainer, self._module, batch):
+                with discard_results(trainer, self._module, batch):
                     self._step(*(batch, index, dataloader_idx)[: self._num_arguments])
             votes.count()
 
@@ -307,7 +307,7 @@ def _smaller(count: int | None, at_most: int | None) -> int | None:
 # Evaluation steps that a process runs only because others, which have more batches, communicate in theirs.
 
 
-def with_company(batches: Iterable[Any], others: Iterable[Any], strategy: Strategy) -> Iterator[tuple[Any, bool]]:
+def pad_to_longest(batches: Iterable[Any], others: Iterable[Any], strategy: Strategy) -> Iterator[tuple[Any, bool]]:
     """Yield this process's batches, and then others until every process is through; collective.
 
     Before each batch the processes agree on whether any of them has one, as their numbers may be unknown.
@@ -335,7 +335,7 @@ def with_company(batches: Iterable[Any], others: Iterable[Any], strategy: Strate
 
 
 @contextmanager
-def uncounted(trainer: Trainer, module: TrainModule, batch: Any) -> Iterator[None]:
+def discard_results(trainer: Trainer, module: TrainModule, batch: Any) -> Iterator[None]:
     """In this context nothing that a step logs or adds to a metric object is kept.
 
     Args:

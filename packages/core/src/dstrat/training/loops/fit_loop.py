@@ -17,7 +17,7 @@ from dstrat.training.hooks import hook_of
 from dstrat.training.loops.batches import TrainingData
 from dstrat.training.loops.compiled import CompiledOptimization
 from dstrat.training.loops.optimization import AutomaticOptimization, ManualOptimization
-from dstrat.training.loops.position import Continuation, Position, rank_state
+from dstrat.training.loops.position import Position, ResumeState, rank_state
 from dstrat.training.loops.schedules import SchedulerSteps, ValidationSchedule
 from dstrat.training.loops.steps import count_arguments
 from dstrat.training.loops.stopping import Votes, stop_by
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
-    from dstrat.training.loops.sources import Sources
+    from dstrat.training.loops.sources import DataSources
     from dstrat.training.trainer import Trainer
 
 
@@ -53,7 +53,7 @@ class FitLoop(Position):
         self._validation: EvaluationLoop | None = None
         self.scales_position = False
         self._saved_length: int | None = None
-        self._continuation: Continuation | None = None
+        self._continuation: ResumeState | None = None
         self._stops = False
         self._must_vote = False
         self._agrees_on_end = False
@@ -100,7 +100,7 @@ class FitLoop(Position):
 
     # The run
 
-    def setup(self, module: TrainModule, sources: Sources) -> None:
+    def setup(self, module: TrainModule, sources: DataSources) -> None:
         """Prepare to train a module that the strategy has set up."""
         self._module, self._sources = module, sources
         self.is_in_batch, self._before_validation, self._broken_off = False, None, None
@@ -433,7 +433,7 @@ class FitLoop(Position):
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what a process had when the checkpoint was saved."""
-        self._continuation = Continuation(self._trainer, state)
+        self._continuation = ResumeState(self._trainer, state)
 
 
 def _detached(outputs: Any) -> Any:

@@ -13,7 +13,7 @@ from dstrat.data.random_state import RandomState
 from dstrat.data.resume import (
     Beginning,
     generator_states,
-    knows_its_place,
+    is_stateful,
     rest_at,
     set_generator_states,
     share_seeds,
@@ -168,7 +168,7 @@ def _gradient(saved: Tensor | Mapping[str, Any]) -> Tensor:
     )
 
 
-def moved_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def reshard_rank_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what each process goes on with, where another number of them saved the checkpoint.
 
     The order of the data and gradients that wait for an optimizer step belong to all of them; random numbers start
@@ -189,7 +189,7 @@ def moved_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**nothing, **of_all, "gradients": mean or None}
 
 
-class Continuation:
+class ResumeState:
     """The state of a process in the middle of an epoch, as it was saved.
 
     Args:
@@ -216,7 +216,7 @@ class Continuation:
         if state["logged"] is not None:
             trainer.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
         loader = trainer.fit_loop.data.loader
-        if self.place is not None and _is_over(trainer) and knows_its_place(loader):
+        if self.place is not None and _is_over(trainer) and is_stateful(loader):
             rest_at(loader, self.place)
         set_generator_states(loader, state["generators"])
         if self.beginning is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Source = Literal["train", "val", "test", "predict"]
 
 
-class Sources:
+class DataSources:
     """The loaders of a run.
 
     Args:

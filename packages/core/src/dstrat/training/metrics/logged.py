@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from dstrat.training.metrics.values import Entry
+    from dstrat.training.metrics.values import LoggedValue
     from dstrat.training.module.train_module import TrainModule
 
 
@@ -125,7 +125,7 @@ class LoggedValues:
             entry.take(value, _as_weight(name, batch_size))
 
     def _admit(
-        self, known: Entry | None, name: str, value: Any, asked: tuple[Any, ...], module: TrainModule
+        self, known: LoggedValue | None, name: str, value: Any, asked: tuple[Any, ...], module: TrainModule
     ) -> NumberEntry | MetricEntry:
         """Return the entry of a name that is new; refuse one that is logged in another way than before."""
         if not self._is_open:
@@ -159,7 +159,7 @@ class LoggedValues:
             entry.load_state_dict(resumed.state_dict())
         return entry
 
-    def _check_names(self, entry: Entry, *, has_loggers: bool) -> None:
+    def _check_names(self, entry: LoggedValue, *, has_loggers: bool) -> None:
         """Refuse a value that would take the place of another one."""
         if entry.is_written and has_loggers and _OF_LOGGERS & {entry.step_name, entry.epoch_name}:
             raise MisuseError(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dstrat.training.loggers.defaults import agree_on_folders, call_loggers
 from dstrat.training.metrics.logged import entry_of
-from dstrat.training.metrics.reduction import Statement, exchange_epoch, exchange_steps
-from dstrat.training.metrics.values import DATALOADER_SUFFIX, Entry, MetricEntry, NumberEntry
+from dstrat.training.metrics.reduction import LocalSummary, exchange_epoch, exchange_steps
+from dstrat.training.metrics.values import DATALOADER_SUFFIX, LoggedValue, MetricEntry, NumberEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -224,7 +224,7 @@ def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
 # Taking the values of a step or an epoch out of what was logged, reduced over all processes.
 
 
-Values = list[tuple[Entry, "Tensor | float"]]
+Values = list[tuple[LoggedValue, "Tensor | float"]]
 
 
 def take_step(logged: LoggedValues, strategy: Strategy) -> dict[str, Tensor | float]:
@@ -235,7 +235,7 @@ def take_step(logged: LoggedValues, strategy: Strategy) -> dict[str, Tensor | fl
     """
     if strategy.world_size > 1:
         shared = _sorted(entry for entry in _fresh(logged) if isinstance(entry, NumberEntry) and entry.sync_step)
-        statement = Statement({e.name: e.resolved for e in shared}, [e.step_share for e in shared])
+        statement = LocalSummary({e.name: e.resolved for e in shared}, [e.step_share for e in shared])
         values = exchange_steps(statement, strategy)
         for entry in shared:
             entry.reduced = values[entry.step_name]
@@ -275,12 +275,12 @@ def take_epoch(logged: LoggedValues, strategy: Strategy, module: nn.Module) -> V
     return values
 
 
-def _own_values(entries: Iterable[Entry]) -> Values:
+def _own_values(entries: Iterable[LoggedValue]) -> Values:
     return [(e, e.own_epoch_value) for e in entries if isinstance(e, NumberEntry) and e.on_epoch]
 
 
 def _reduced_values(
-    entries: Sequence[Entry], logged: LoggedValues, strategy: Strategy, module: nn.Module
+    entries: Sequence[LoggedValue], logged: LoggedValues, strategy: Strategy, module: nn.Module
 ) -> tuple[Values, list[MetricEntry]]:
     """Return the values over the epoch, and the metric objects that all processes have to compute together."""
     own = _own_values(entry for entry in entries if isinstance(entry, NumberEntry) and not entry.sync_epoch)
@@ -289,7 +289,7 @@ def _reduced_values(
     names = {entry.name: entry.resolved for entry in (*numbers, *metrics)}
     shares = [e.epoch_share for e in numbers if e.sync_epoch] + [e.step_share for e in numbers if e.sync_step]
     had_data = logged.has_batches and not logged.lacks_a_loader
-    agreement = exchange_epoch(Statement(names, shares, had_data), strategy)
+    agreement = exchange_epoch(LocalSummary(names, shares, had_data), strategy)
     if agreement.names is not names:  # this process lacks some, and takes its peers' names
         peers = [entry_of(name, options, module) for name, options in agreement.names.items()]
         numbers = [entry for entry in peers if isinstance(entry, NumberEntry)]
@@ -301,7 +301,7 @@ def _reduced_values(
     return own + reduced, metrics
 
 
-def _fresh(logged: LoggedValues) -> list[Entry]:
+def _fresh(logged: LoggedValues) -> list[LoggedValue]:
     return [entry for entry in logged.entries if entry.is_fresh and entry.on_step]
 
 

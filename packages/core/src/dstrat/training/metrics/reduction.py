@@ -23,7 +23,7 @@ FIRST_ROWS = 62
 _HEADER = 3
 
 
-class Share(NamedTuple):
+class Contribution(NamedTuple):
     """What one process adds to one value that is reduced.
 
     Attributes:
@@ -41,7 +41,7 @@ class Share(NamedTuple):
     group: Any = None
 
 
-class Statement(NamedTuple):
+class LocalSummary(NamedTuple):
     """What one process says of the values that it wants to be reduced.
 
     Attributes:
@@ -51,7 +51,7 @@ class Statement(NamedTuple):
     """
 
     names: Mapping[str, Options]
-    shares: Sequence[Share]
+    shares: Sequence[Contribution]
     had_data: bool = True
 
     @property
@@ -68,7 +68,7 @@ def _common(options: Options) -> Options:
     return options._replace(prog_bar=False, logger=True)
 
 
-class Agreement(NamedTuple):
+class ReducedValues(NamedTuple):
     """What all processes have in common.
 
     Attributes:
@@ -80,7 +80,7 @@ class Agreement(NamedTuple):
     values: dict[str, float]
 
 
-def exchange_steps(statement: Statement, strategy: Strategy) -> dict[str, float]:
+def exchange_steps(statement: LocalSummary, strategy: Strategy) -> dict[str, float]:
     """Return the reduced values of a step; collective.
 
     A process that has none reads nothing back from its device.
@@ -101,7 +101,7 @@ def exchange_steps(statement: Statement, strategy: Strategy) -> dict[str, float]
     return _reduce_all(table, statement.shares, int(max(counts)), strategy)
 
 
-def exchange_epoch(statement: Statement, strategy: Strategy) -> Agreement:
+def exchange_epoch(statement: LocalSummary, strategy: Strategy) -> ReducedValues:
     """Return the reduced values of an epoch; collective.
 
     Raises:
@@ -117,10 +117,10 @@ def exchange_epoch(statement: Statement, strategy: Strategy) -> Agreement:
         statement = _completed(statement, source, strategy)
         if set(digests) - {0, digests[source]}:  # some processes have sent fewer values, in other columns
             table = _gather_first(statement, strategy).cpu()
-    return Agreement(statement.names, _reduce_all(table, statement.shares, int(max(counts)), strategy))
+    return ReducedValues(statement.names, _reduce_all(table, statement.shares, int(max(counts)), strategy))
 
 
-def _completed(statement: Statement, source: int, strategy: Strategy) -> Statement:
+def _completed(statement: LocalSummary, source: int, strategy: Strategy) -> LocalSummary:
     """Return what a process says with nothing added to the names that it lacks; collective.
 
     Args:
@@ -137,21 +137,21 @@ def _completed(statement: Statement, source: int, strategy: Strategy) -> Stateme
         if name not in names or _common(options) != _common(names[name]):
             raise _different(strategy.global_rank, [name], f"{source} did not")
     known = {share.name: share for share in statement.shares}
-    shares = [known.get(name, Share(name, reduction, 0.0, 0.0)) for name, reduction in outline]
+    shares = [known.get(name, Contribution(name, reduction, 0.0, 0.0)) for name, reduction in outline]
     return statement._replace(names=names, shares=shares)
 
 
 # Gathering
 
 
-def _gather_first(statement: Statement, strategy: Strategy) -> Tensor:
+def _gather_first(statement: LocalSummary, strategy: Strategy) -> Tensor:
     header = [statement.digest, len(statement.shares), statement.had_data]
     own = [share if share.group is None else share._replace(total=0.0) for share in statement.shares[:FIRST_ROWS]]
     return _gather(header, own, FIRST_ROWS, strategy)
 
 
 def _gather(
-    header: Sequence[float], shares: Sequence[Share], rows: int, strategy: Strategy, group: Any = None
+    header: Sequence[float], shares: Sequence[Contribution], rows: int, strategy: Strategy, group: Any = None
 ) -> Tensor:
     if group is None and not strategy.is_first_reader:  # who has read the same data says the same
         shares = [share._replace(total=0.0, weight=0.0) for share in shares]
@@ -167,7 +167,7 @@ def _gather(
 # Reducing
 
 
-def _reduce_all(table: Tensor, shares: Sequence[Share], count: int, strategy: Strategy) -> dict[str, float]:
+def _reduce_all(table: Tensor, shares: Sequence[Contribution], count: int, strategy: Strategy) -> dict[str, float]:
     rows = table[:, _HEADER : _HEADER + 2 * count]
     if count > FIRST_ROWS:
         rest = _gather((), shares[FIRST_ROWS:], count - FIRST_ROWS, strategy)
@@ -180,7 +180,7 @@ def _reduce_all(table: Tensor, shares: Sequence[Share], count: int, strategy: St
     return values
 
 
-def _combine(share: Share, totals: Tensor, weights: Tensor) -> float:
+def _combine(share: Contribution, totals: Tensor, weights: Tensor) -> float:
     """Return the value of totals and weights, one of each process."""
     if share.reduction == "mean":
         return float(totals.sum() / weights.sum())
@@ -193,7 +193,7 @@ def _combine(share: Share, totals: Tensor, weights: Tensor) -> float:
 # Errors
 
 
-def _raise_different(statement: Statement, speakers: list[int], strategy: Strategy) -> None:
+def _raise_different(statement: LocalSummary, speakers: list[int], strategy: Strategy) -> None:
     """Raise what names the ranks and the names that differ; collective."""
     everyone = [strategy.broadcast(dict(statement.names), src=rank) for rank in range(strategy.world_size)]
     first = speakers[0]

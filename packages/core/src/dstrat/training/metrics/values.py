@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrat.errors import MisuseError
-from dstrat.training.metrics.reduction import Share
+from dstrat.training.metrics.reduction import Contribution
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ DATALOADER_SUFFIX = "/dataloader_idx_"
 """What stands between a name and the index of the loader, where several are evaluated."""
 
 
-class Entry:
+class LoggedValue:
     """What every kind of logged name has: its options, and the names under which it is known.
 
     Args:
@@ -115,7 +115,7 @@ def _extended(name: str, ending: str) -> str:
 # One name whose values are numbers: the value of the latest step, and the total over the epoch.
 
 
-class NumberEntry(Entry):
+class NumberEntry(LoggedValue):
     """A name whose values are numbers or tensors with one element.
 
     Numbers and tensors in host memory are added up in double precision at once.  Those on another device stay there,
@@ -275,13 +275,13 @@ class NumberEntry(Entry):
         return super().resolved._replace(reduce_fx=self.reduction, sync_dist=self.options.sync_dist)
 
     @property
-    def step_share(self) -> Share:
+    def step_share(self) -> Contribution:
         """What this process adds to the reduced value of the latest step."""
         total = self.own_latest * self._last_weight if self.adds else self.own_latest
         return self._share(self.step_name, total, self._last_weight)
 
     @property
-    def epoch_share(self) -> Share:
+    def epoch_share(self) -> Contribution:
         """What this process adds to the reduced value over the epoch."""
         return self._share(self.epoch_name, self._whole_total, self.weight)
 
@@ -292,8 +292,8 @@ class NumberEntry(Entry):
             return self._whole_total
         return self._whole_total / self.weight if self.weight else math.nan
 
-    def _share(self, name: str, total: Tensor | float, weight: float) -> Share:
-        return Share(name, self.reduction, total, weight, self.options.sync_dist_group)
+    def _share(self, name: str, total: Tensor | float, weight: float) -> Contribution:
+        return Contribution(name, self.reduction, total, weight, self.options.sync_dist_group)
 
     @property
     def _whole_total(self) -> Tensor | float:
@@ -342,7 +342,7 @@ def is_metric(value: Any) -> bool:
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
-class MetricEntry(Entry):
+class MetricEntry(LoggedValue):
     """A name whose value over the epoch a metric object computes, over all processes by its own means.
 
     Args:
