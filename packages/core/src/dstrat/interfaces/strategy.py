@@ -522,7 +522,8 @@ class Strategy(ABC):
         """
         import torch
 
-        if self.accelerator.supports_dtype(torch.float64):
+        accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
+        if accelerator is None or accelerator.supports_dtype(torch.float64):
             return torch.stack([tensor.reshape(()).to(torch.float64) for tensor in tensors]).tolist() if tensors else []
         # One copy for each dtype: no other dtype holds all values of float32 and of the integers.
         by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}

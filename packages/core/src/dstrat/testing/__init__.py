@@ -46,12 +46,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        value = getattr(import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name != "pytest":
-            raise
-        raise ImportError('dstrat.testing needs pytest: pip install "dstrat[testing]"') from error
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
-import pytest
+try:
+    import pytest
+except ImportError as error:
+    raise ImportError('dstrat.testing needs pytest: pip install "dstrat[testing]"') from error
 
 from dstrat.errors import CatalogError, MisuseError
 from dstrat.plugins.catalog import get_catalog

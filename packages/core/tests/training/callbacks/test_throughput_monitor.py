@@ -35,8 +35,7 @@ def clock(monkeypatch):
         now = 1000.0
 
     clock = Clock()
-    for name in ("throughput", "throughput_monitor"):
-        monkeypatch.setattr(f"dstrat.training.callbacks.{name}.monotonic", lambda: clock.now)
+    monkeypatch.setattr("dstrat.training.callbacks.throughput_monitor.monotonic", lambda: clock.now)
     return clock
 
 

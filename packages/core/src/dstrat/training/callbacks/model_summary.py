@@ -10,10 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from typing_extensions import override
@@ -175,6 +171,11 @@ def _bytes_of(tensor: Tensor) -> int:
 
 def show_on_terminal(summary: Summary) -> None:
     """Write a summary to stderr, which is a terminal."""
+    from rich.box import SIMPLE_HEAD  # loaded only where a terminal shows it
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(
         box=SIMPLE_HEAD,
         show_edge=False,
