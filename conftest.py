@@ -27,6 +27,7 @@ PRELOADED = [
     "dstrat_ddp.strategy",
     "dstrat_deepspeed.plugin",
     "dstrat_deepspeed.strategy",
+    "dstrat_fairscale.plugin",
     "dstrat_fsdp.plugin",
     "dstrat_fsdp.strategy",
     "deepspeed",

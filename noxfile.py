@@ -103,7 +103,7 @@ DEFAULT = "not variant and not neighbours and not (builds and slow)"
 WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
 NEWER_TORCH = "DSTRAT_TEST_NEWER_TORCH"  # a Python with all families and the torch of the other sessions
 BUILD_TOOLS = (PIP, "editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or each build has its own environment
-FAIRSCALE = "fairscale==0.4.13"  # after torch, which its build imports
+FAIRSCALE = ROOT / "packages" / "fairscale"  # installed after torch, which the build of FairScale imports
 XLA = ROOT / "packages" / "xla"
 TORCH_XLA = (  # the torch that it needs, and what of CUDA that loads even on the CPU
     "torch==2.9.0",
@@ -118,13 +118,18 @@ CORE_ON_OLDER_TORCH = ("data", "interfaces", "parallel")  # of the core's tests,
 def workspace(name: str = "shared", *more: str, constraints: Path | None = CONSTRAINTS) -> Path:
     """Return the programs of the environment that has all packages, installed editable, and the tools."""
     tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
-    editable = [f"--editable={package.relative_to(ROOT)}" for package in PACKAGES]
+    editable = editable_packages()
     constrained = [constraints] if constraints else []
     inputs = (*constrained, *(package / "pyproject.toml" for package in PACKAGES))
     beside = ("--no-build-isolation", *(f"--constraint={path.relative_to(ROOT)}" for path in constrained))
-    steps = (BUILD_TOOLS, (*beside, *editable, *tools, *more), (*beside, FAIRSCALE))
+    steps = (BUILD_TOOLS, (*beside, *editable, *tools, *more), (*beside, f"--editable={FAIRSCALE.relative_to(ROOT)}"))
     compiled = "dstrat_fsdp.strategy, torch._dynamo, pytest"
     return environment(name, *steps, pip=bootstrap() / "pip", inputs=inputs, first_import=compiled)
+
+
+def editable_packages() -> list[str]:
+    """Return pip's options for all packages but FairScale's, installed editable."""
+    return [f"--editable={package.relative_to(ROOT)}" for package in PACKAGES if package != FAIRSCALE]
 
 
 def run(session: nox.Session, programs: Path, program: str, *arguments: str, **env: str) -> None:
@@ -186,7 +191,7 @@ def xla(session: nox.Session) -> None:
     """
     tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
     inputs = tuple(package / "pyproject.toml" for package in PACKAGES)
-    editable = [f"--editable={package.relative_to(ROOT)}" for package in PACKAGES]
+    editable = editable_packages()
     programs = environment(
         "xla",
         ("--no-deps", *TORCH_XLA),

@@ -18,7 +18,7 @@ from dstrat.plugins.known import KNOWN_CLASSES
 if TYPE_CHECKING:
     from types import ModuleType
 
-FAMILIES = ["dstrat_ddp", "dstrat_deepspeed", "dstrat_fsdp"]
+FAMILIES = ["dstrat_ddp", "dstrat_deepspeed", "dstrat_fairscale", "dstrat_fsdp"]
 MODULES = [
     dstrat, accelerators, callbacks, loggers, profilers, strategies, tuner, utilities, plugin_classes, environments, io,
     precision, *map(import_module, FAMILIES),
@@ -57,11 +57,19 @@ def test_every_class_of_a_kind_is_where_its_kind_is(module: ModuleType, base: ty
 
 
 def test_the_classes_of_installed_families_are_strategies_of_dstrat() -> None:
-    from dstrat.strategies import CheckpointIO, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, StrategyRegistry
+    from dstrat.strategies import (
+        CheckpointIO,
+        DDPShardedStrategy,
+        DDPStrategy,
+        DeepSpeedStrategy,
+        FSDPStrategy,
+        StrategyRegistry,
+    )
 
     assert CheckpointIO is dstrat.CheckpointIO
     assert StrategyRegistry is dstrat.StrategyRegistry
-    assert [cls.__module__.partition(".")[0] for cls in (DDPStrategy, DeepSpeedStrategy, FSDPStrategy)] == FAMILIES
+    classes = (DDPStrategy, DeepSpeedStrategy, DDPShardedStrategy, FSDPStrategy)
+    assert [cls.__module__.partition(".")[0] for cls in classes] == FAMILIES
     assert {"DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy"} <= {*dir(strategies)}
 
 

@@ -38,7 +38,7 @@ class Place:
 
 
 def _fairscale() -> Any:
-    from dstrat_fsdp import DDPShardedStrategy
+    from dstrat_fairscale import DDPShardedStrategy
 
     return DDPShardedStrategy()
 

@@ -15,12 +15,12 @@ CHECKOUT = Path(__file__).parents[1]
 
 IMPORT_EVERY_MODULE = """
 import importlib, pkgutil, sys
-import dstrat, dstrat_ddp, dstrat_deepspeed, dstrat_fsdp
+import dstrat, dstrat_ddp, dstrat_deepspeed, dstrat_fairscale, dstrat_fsdp
 
-for package in (dstrat, dstrat_ddp, dstrat_deepspeed, dstrat_fsdp):
+for package in (dstrat, dstrat_ddp, dstrat_deepspeed, dstrat_fairscale, dstrat_fsdp):
     assert package.__file__.startswith(sys.prefix), package.__file__
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        extra = ".fairscale." in module.name or module.name.startswith("dstrat.testing.")  # needs pytest
+        extra = module.name.startswith("dstrat.testing.")  # needs pytest
         if not module.name.endswith("__main__") and not extra:
             importlib.import_module(module.name)
 """

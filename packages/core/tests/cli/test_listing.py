@@ -17,7 +17,7 @@ def test_strategies_are_listed_by_owner_each_on_one_line(site, dstrat):
         f"  zig, zag    {'a long description ' * 9}".rstrip(),
     ]
     assert hints.startswith("not installed (pip install ...):\n  dstrat-bagua ")
-    assert '\n  "dstrat-fsdp[fairscale]"  ddp_fully_sharded, ddp_sharded, ' in hints
+    assert "\n  dstrat-fairscale   ddp_fully_sharded, ddp_sharded, " in hints
     assert "\x1b" not in listing.stdout
 
 

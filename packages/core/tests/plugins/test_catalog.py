@@ -167,8 +167,8 @@ def test_a_known_package_that_is_not_installed_is_named_with_its_command(site):
     assert site.ask("find('fsdp'), find('ddp_sharded'), find('tpu', 'accelerator')") == [
         "NotInstalledError: strategy 'fsdp' comes with dstrat-fsdp, which is not installed: pip install dstrat-fsdp",
         (
-            "NotInstalledError: strategy 'ddp_sharded' comes with dstrat-fsdp, which is not installed: "
-            'pip install "dstrat-fsdp[fairscale]"'
+            "NotInstalledError: strategy 'ddp_sharded' comes with dstrat-fairscale, which is not installed: "
+            "pip install dstrat-fairscale"
         ),
         "NotInstalledError: accelerator 'tpu' comes with dstrat-xla, which is not installed: pip install dstrat-xla",
     ]

@@ -20,7 +20,7 @@ def test_the_table_is_sorted_and_its_entries_are_well_formed(kind):
     [
         ("ddp_fork_find_unused_parameters_false", "dstrat-ddp"),
         ("dp", "dstrat-ddp"),
-        ("ddp_sharded_spawn", "dstrat-fsdp[fairscale]"),
+        ("ddp_sharded_spawn", "dstrat-fairscale"),
         ("fsdp_native_full_shard_offload", "dstrat-fsdp"),
         ("deepspeed_stage_3_offload_nvme", "dstrat-deepspeed"),
         ("tpu_spawn", "dstrat-xla"),

@@ -7,25 +7,13 @@ from typing import TYPE_CHECKING
 from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from dstrat_fsdp.fairscale.fully_sharded import DDPFullyShardedStrategy
-    from dstrat_fsdp.fairscale.sharded import DDPShardedStrategy, DDPSpawnShardedStrategy
     from dstrat_fsdp.model_parallel import ModelParallelStrategy
     from dstrat_fsdp.strategy import DDPFullyShardedNativeStrategy, FSDPStrategy
 
-__all__ = [
-    "DDPFullyShardedNativeStrategy",
-    "DDPFullyShardedStrategy",
-    "DDPShardedStrategy",
-    "DDPSpawnShardedStrategy",
-    "FSDPStrategy",
-    "ModelParallelStrategy",
-]
+__all__ = ["DDPFullyShardedNativeStrategy", "FSDPStrategy", "ModelParallelStrategy"]
 
 _HOMES = {
     "DDPFullyShardedNativeStrategy": "dstrat_fsdp.strategy",
-    "DDPFullyShardedStrategy": "dstrat_fsdp.fairscale.fully_sharded",
-    "DDPShardedStrategy": "dstrat_fsdp.fairscale.sharded",
-    "DDPSpawnShardedStrategy": "dstrat_fsdp.fairscale.sharded",
     "FSDPStrategy": "dstrat_fsdp.strategy",
     "ModelParallelStrategy": "dstrat_fsdp.model_parallel",
 }

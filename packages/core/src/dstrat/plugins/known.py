@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from dstrat_ddp import DDPSpawnStrategy as DDPSpawnStrategy
     from dstrat_ddp import DDPStrategy as DDPStrategy
     from dstrat_deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
+    from dstrat_fairscale import DDPFullyShardedStrategy as DDPFullyShardedStrategy
+    from dstrat_fairscale import DDPShardedStrategy as DDPShardedStrategy
+    from dstrat_fairscale import DDPSpawnShardedStrategy as DDPSpawnShardedStrategy
     from dstrat_fsdp import DDPFullyShardedNativeStrategy as DDPFullyShardedNativeStrategy
-    from dstrat_fsdp import DDPFullyShardedStrategy as DDPFullyShardedStrategy
-    from dstrat_fsdp import DDPShardedStrategy as DDPShardedStrategy
-    from dstrat_fsdp import DDPSpawnShardedStrategy as DDPSpawnShardedStrategy
     from dstrat_fsdp import FSDPStrategy as FSDPStrategy
     from dstrat_fsdp import ModelParallelStrategy as ModelParallelStrategy
     from dstrat_hpu import HPUAccelerator as HPUAccelerator
@@ -55,14 +55,14 @@ _STRATEGIES = {
     "ddp_fork": "dstrat-ddp",
     "ddp_fork_find_unused_parameters_false": "dstrat-ddp",
     "ddp_fork_find_unused_parameters_true": "dstrat-ddp",
-    "ddp_fully_sharded": "dstrat-fsdp[fairscale]",
+    "ddp_fully_sharded": "dstrat-fairscale",
     "ddp_notebook": "dstrat-ddp",
     "ddp_notebook_find_unused_parameters_false": "dstrat-ddp",
     "ddp_notebook_find_unused_parameters_true": "dstrat-ddp",
-    "ddp_sharded": "dstrat-fsdp[fairscale]",
-    "ddp_sharded_find_unused_parameters_false": "dstrat-fsdp[fairscale]",
-    "ddp_sharded_spawn": "dstrat-fsdp[fairscale]",
-    "ddp_sharded_spawn_find_unused_parameters_false": "dstrat-fsdp[fairscale]",
+    "ddp_sharded": "dstrat-fairscale",
+    "ddp_sharded_find_unused_parameters_false": "dstrat-fairscale",
+    "ddp_sharded_spawn": "dstrat-fairscale",
+    "ddp_sharded_spawn_find_unused_parameters_false": "dstrat-fairscale",
     "ddp_spawn": "dstrat-ddp",
     "ddp_spawn_find_unused_parameters_false": "dstrat-ddp",
     "ddp_spawn_find_unused_parameters_true": "dstrat-ddp",
@@ -111,9 +111,9 @@ _STRATEGY_CLASSES = {
     "ColossalAIStrategy": "dstrat-colossalai",
     "DDP2Strategy": "dstrat-ddp",
     "DDPFullyShardedNativeStrategy": "dstrat-fsdp",
-    "DDPFullyShardedStrategy": "dstrat-fsdp[fairscale]",
-    "DDPShardedStrategy": "dstrat-fsdp[fairscale]",
-    "DDPSpawnShardedStrategy": "dstrat-fsdp[fairscale]",
+    "DDPFullyShardedStrategy": "dstrat-fairscale",
+    "DDPShardedStrategy": "dstrat-fairscale",
+    "DDPSpawnShardedStrategy": "dstrat-fairscale",
     "DDPSpawnStrategy": "dstrat-ddp",
     "DDPStrategy": "dstrat-ddp",
     "DataParallelStrategy": "dstrat-ddp",

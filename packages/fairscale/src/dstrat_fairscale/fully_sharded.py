@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,15 @@ from dstrat.errors import ConflictError
 from dstrat.interfaces.state_dict import check_names, load_by_names
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_fsdp.checks import check_optimizers
-from dstrat_fsdp.units import StepModule
-
-with warnings.catch_warnings():  # FairScale is older than what torch deprecates
-    warnings.simplefilter("ignore")
-    from fairscale.nn import auto_wrap, default_auto_wrap_policy, enable_wrap
-    from fairscale.nn.data_parallel import FullyShardedDataParallel
-    from fairscale.optim.grad_scaler import ShardedGradScaler
+from dstrat_fairscale.wrapping import (
+    FullyShardedDataParallel,
+    ShardedGradScaler,
+    StepModule,
+    auto_wrap,
+    check_optimizers,
+    default_auto_wrap_policy,
+    enable_wrap,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

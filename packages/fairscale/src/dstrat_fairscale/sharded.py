@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,7 @@ from dstrat.errors import CheckpointError, ConflictError, MisuseError, RequestEr
 from dstrat.interfaces.state_dict import groups_misfit, load_named_state, named_state
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_fsdp.checks import check_optimizers
-from dstrat_fsdp.units import StepModule
+from dstrat_fairscale.wrapping import OSS, ShardedDataParallel, ShardedGradScaler, StepModule, check_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,12 +29,6 @@ if TYPE_CHECKING:
     from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Strategy, TrainerLike
-
-
-with warnings.catch_warnings():  # FairScale is older than what torch deprecates
-    warnings.simplefilter("ignore")
-    from fairscale.nn.data_parallel import ShardedDataParallel
-    from fairscale.optim.grad_scaler import ShardedGradScaler
 
 
 class DDPShardedStrategy(ParallelStrategy):
@@ -196,12 +188,7 @@ def _check_keywords(keywords: Mapping[str, Any], owner: type) -> None:
             )
 
 
-# Optimizers whose state FairScale shards over the ranks (OSS), made of the user's own.
-
-
-with warnings.catch_warnings():  # FairScale is older than what torch deprecates
-    warnings.simplefilter("ignore")
-    from fairscale.optim import OSS
+# FairScale's sharded optimizers (OSS)
 
 
 class ShardedOptimizer(OSS):  # type: ignore[misc]  # FairScale has no types that mypy sees

@@ -17,8 +17,8 @@ from dstrat.interfaces.strategy import Parts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("fairscale", reason="needs the extra dstrat-fsdp[fairscale]")
-    from dstrat_fsdp import DDPFullyShardedStrategy, DDPShardedStrategy, DDPSpawnShardedStrategy
+    pytest.importorskip("fairscale", reason="needs fairscale")
+    from dstrat_fairscale import DDPFullyShardedStrategy, DDPShardedStrategy, DDPSpawnShardedStrategy
 
 
 def losses(cluster, training):

@@ -6,7 +6,7 @@ import pytest
 
 from dstrat.testing import StrategySuite
 
-pytest.importorskip("fairscale", reason="needs the extra dstrat-fsdp[fairscale]")
+pytest.importorskip("fairscale", reason="needs fairscale")
 
 
 class TestDDPSharded(StrategySuite):

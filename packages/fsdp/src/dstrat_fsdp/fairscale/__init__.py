@@ -1,1 +1,0 @@
-"""The strategies on FairScale 0.4.13, an extra of this distribution."""
