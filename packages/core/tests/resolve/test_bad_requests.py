@@ -335,7 +335,7 @@ BAD = {
         {"plugins": lambda parts: (parts["cpu"](),)},
         {},
         RequestError,
-        "plugins=[CPUAccelerator()] is a part of its own: give it as accelerator=CPUAccelerator()",
+        "plugins=[CPUAccelerator()] is no plugin: give it as accelerator=CPUAccelerator()",
     ),
     # classes
     "an instance of another kind": (

@@ -1,18 +1,16 @@
-"""Live objects from plans."""
+"""Strategies that resolved requests give, with their components."""
 
 from __future__ import annotations
-
-import pickle
 
 import pytest
 import torch
 
 from dstrat.builtin.single_device import SingleDeviceStrategy
-from dstrat.errors import MisuseError, UnknownAliasError
+from dstrat.errors import MisuseError
 from dstrat.interfaces.strategy import Parts
 from dstrat.launch.external import ExternalLauncher
 from dstrat.launch.local import LocalLauncher
-from dstrat.resolve import Request, build, make_plan
+from dstrat.resolve import Request, resolve_request
 
 FARM = {"FARM": "2", "FARM_RANK": "1"}
 
@@ -20,9 +18,7 @@ FARM = {"FARM": "2", "FARM_RANK": "1"}
 @pytest.fixture
 def built(catalog):
     def plan_and_build(environ=FARM, **words):
-        request = Request(**words)
-        plan = make_plan(request, catalog=catalog, environ=environ, interactive=False)
-        return build(pickle.loads(pickle.dumps(plan)), request, catalog=catalog, environ=environ)
+        return resolve_request(Request(**words), catalog=catalog, environ=environ, interactive=False)[1]
 
     return plan_and_build
 
@@ -142,13 +138,6 @@ def test_a_strategy_with_one_process_per_device_needs_no_launcher_for_one_device
     strategy = built({}, strategy="many", accelerator="cpu", devices=1)
     assert strategy.launcher is None
     assert (strategy.world_size, strategy.global_rank) == (1, 0)
-
-
-def test_a_plan_from_another_catalog_is_refused(catalog, core_catalog):
-    request = Request(strategy="many", accelerator="cpu")
-    plan = make_plan(request, catalog=catalog, environ={}, interactive=False)
-    with pytest.raises(UnknownAliasError, match="strategy 'many' is not known"):
-        build(plan, request, catalog=core_catalog, environ={})
 
 
 def test_a_strategy_with_parts_by_name_has_its_device_before_they_are_constructed():

@@ -263,7 +263,7 @@ def explain(
     if as_json:
         print_json(plan.to_dict())
     else:
-        print_table([(choice.subject, choice.value, choice.reason, choice.owner) for choice in plan.choices])
+        print_table([(row.subject, row.value, row.reason, row.owner) for row in plan.choices])
 
 
 # ``dstrat plugins``: every plugin that is installed, its state, and the reason for it.

@@ -20,7 +20,7 @@ from dstrat.checkpoint.strategy_state import (
 from dstrat.data.random_state import RandomState
 from dstrat.errors import CheckpointError
 from dstrat.plugins.catalog import get_catalog
-from dstrat.resolve.part import part_from
+from dstrat.resolve.selection import select
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ def save(
     """
     own = _rank_state(strategy, loaders)
     checkpoint = {
-        SAVED_WITH: part_from("strategy", strategy, get_catalog(), place="strategy").alias,
+        SAVED_WITH: select("strategy", strategy, get_catalog(), source="strategy").alias,
         **module_entries(strategy),
         **optimization_entries(strategy),
         "own_loop": {

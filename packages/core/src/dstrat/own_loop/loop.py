@@ -20,8 +20,7 @@ from dstrat.own_loop.loaders import EvaluationLoader, TrainingLoader
 from dstrat.own_loop.steps import Settings, Steps
 from dstrat.own_loop.values import as_loggers, collect, log_metrics, open_loggers
 from dstrat.parallel.separate_modules import SeparateModules
-from dstrat.resolve import Request, make_plan
-from dstrat.resolve import build as build_plan
+from dstrat.resolve import Request, resolve_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -519,4 +518,4 @@ def build(
         precision=precision,
         plugins=() if plugins is None else tuple(plugins) if isinstance(plugins, list | tuple) else (plugins,),
     )
-    return build_plan(make_plan(request), request)
+    return resolve_request(request)[1]

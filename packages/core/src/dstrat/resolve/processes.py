@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from dstrat.errors import ClusterError, ConflictError, RequestError
 from dstrat.resolve.cluster import check_cluster
-from dstrat.resolve.part import ability_of, start_method_of
-from dstrat.resolve.plan import Choice
+from dstrat.resolve.compatibility import facts_of
+from dstrat.resolve.plan import PlanRow
 
 if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
     from dstrat.launch.processes import StartMethod
     from dstrat.resolve.compatibility import Constraints
-    from dstrat.resolve.part import Part
+    from dstrat.resolve.selection import Selection
 
 
 StartedBy = Literal["nobody", "dstrat", "cluster"]
@@ -24,7 +24,7 @@ StartedBy = Literal["nobody", "dstrat", "cluster"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChosenLaunch:
+class LaunchSelection:
     """Who starts the processes of the job.
 
     Attributes:
@@ -42,39 +42,39 @@ class ChosenLaunch:
     reason: str
 
     @property
-    def choice(self) -> Choice:
+    def row(self) -> PlanRow:
         """The plan's line for it."""
         value = f"{self.world_size} by {self.start_method}" if self.start_method else str(self.world_size)
-        return Choice(subject="processes", value=value, reason=self.reason)
+        return PlanRow(subject="processes", value=value, reason=self.reason)
 
 
-def choose_launch(strategy: Part[Strategy], situation: Constraints) -> ChosenLaunch:
+def choose_launch(strategy: Selection[Strategy], constraints: Constraints) -> LaunchSelection:
     """Choose who starts the processes.
 
     Raises:
         ClusterError: The environment contradicts the devices and machines, or itself.
         ConflictError: Processes are needed that the strategy cannot start.
     """
-    ability = ability_of(strategy)
-    if not ability.starts_processes and situation.num_nodes == 1:
-        return ChosenLaunch(
+    facts = facts_of(strategy)
+    if not facts.starts_processes and constraints.num_nodes == 1:
+        return LaunchSelection(
             started_by="nobody", processes_per_node=1, world_size=1, reason="the strategy needs no others"
         )
-    per_node = situation.num_devices if ability.starts_processes else 1
-    check_cluster(situation.cluster, processes_per_node=per_node, num_nodes=situation.num_nodes)
-    if situation.cluster.live.creates_processes_externally:
-        return _external(per_node, situation)
-    return _local(strategy, per_node, situation)
+    per_node = constraints.num_devices if facts.starts_processes else 1
+    check_cluster(constraints.cluster, processes_per_node=per_node, num_nodes=constraints.num_nodes)
+    if constraints.cluster.instance.creates_processes_externally:
+        return _external(per_node, constraints)
+    return _local(strategy, per_node, constraints)
 
 
-def _external(per_node: int, situation: Constraints) -> ChosenLaunch:
-    name, num_nodes = situation.cluster.part.name, situation.num_nodes
-    if situation.started != per_node * num_nodes:
+def _external(per_node: int, constraints: Constraints) -> LaunchSelection:
+    name, num_nodes = constraints.cluster.name, constraints.num_nodes
+    if constraints.num_started != per_node * num_nodes:
         raise ClusterError(
-            f"{name} started {situation.started} processes, and {per_node} on each of num_nodes={num_nodes} "
+            f"{name} started {constraints.num_started} processes, and {per_node} on each of num_nodes={num_nodes} "
             f"are needed: start {per_node * num_nodes}, or ask for devices='auto'"
         )
-    return ChosenLaunch(
+    return LaunchSelection(
         started_by="cluster",
         processes_per_node=per_node,
         world_size=per_node * num_nodes,
@@ -82,17 +82,17 @@ def _external(per_node: int, situation: Constraints) -> ChosenLaunch:
     )
 
 
-def _local(strategy: Part[Strategy], per_node: int, situation: Constraints) -> ChosenLaunch:
-    world_size = per_node * situation.num_nodes
+def _local(strategy: Selection[Strategy], per_node: int, constraints: Constraints) -> LaunchSelection:
+    world_size = per_node * constraints.num_nodes
     if world_size == 1:
-        return ChosenLaunch(started_by="nobody", processes_per_node=1, world_size=1, reason="this one is enough")
+        return LaunchSelection(started_by="nobody", processes_per_node=1, world_size=1, reason="this one is enough")
     method = _start_method(strategy, world_size)
-    reason = f"one per {'device' if per_node == situation.num_devices else 'machine'}"
-    if method == "popen" and situation.test_runner is not None:
+    reason = f"one per {'device' if per_node == constraints.num_devices else 'machine'}"
+    if method == "popen" and constraints.test_runner is not None:
         # Running it again would run all tests again in each rank, and end this process after the first of them.
         method = _method_in_a_test()
-        reason += f"; {situation.test_runner} runs this, and is no script to run again by 'popen'"
-    return ChosenLaunch(
+        reason += f"; {constraints.test_runner} runs this, and is no script to run again by 'popen'"
+    return LaunchSelection(
         started_by="dstrat",
         processes_per_node=per_node,
         world_size=world_size,
@@ -107,8 +107,8 @@ def _method_in_a_test() -> StartMethod:
     return "spawn" if torch is not None and torch.cuda.is_initialized() else "fork"
 
 
-def _start_method(strategy: Part[Strategy], world_size: int) -> StartMethod:
-    method = start_method_of(strategy)
+def _start_method(strategy: Selection[Strategy], world_size: int) -> StartMethod:
+    method = strategy.instance.start_method
     if method is None:
         raise ConflictError(
             f"{strategy.title} starts no processes, and {world_size} are needed: start them with torchrun, "
@@ -137,15 +137,15 @@ def is_interactive() -> bool:
 def test_runner() -> str | None:
     """Return what runs the test that calls this function, ``"pytest"`` or ``"unittest"``; None outside of tests.
 
-    It is found on the stack: a script that a test has started, or one that only imports pytest, is a script.
+    The stack tells: a script that a test has started, or one that only imports pytest, is a script.
     """
     frame = sys._getframe()  # noqa: SLF001 - traceback.walk_stack would resolve each frame's source
-    found = None
+    name = None
     while frame.f_back is not None:
         frame = frame.f_back
         module = frame.f_globals.get("__name__") or ""
-        found = next((runner for prefix, runner in _RUNNERS.items() if module.startswith(prefix)), found)
-    return found
+        name = next((runner for prefix, runner in _RUNNERS.items() if module.startswith(prefix)), name)
+    return name
 
 
 def _has_script() -> bool:

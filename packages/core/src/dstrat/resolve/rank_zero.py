@@ -80,4 +80,4 @@ def is_rank_zero(environ: Mapping[str, str] = os.environ) -> bool:
     distributed = sys.modules.get("torch.distributed")  # which is not there where nobody has opened a group
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank()) == 0
-    return choose_cluster(None, get_catalog(), environ).live.global_rank == 0
+    return choose_cluster(None, get_catalog(), environ).instance.global_rank == 0

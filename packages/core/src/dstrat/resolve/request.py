@@ -1,8 +1,7 @@
-"""Request of the user, before anything is resolved."""
+"""Request of the user, before it is resolved."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,24 +9,24 @@ from dstrat.errors import CatalogError, ConflictError, MisuseError, PluginError,
 from dstrat.interfaces.strategy import Parts
 from dstrat.plugins.offer import kind_label
 from dstrat.plugins.settings import nearest
-from dstrat.resolve.part import INTERFACES
+from dstrat.resolve.selection import INTERFACES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from dstrat.interfaces.accelerator import Accelerator, Devices
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Kind
-    from dstrat.resolve.part import Part
+    from dstrat.resolve.selection import Selection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What should run, in the user's own words: each part as an alias, a class or an instance.
+    """What the user asks for, as written: each component as an alias, a class or an instance.
 
-    Nothing is checked or rewritten here; :func:`~dstrat.resolve.make_plan` says what it means.
+    Nothing is checked here; :func:`~dstrat.resolve.resolve_request` does.
 
     Attributes:
         strategy: How the training is distributed.
@@ -46,12 +45,12 @@ class Request:
     plugins: tuple[Any, ...] = ()
 
 
-# Collecting the parts that the user gave, in whatever place, each at most once.
+# Components that the user requested, each at most once
 
 
 Subject = Literal["accelerator", "devices", "cluster environment", "precision", "checkpoint io"]
 
-_OF_STRATEGY: dict[str, Subject] = {
+_ARGUMENTS_OF_STRATEGIES: dict[str, Subject] = {
     "accelerator": "accelerator",
     "parallel_devices": "devices",
     "cluster_environment": "cluster environment",
@@ -63,64 +62,68 @@ _PLUGIN_KINDS: dict[Kind, Subject] = {
     "cluster_environment": "cluster environment",
     "checkpoint_io": "checkpoint io",
 }
-SUBJECTS: dict[Kind, Subject] = {"accelerator": "accelerator", **_PLUGIN_KINDS}
-"""The subject of each kind of part that a strategy is composed of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requested:
-    """A part that the user gave.
+    """A component that the user requested.
 
     Attributes:
         value: An alias, a class or an instance; for devices whatever the user wrote.
-        place: Where, as in ``"precision='16-mixed'"`` or ``"DDPStrategy(checkpoint_io=...)"``.
-        in_strategy: Whether the strategy has it already.
+        source: Where the user wrote it, as in ``"precision='16-mixed'"`` or ``"DDPStrategy(checkpoint_io=...)"``.
+        in_strategy: Whether the strategy's constructor received it.
     """
 
     value: Any
-    place: str
+    source: str
     in_strategy: bool = False
 
 
-def given_parts(request: Request, strategy: Part[Any] | None, catalog: Catalog) -> dict[Subject, Requested]:
-    """Return what the user gave, by subject.
+def requested_components(
+    request: Request, strategy: Selection[Strategy] | None, catalog: Catalog
+) -> dict[Subject, Requested]:
+    """Return the components that the user requested, by subject.
 
     Args:
-        request: What the user said.
-        strategy: The strategy that was asked for, constructed; it may have been given parts.
+        request: What the user asks for.
+        strategy: The strategy that runs, whose constructor may have received components; None is not selected yet.
         catalog: Where the aliases of plugins are looked up.
 
     Raises:
-        ConflictError: A part was given twice.
+        ConflictError: A component was requested twice.
         RequestError: A plugin is of another type.
-        CatalogError: Nothing usable has a plugin's alias.
+        CatalogError: No usable component has a plugin's alias.
     """
-    found: dict[Subject, Requested] = {}
-    for subject, given in (*_of_arguments(request), *_of_plugins(request, catalog), *_of_strategy(strategy)):
-        if subject in found:
+    components: dict[Subject, Requested] = {}
+    for subject, requested in (
+        *_from_arguments(request),
+        *_from_plugins(request, catalog),
+        *_from_strategy(strategy),
+    ):
+        if subject in components:
             raise ConflictError(
-                f"{found[subject].place} and {given.place} both give the {subject}: leave one of the two out"
+                f"{components[subject].source} and {requested.source} both give the {subject}: leave one of the two out"
             )
-        found[subject] = given
-    return found
+        components[subject] = requested
+    return components
 
 
-def _of_arguments(request: Request) -> Iterator[tuple[Subject, Requested]]:
+def _from_arguments(request: Request) -> Iterator[tuple[Subject, Requested]]:
     if not _is_auto(request.accelerator):
-        yield "accelerator", Requested(value=request.accelerator, place=written("accelerator", request.accelerator))
+        yield "accelerator", Requested(value=request.accelerator, source=written("accelerator", request.accelerator))
     if not _is_auto(request.devices):
-        yield "devices", Requested(value=request.devices, place=written("devices", request.devices))
+        yield "devices", Requested(value=request.devices, source=written("devices", request.devices))
     if request.precision is not None:
-        yield "precision", Requested(value=request.precision, place=written("precision", request.precision))
+        yield "precision", Requested(value=request.precision, source=written("precision", request.precision))
 
 
-def _of_plugins(request: Request, catalog: Catalog) -> Iterator[tuple[Subject, Requested]]:
+def _from_plugins(request: Request, catalog: Catalog) -> Iterator[tuple[Subject, Requested]]:
     plugins: Any = request.plugins
     if plugins is None:
         return
     for plugin in plugins if isinstance(plugins, tuple | list) else (plugins,):
         kind = _kind_of_alias(plugin, catalog) if isinstance(plugin, str) else _kind_of_object(plugin)
-        yield _PLUGIN_KINDS[kind], Requested(value=plugin, place=f"plugins=[{_shown(plugin)}]")
+        yield _PLUGIN_KINDS[kind], Requested(value=plugin, source=f"plugins=[{_shown(plugin)}]")
 
 
 def _kind_of_object(plugin: object) -> Kind:
@@ -129,7 +132,7 @@ def _kind_of_object(plugin: object) -> Kind:
         if issubclass(cls, interface) and kind in _PLUGIN_KINDS:
             return kind
         if issubclass(cls, interface):
-            raise RequestError(f"plugins=[{_shown(plugin)}] is a part of its own: give it as {kind}={_shown(plugin)}")
+            raise RequestError(f"plugins=[{_shown(plugin)}] is no plugin: give it as {kind}={_shown(plugin)}")
     raise RequestError(
         f"plugins=[{_shown(plugin)}] is of the type {type(plugin).__name__}: "
         "a plugin is a Precision, a ClusterEnvironment or a CheckpointIO"
@@ -162,23 +165,18 @@ def _is_known(kind: Kind, alias: str, catalog: Catalog) -> bool:
     return True
 
 
-def _of_strategy(strategy: Part[Any] | None) -> Iterable[tuple[Subject, Requested]]:
+def _from_strategy(strategy: Selection[Strategy] | None) -> Iterator[tuple[Subject, Requested]]:
     if strategy is None:
         return
-    arguments = _constructed_with(strategy.construct())
-    for argument, subject in _OF_STRATEGY.items():
-        value = arguments.get(argument)
-        if value is not None and not (subject == "accelerator" and _is_auto(value)):  # as in the Trainer's argument
-            owner = f"alias {strategy.name!r} " if strategy.catalog_name else strategy.name
-            yield subject, Requested(value=value, place=f"{owner}({argument}=...)", in_strategy=True)
-
-
-def _constructed_with(strategy: Any) -> dict[str, Any]:
-    given = getattr(strategy, "given_parts", None)
-    if not isinstance(given, Parts):
-        name = type(strategy).__name__
+    arguments = getattr(strategy.instance, "given_parts", None)
+    if not isinstance(arguments, Parts):
+        name = type(strategy.instance).__name__
         raise MisuseError(f"{name} is not ready: its __init__ must call super().__init__()")
-    return {field.name: getattr(given, field.name) for field in dataclasses.fields(Parts)}
+    for argument, subject in _ARGUMENTS_OF_STRATEGIES.items():
+        value = getattr(arguments, argument)
+        if value is not None and not (subject == "accelerator" and _is_auto(value)):  # as in the Trainer's argument
+            owner = f"alias {strategy.name!r} " if strategy.from_catalog else strategy.name
+            yield subject, Requested(value=value, source=f"{owner}({argument}=...)", in_strategy=True)
 
 
 def _is_auto(value: object) -> bool:

@@ -11,7 +11,7 @@ from dstrat.checkpoint.paths import on_this_machine, place
 from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.optimizers import Optimization, read_optimizers
-from dstrat.resolve import Request, build, make_plan
+from dstrat.resolve import Request, resolve_request
 from dstrat.training.arguments import check_arguments, check_count, check_fast_dev_run, choose_surroundings
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.hooks import overrides
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.accelerator import Devices
     from dstrat.interfaces.precision import ClipAlgorithm
-    from dstrat.interfaces.strategy import Strategy
-    from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.checkpoint.path import Asked
@@ -206,8 +204,7 @@ class Trainer(RunState):
             precision=precision,
             plugins=() if plugins is None else tuple(plugins) if isinstance(plugins, list | tuple) else (plugins,),
         )
-        self.plan: Plan = make_plan(self.request)
-        self.strategy: Strategy = build(self.plan, self.request)
+        self.plan, self.strategy = resolve_request(self.request)
         self.profiler = make_profiler(profiler)
         self.loggers = complete_loggers(
             around.logger,

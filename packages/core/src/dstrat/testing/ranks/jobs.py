@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import CatalogError
 from dstrat.plugins.catalog import get_catalog
-from dstrat.resolve import Request, build, make_plan
+from dstrat.resolve import Request, resolve_request
 from dstrat.testing.plugin import constructor_parameters
 from dstrat.testing.ranks.team import Ended, Team
 from dstrat.testing.suite import fail
@@ -219,7 +219,7 @@ def built(
         precision=precision,
         plugins=(*cluster, *plugins),
     )
-    return build(make_plan(request), request)
+    return resolve_request(request)[1]
 
 
 @contextmanager

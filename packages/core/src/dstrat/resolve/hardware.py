@@ -1,0 +1,288 @@
+"""Choice of the accelerator, of its devices, and of a precision in which it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import BrokenComponentError, ClusterError, ConflictError, DeviceError, DstratError, RequestError
+from dstrat.plugins.facts import contradiction
+from dstrat.resolve.compatibility import accelerator_problem, facts_of, listed, max_devices
+from dstrat.resolve.plan import PlanRow
+from dstrat.resolve.selection import automatic_offers, select_offer, select_requested, usable
+from dstrat.resolve.strategies import suggest_strategies
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.plugins.catalog import Catalog
+    from dstrat.plugins.offer import Offer
+    from dstrat.resolve.request import Requested
+    from dstrat.resolve.selection import Selection
+    from dstrat.resolve.strategies import RequestedStrategy
+
+
+# Accelerator
+
+
+def choose_accelerator(
+    requested: Requested | None, catalog: Catalog, strategy: RequestedStrategy | None
+) -> Selection[Accelerator]:
+    """Choose the accelerator.
+
+    Args:
+        requested: What the user requested; None takes the best that is available.
+        catalog: All components.
+        strategy: The strategy that the user requested, on which the automatic choice depends; None fits all.
+
+    Raises:
+        DeviceError: It is not available, or none is.
+        ConflictError: None of those available fits the strategy.
+        RequestError: It is no accelerator.
+        CatalogError: No usable accelerator has that alias.
+    """
+    if requested is None:
+        return _best("auto", automatic_offers("accelerator", catalog), catalog, strategy)
+    members = _members(requested.value, catalog)
+    if members:
+        return _best(requested.value, members, catalog, strategy)
+    selection = select_requested("accelerator", requested, catalog)
+    _check_record(selection)
+    absence = _absence(selection.instance)
+    if absence is not None:
+        raise DeviceError(f"{selection.title} {absence}. {_available(catalog)}")
+    if strategy is not None and not strategy.has_devices_of(selection):
+        raise ConflictError(
+            f"{selection.title} has no devices of the type {strategy.device_type!r}, "
+            "with which the strategy was constructed: leave one of the two out"
+        )
+    return selection
+
+
+def _members(name: object, catalog: Catalog) -> list[Offer]:
+    """Return the accelerators of a group, the highest rank first; none where the name is no group's."""
+    offers = catalog.offers("accelerator")
+    if not isinstance(name, str) or any(name in offer.names for offer in offers):
+        return []
+    members = [offer for offer in offers if name in offer.component.groups]
+    return sorted(members, key=lambda offer: float("inf") if offer.component.auto is None else -offer.component.auto)
+
+
+def _check_record(accelerator: Selection[Accelerator]) -> None:
+    """Refuse an accelerator whose record contradicts it on its collectives."""
+    if not accelerator.from_catalog or accelerator.record is None:
+        return
+    difference = contradiction(accelerator.record, accelerator.instance)
+    if difference is not None:
+        raise BrokenComponentError(f"{accelerator.title} cannot be used: its record {difference}")
+
+
+def _absence(accelerator: Accelerator) -> str | None:
+    """Say why the accelerator is not available; None where it is."""
+    try:
+        is_available = accelerator.is_available()
+        hint = None if is_available else accelerator.hint_unavailable()
+    except Exception as error:  # noqa: BLE001 - of a plugin, whose driver may be broken, while others can be used
+        return f"cannot tell whether it is available ({type(error).__name__}: {error})"
+    if is_available:
+        return None
+    return f"is not available: {hint}" if hint else "is not available"
+
+
+def _available(catalog: Catalog) -> str:
+    offers = automatic_offers("accelerator", catalog)
+    names = [selection.name for selection in usable(offers, catalog) if _absence(selection.instance) is None]
+    return f"Available on this machine: {listed(names)}"
+
+
+def _best(
+    requested: str, offers: Sequence[Offer], catalog: Catalog, strategy: RequestedStrategy | None
+) -> Selection[Accelerator]:
+    candidates = [(selection, _absence(selection.instance)) for selection in usable(offers, catalog)]
+    available = [selection for selection, absence in candidates if absence is None]
+    for selection in available:
+        if strategy is None or strategy.runs_on(selection):
+            _check_record(selection)
+            return selection.because(_reason(requested, selection, available))
+    if available and strategy is not None:
+        raise strategy.error or ConflictError(_nothing_fits(requested, available, strategy, catalog))
+    absences = [f"{selection.name!r} {absence}" for selection, absence in candidates if absence is not None]
+    reasons = "; ".join(absences) or "none can be loaded"
+    raise DeviceError(f"accelerator={requested!r} finds none: {reasons}. {_available(catalog)}")
+
+
+def _reason(requested: str, best: Selection[Accelerator], available: Sequence[Selection[Accelerator]]) -> str:
+    kind = "one" if requested == "auto" else requested
+    if len(available) == 1:
+        return f"the only {kind} that is available"
+    others = ", ".join(selection.name for selection in available if selection is not best)
+    if best is available[0]:
+        return f"the best {kind} that is available, before {others}"
+    return f"the best {kind} that the strategy runs on; {others} would be available too"
+
+
+def _nothing_fits(
+    requested: str, available: Sequence[Selection[Accelerator]], strategy: RequestedStrategy, catalog: Catalog
+) -> str:
+    names = listed(accelerator.name for accelerator in available)
+    machine = f"accelerator={requested!r} can be {names} on this machine"
+    if strategy.selection is None or strategy.device_type is not None:
+        return f"{machine}, and the strategy was constructed with devices of the type {strategy.device_type!r}"
+    facts = facts_of(strategy.selection)
+    only = f"runs on {listed(facts.accelerators)} only" if facts.accelerators else None
+    problem = only or accelerator_problem(facts, available[0])
+    others = suggest_strategies(
+        catalog,
+        lambda other: any(accelerator_problem(other, accelerator) is None for accelerator in available),
+        instead_of=strategy.selection,
+    )
+    return f"{machine}, and {strategy.selection.title} {problem}: choose another strategy{others}"
+
+
+# Devices of each machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSelection:
+    """The devices of each machine.
+
+    Attributes:
+        indices: For the accelerator; empty where the strategy was constructed with devices.
+        count: How many on each machine.
+        reason: Why, a few words.
+    """
+
+    indices: tuple[int, ...]
+    count: int
+    reason: str
+
+    @property
+    def row(self) -> PlanRow:
+        """The plan's row for them."""
+        is_plain = self.indices in ((), tuple(range(self.count)))
+        indices = "" if is_plain else f" ({', '.join(map(str, self.indices))})"
+        return PlanRow(subject="devices", value=f"{self.count}{indices}", reason=self.reason)
+
+
+def choose_devices(
+    requested: Requested | None,
+    accelerator: Accelerator,
+    *,
+    num_started: int,
+    num_nodes: int,
+    strategy: Selection[Strategy] | None,
+) -> DeviceSelection:
+    """Choose the devices.
+
+    Args:
+        requested: What the user requested; None takes as many as there are processes, or else all devices.
+        accelerator: The hardware.
+        num_started: How many processes of the job exist already; 1 where dstrat starts them.
+        num_nodes: Number of machines.
+        strategy: The strategy that was requested; None where none was.
+
+    Raises:
+        DeviceError: They do not exist, or make no sense.
+        ClusterError: The processes cannot be spread evenly over the machines.
+    """
+    if requested is not None:
+        return _requested_devices(requested, accelerator)
+    facts = None if strategy is None else facts_of(strategy)
+    if num_started > 1 and (facts is None or facts.starts_processes):
+        if num_started % num_nodes:
+            raise ClusterError(f"{num_started} processes were started, which num_nodes={num_nodes} cannot share evenly")
+        return _first_devices(accelerator, num_started // num_nodes, "one for each process that was started")
+    number = accelerator.auto_device_count()
+    limit = None if facts is None else max_devices(facts)
+    if strategy is not None and limit is not None and limit < number:
+        return _first_devices(accelerator, limit, f"the most that {strategy.name} uses")
+    return _first_devices(accelerator, number, "what 'auto' stands for")
+
+
+def _requested_devices(requested: Requested, accelerator: Accelerator) -> DeviceSelection:
+    value = requested.value
+    if requested.in_strategy:
+        return DeviceSelection(indices=(), count=len(value), reason=f"given to {requested.source}")
+    if isinstance(value, bool | float):  # int() would take them
+        raise DeviceError(f"{requested.source} is of the type {type(value).__name__}: give a number, indices or 'auto'")
+    return _parsed_devices(accelerator, value, requested.source, "asked for")
+
+
+def _first_devices(accelerator: Accelerator, number: int, reason: str) -> DeviceSelection:
+    return _parsed_devices(accelerator, number, f"devices='auto', here {number},", reason)
+
+
+def _parsed_devices(accelerator: Accelerator, devices: Any, source: str, reason: str) -> DeviceSelection:
+    try:
+        indices = tuple(accelerator.parse_devices(devices))
+    except DstratError:
+        raise
+    except Exception as error:  # a plugin's accelerator that leaves wrong words to int()
+        raise DeviceError(f"{source} makes no sense to {type(accelerator).__name__}: {error}") from error
+    if not indices:
+        raise DeviceError(f"{source} names no device: give at least one")
+    return DeviceSelection(indices=indices, count=len(indices), reason=reason)
+
+
+# Precision
+
+
+DEFAULT_PRECISION = "32-true"
+
+
+def choose_precision(
+    requested: Requested | None, accelerator: Selection[Accelerator], catalog: Catalog
+) -> Selection[Precision]:
+    """Choose the precision.
+
+    Args:
+        requested: What the user requested; None is ``"32-true"``.
+        accelerator: The hardware.
+        catalog: All components.
+
+    Raises:
+        ConflictError: The hardware does not compute in one of its dtypes.
+        RequestError: It is no precision.
+        CatalogError: No usable precision has that flag.
+    """
+    selection = _select_precision(requested, catalog)
+    unsupported = _unsupported_dtype(selection.instance, accelerator.instance)
+    if unsupported is not None:
+        others = ", ".join(
+            repr(other.name)
+            for other in usable(catalog.offers("precision"), catalog)
+            if _unsupported_dtype(other.instance, accelerator.instance) is None
+        )
+        raise ConflictError(
+            f"precision {selection.name!r} needs {unsupported}, in which {accelerator.title} does not compute "
+            f"here: choose another one ({others})"
+        )
+    return selection
+
+
+def precision_flag(precision: Selection[Precision]) -> str:
+    """Return the precision's flag, or the name of the user's class where that has none."""
+    return getattr(precision.instance, "flag", precision.name)
+
+
+def _select_precision(requested: Requested | None, catalog: Catalog) -> Selection[Precision]:
+    if requested is None:
+        return select_offer(catalog.find_default("precision", DEFAULT_PRECISION), catalog, reason="the default")
+    value = requested.value
+    if isinstance(value, bool | float):
+        raise RequestError(
+            f"{requested.source} is of the type {type(value).__name__}: give a flag such as {DEFAULT_PRECISION!r}"
+        )
+    if isinstance(value, int):  # 16, 32 and 64 are synonyms of flags
+        requested = replace(requested, value=str(value))
+    return select_requested("precision", requested, catalog)
+
+
+def _unsupported_dtype(precision: Precision, accelerator: Accelerator) -> torch.dtype | None:
+    dtypes = (precision.param_dtype, precision.compute_dtype, precision.reduce_dtype)
+    return next((dtype for dtype in dtypes if not accelerator.supports_dtype(dtype)), None)

@@ -1,0 +1,190 @@
+"""Selection of a component for a run: by alias, from a class, or a user's instance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from dstrat.errors import DstratError, MisuseError, RequestError
+from dstrat.interfaces.accelerator import Accelerator
+from dstrat.interfaces.checkpoint_io import CheckpointIO
+from dstrat.interfaces.cluster import ClusterEnvironment
+from dstrat.interfaces.precision import Precision
+from dstrat.interfaces.strategy import Strategy
+from dstrat.plugins.facts import facts_of_subclass, with_class_facts
+from dstrat.plugins.offer import kind_label
+from dstrat.plugins.registry import inherited_record, is_target
+from dstrat.resolve.plan import PlanRow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from dstrat.plugins.catalog import Catalog
+    from dstrat.plugins.component import Component, Kind
+    from dstrat.plugins.offer import Offer
+    from dstrat.resolve.request import Requested
+
+
+T = TypeVar("T")
+
+INTERFACES: dict[Kind, type[Any]] = {
+    "strategy": Strategy,
+    "accelerator": Accelerator,
+    "precision": Precision,
+    "checkpoint_io": CheckpointIO,
+    "cluster_environment": ClusterEnvironment,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection(Generic[T]):
+    """A component of the run, constructed, with its facts and the reason for it.
+
+    Attributes:
+        kind: The kind of component.
+        name: Its alias, or the name of its class where the user passed a class or an instance.
+        instance: The object.
+        record: Its facts; for a class that is not in the catalog those of its nearest base, or None.
+        from_catalog: Whether it was selected by its alias.
+        owner: The distribution that offers it; empty where the user passed a class or an instance.
+        reason: Why it was selected, a few words.
+    """
+
+    kind: Kind
+    name: str
+    instance: T
+    record: Component | None = None
+    from_catalog: bool = False
+    owner: str = ""
+    reason: str = ""
+
+    @property
+    def title(self) -> str:
+        """The component as error messages name it."""
+        label = kind_label(self.kind)
+        return f"{label} {self.name!r} from {self.owner}" if self.from_catalog else f"{label} {self.name}"
+
+    @property
+    def alias(self) -> str:
+        """Its alias, also where the user passed its class or an instance; the name of a class that has none."""
+        record = self.record
+        return record.alias if record is not None and is_target(record.target, type(self.instance)) else self.name
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Aliases and groups by which records refer to it; empty where it has no record."""
+        record = self.record
+        return frozenset({record.alias, *record.synonyms, *record.groups}) if record else frozenset()
+
+    def row(self, subject: str, value: str | None = None) -> PlanRow:
+        """Return the plan's row for it."""
+        return PlanRow(subject=subject, value=value or self.name, reason=self.reason, owner=self.owner)
+
+    def because(self, reason: str) -> Selection[T]:
+        """Return the same selection for another reason."""
+        return replace(self, reason=reason)
+
+
+# What the user wrote
+
+
+def select(kind: Kind, value: object, catalog: Catalog, *arguments: Any, source: str) -> Selection[Any]:
+    """Select a component by an alias, a class or an instance.
+
+    Args:
+        kind: The kind of component.
+        value: What the user wrote.
+        catalog: Where aliases are looked up.
+        *arguments: For the constructor, unless the user constructed it.
+        source: Where the user wrote it, for error messages, as in ``"strategy='ddp'"``.
+
+    Raises:
+        RequestError: It is of another type.
+        CatalogError: No usable component has that alias.
+        MisuseError: The class cannot be constructed.
+    """
+    interface = INTERFACES[kind]
+    if isinstance(value, str):
+        return select_offer(catalog.find(kind, value), catalog, *arguments)
+    if isinstance(value, interface):
+        return _unlisted(kind, value, catalog)
+    if isinstance(value, type) and issubclass(value, interface):
+        return _unlisted(kind, _construct(f"{kind_label(kind)} {value.__name__}", value, *arguments), catalog)
+    raise RequestError(
+        f"{source} is of the type {type(value).__name__}: "
+        f"give an alias, a subclass of {interface.__name__} or an instance of one"
+    )
+
+
+def select_requested(kind: Kind, requested: Requested, catalog: Catalog, *arguments: Any) -> Selection[Any]:
+    """Select the component that the user requested; arguments and errors are those of :func:`select`."""
+    selection = select(kind, requested.value, catalog, *arguments, source=requested.source)
+    return selection.because(f"given to {requested.source}" if requested.in_strategy else "asked for")
+
+
+def _unlisted(kind: Kind, instance: Any, catalog: Catalog) -> Selection[Any]:
+    cls = type(instance)
+    # The start method tells apart the aliases of one strategy class.
+    settings = {"start_method": getattr(instance, "start_method", None)} if kind == "strategy" else {}
+    record = inherited_record(catalog, kind, cls, settings)
+    if record is not None:
+        record = replace(record, options={**record.options, **settings})
+        record = with_class_facts(facts_of_subclass(record, cls), cls)
+    return Selection(kind=kind, name=cls.__name__, instance=instance, record=record)
+
+
+def _construct(title: str, cls: type[T], *arguments: Any, **options: Any) -> T:
+    try:
+        return cls(*arguments, **options)
+    except TypeError as error:
+        raise MisuseError(
+            f"{title} cannot be constructed ({error}): construct it yourself, and give the instance"
+        ) from error
+
+
+# What the catalog offers
+
+
+def select_offer(offer: Offer, catalog: Catalog, *arguments: Any, reason: str = "") -> Selection[Any]:
+    """Select an offer of the catalog; its class is imported and constructed.
+
+    Raises:
+        CatalogError: A requirement is missing, or its class cannot be used.
+        MisuseError: The class cannot be constructed.
+    """
+    cls = load_offer(offer, catalog)
+    return Selection(
+        kind=offer.component.kind,
+        name=offer.component.alias,
+        instance=_construct(offer.title, cls, *arguments, **offer.component.options),
+        record=with_class_facts(offer.component, cls),
+        from_catalog=True,
+        owner=offer.owner_label,
+        reason=reason,
+    )
+
+
+def load_offer(offer: Offer, catalog: Catalog) -> Any:
+    """Import the class of an offer.
+
+    Raises:
+        CatalogError: A requirement is missing, or its class cannot be used.
+    """
+    catalog.check_requirements(offer)
+    return catalog.load(offer)
+
+
+def automatic_offers(kind: Kind, catalog: Catalog) -> list[Offer]:
+    """Return the offers that are selected without being requested, the highest rank first."""
+    ranked = [(offer.component.auto, offer) for offer in catalog.offers(kind) if offer.component.auto is not None]
+    return [offer for _, offer in sorted(ranked, key=lambda entry: -entry[0])]  # equal ranks stay in order of names
+
+
+def usable(offers: Iterable[Offer], catalog: Catalog) -> Iterator[Selection[Any]]:
+    """Yield selections of the offers, in their order, without those that cannot be imported or constructed."""
+    for offer in offers:
+        try:
+            selection = select_offer(offer, catalog)
+        except DstratError:  # nobody requested this one; `dstrat doctor` reports it
+            continue
+        yield selection
