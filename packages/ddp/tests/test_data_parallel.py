@@ -10,7 +10,7 @@ from tests.ranks import each, in_ranks
 
 from dstrat.errors import MisuseError
 from dstrat_ddp import DataParallelStrategy, DDP2Strategy
-from dstrat_ddp.data_parallel import joined
+from dstrat_ddp.data_parallel import joined, replica_step
 
 CPU = torch.device("cpu")
 
@@ -97,6 +97,12 @@ def test_scalars_become_their_mean_and_other_tensors_are_joined():
 )
 def test_whatever_a_step_returns_is_joined(outputs, expected):
     assert joined(outputs, CPU) == expected
+
+
+def test_a_replica_runs_a_step_with_its_own_parameters():
+    module, replica = Net(), Net()
+    assert replica_step(replica, module.training_step) == replica.training_step
+    assert replica_step(replica, joined) is joined
 
 
 def ddp2_losses(cluster, **training):

@@ -113,6 +113,30 @@ def test_evaluation_waits_for_nobody():
             assert len(losses) == 3 + rank
 
 
+class NotingSteps(DDPStrategy):
+    noted = ()
+
+    def run_step(self, name, step, /, *args, **kwargs):
+        self.noted += (name,)
+        return super().run_step(name, step, *args, **kwargs)
+
+
+def steps_in_one_method(cluster):
+    strategy = NotingSteps()
+    start(strategy, Net(), parts(cluster))
+    losses = train(strategy)
+    with torch.no_grad():
+        strategy.validation_step(next(batches()), 0)
+    strategy.teardown()
+    return losses, strategy.noted
+
+
+def test_one_method_runs_training_and_evaluation():
+    for losses, noted in in_ranks(steps_in_one_method):
+        assert losses == pytest.approx(single_device_losses(Net()), rel=1e-6)
+        assert noted == ("training_step",) * 20 + ("validation_step",)
+
+
 class Frozen(Net):
     def __init__(self):
         super().__init__()

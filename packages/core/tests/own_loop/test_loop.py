@@ -405,7 +405,7 @@ def test_gradients_that_another_optimizer_has_not_used_are_not_in_its_next_step(
     torch.testing.assert_close(make_loop().launch(train), net.state_dict(), rtol=0, atol=0)
 
 
-def test_a_module_of_the_trainer_has_its_own_steps_again_afterwards():
+def test_a_module_of_the_trainer_keeps_its_own_steps():
     class Own(TrainModule):
         def training_step(self, batch):
             return "own"
@@ -415,10 +415,44 @@ def test_a_module_of_the_trainer_has_its_own_steps_again_afterwards():
         loop.setup(module, adam)
         loop.backward(loop.compute(lambda: module.layer(torch.ones(3)).sum()))
         loop.step()
+        return module.training_step(None)
 
     module = Own()
-    make_loop().launch(run, module)
-    assert module.training_step(None) == "own"
+    assert make_loop().launch(run, module) == module.training_step(None) == "own"
+
+
+@pytest.mark.parametrize("method", ["training_step", "run_step"])
+def test_a_strategy_that_overrides_a_step_runs_the_functions(method):
+    calls = []
+
+    class Custom(SingleDeviceStrategy):
+        pass
+
+    def override(self, *args, **kwargs):
+        calls.append(len(args))
+        return getattr(SingleDeviceStrategy, method)(self, *args, **kwargs)
+
+    setattr(Custom, method, override)
+
+    def run(loop):
+        net = line()
+        loop.setup(net, adam)
+        loss = loop.compute(squares, net, torch.ones(1, 3), y=torch.ones(1, 1))
+        loop.backward(loss)
+        assert loop.step()
+        with loop.evaluation():
+            return loop.compute(squares, net, torch.ones(1, 3), torch.ones(1, 1)).item() < loss.item()
+
+    assert make_loop(strategy=Custom()).launch(run)
+    assert calls == {"training_step": [3], "run_step": [5, 6]}[method]
+
+
+def test_arguments_of_a_function_have_any_names():
+    def run(loop):
+        loop.setup(line(), adam)
+        return loop.compute(lambda **options: options, step=1, name="two")
+
+    assert make_loop().launch(run) == {"step": 1, "name": "two"}
 
 
 def test_what_a_launched_function_raises_comes_out_and_the_strategy_is_torn_down():

@@ -16,6 +16,11 @@ class Net(TrainModule):
     def training_step(self, batch, batch_idx):
         return self.layer(batch).square().mean()
 
+    def validation_step(self, batch, batch_idx):
+        return self.layer(batch)
+
+    test_step = predict_step = validation_step
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -70,5 +75,49 @@ def test_a_setup_that_makes_the_optimizers_itself_trains(quiet_trainer):
     class Custom(SingleDeviceStrategy):
         def setup(self, trainer):
             self.optimizers = list(trainer.configure_optimizers().optimizers)
+
+    assert fit(quiet_trainer, Custom())
+
+
+def test_one_method_runs_every_step(quiet_trainer):
+    calls = []
+
+    class Custom(SingleDeviceStrategy):
+        def run_step(self, name, step, /, *args, **kwargs):
+            calls.append((name, step == getattr(self.module, name), len(args)))
+            return super().run_step(name, step, *args, **kwargs)
+
+    trainer, module, loader = quiet_trainer(strategy=Custom(), max_steps=2), Net(), DataLoader(torch.ones(8, 2))
+    trainer.fit(module, loader, loader)
+    trainer.test(module, loader)
+    assert len(trainer.predict(module, loader)) == 8
+    names = ("training_step", "validation_step", "test_step", "predict_step")
+    assert set(calls) == {(name, True, 2) for name in names}
+    assert [name for name, _, _ in calls].count("training_step") == 2
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_an_overridden_training_step_calls_its_base(quiet_trainer, precision):
+    calls = []
+
+    class Custom(SingleDeviceStrategy):
+        def training_step(self, *args, **kwargs):
+            calls.append(torch.is_autocast_enabled("cpu"))
+            return super().training_step(*args, **kwargs)
+
+        def run_step(self, name, step, /, *args, **kwargs):
+            calls.append(name)
+            return super().run_step(name, step, *args, **kwargs)
+
+    trainer = quiet_trainer(strategy=Custom(), max_steps=1, precision=precision)
+    trainer.fit(Net(), DataLoader(torch.ones(8, 2)))
+    assert calls == [False, "training_step"]
+
+
+def test_an_overridden_training_step_calls_the_module_itself(quiet_trainer):
+    class Custom(SingleDeviceStrategy):
+        def training_step(self, *args, **kwargs):
+            with self.precision_plugin.forward_context():
+                return self.module.training_step(*args, **kwargs)
 
     assert fit(quiet_trainer, Custom())

@@ -5,22 +5,25 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.parallel import DataParallel
 
 from dstrat.interfaces.strategy import Strategy
 from dstrat_ddp.step_module import StepModule
 
 if TYPE_CHECKING:
-    from torch.nn import Module
+    from collections.abc import Callable
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.precision import Precision
-    from dstrat.interfaces.strategy import TrainerLike
+    from dstrat.interfaces.strategy import StepName, TrainerLike
 
 
 T = TypeVar("T")
@@ -74,21 +77,8 @@ class DataParallelStrategy(Strategy):
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is shared among devices too
         self.model = replicated(StepModule(self.module), self.parallel_devices)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("predict_step", *args, **kwargs)
-
-    def _step(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.forward_context():
-            return self.model(step, *args, **kwargs)
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return super().run_step(name, partial(self.model, step), *args, **kwargs)
 
     # Communication: there is one process, and the devices' outputs are one already
 
@@ -125,6 +115,13 @@ def replicated(steps: StepModule, devices: Sequence[torch.device]) -> Module:
     return _JoiningDataParallel(steps, device_ids=list(devices)) if len(devices) > 1 else steps
 
 
+def replica_step(replica: Module, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the step of a replica: a method of the module that was copied has the parameters of that module."""
+    if isinstance(step, MethodType) and isinstance(step.__self__, Module):
+        return MethodType(step.__func__, replica)
+    return step
+
+
 def joined(outputs: Sequence[Any], device: torch.device) -> Any:
     """Return the outputs of all replicas as one: the mean of scalars, other tensors joined along dimension 0.
 
@@ -159,6 +156,15 @@ def _joined_tensors(tensors: list[Tensor]) -> Tensor:
 
 class _JoiningDataParallel(DataParallel[Any]):
     """DataParallel that joins whatever a step returns; torch's own wants tensors, and warns of scalars."""
+
+    def parallel_apply(
+        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]] | None
+    ) -> list[Any]:
+        """Run a step in each replica; the inputs of each begin with it."""
+        steps = [replica_step(replica.module, step) for replica, (step, *_) in zip(replicas, inputs, strict=True)]
+        return super().parallel_apply(
+            replicas, [(step, *rest) for step, (_, *rest) in zip(steps, inputs, strict=True)], kwargs
+        )
 
     def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:  # noqa: ARG002 - always the first
         return joined(outputs, self.src_device_obj)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
@@ -10,9 +11,11 @@ from dstrat_ddp.step_module import StepModule
 from dstrat_ddp.strategy import DDPStrategy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-    from dstrat.interfaces.strategy import TrainerLike
+    from dstrat.interfaces.strategy import StepName, TrainerLike
 
 
 class DDP2Strategy(DDPStrategy):
@@ -59,15 +62,7 @@ class DDP2Strategy(DDPStrategy):
         self.model = replicated(self.model, self.parallel_devices)
         super().configure_ddp()
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shared_step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shared_step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shared_step("predict_step", *args, **kwargs)
-
-    def _shared_step(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.forward_context():
-            return self._replicas(step, *args, **kwargs)
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if name != "training_step":  # which DistributedDataParallel runs in the replicas
+            step = partial(self._replicas, step)
+        return super().run_step(name, step, *args, **kwargs)

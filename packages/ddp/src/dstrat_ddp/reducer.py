@@ -93,7 +93,7 @@ class _Within(Module):
         self.module = module
         pass_ignored_names(module, self)
 
-    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
@@ -117,9 +117,9 @@ class SeparateWrappers:
             lay_out_buckets(wrapper)
         self._explained = [ExplainedUnusedParameters(wrapper) for wrapper in self._parallel]
 
-    def __call__(self, step: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function in the wrappers of the modules that it uses."""
-        run: Callable[..., Any] = partial(getattr(self._modules, step), function)
+    def __call__(self, step: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, which calls a function, in the wrappers of the modules that the function uses."""
+        run: Callable[..., Any] = partial(step, function)
         for module in self._modules.used_by(function):
             if id(module) in self._wrappers:
                 run = partial(self._wrappers[id(module)], run)

@@ -55,7 +55,7 @@ class StepWatch:
 
 
 class StepModule(Module):
-    """A module whose forward is a named step of the user's module.
+    """A module whose forward runs a step of the user's module.
 
     Wrappers do their work around ``forward``, and a training calls ``training_step``.
 
@@ -69,12 +69,12 @@ class StepModule(Module):
         self.watch = StepWatch()
         pass_ignored_names(module, self)
 
-    def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        """Run the step of that name."""
+    def forward(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, which is a method of the user's module."""
         watch = self.watch
         watch.is_running = True
         try:
-            output = getattr(self.module, step)(*args, **kwargs)
+            output = step(*args, **kwargs)
         finally:
             watch.is_running = False
         if watch.after_step is not None:

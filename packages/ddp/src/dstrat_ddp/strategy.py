@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -189,10 +190,11 @@ class DDPStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._frozen and any(parameter.requires_grad for parameter in self._frozen):
             self._wrap_again()
-        if self.model is self.module:
+        if self.model is self._module:
             return super().training_step(*args, **kwargs)
-        with self.precision_plugin.forward_context(), self._explanation():
-            output = self.model("training_step", *args, **kwargs)
+        step = partial(self.model, self.module_step("training_step"))
+        with self._explanation():
+            output = self.run_step("training_step", step, *args, **kwargs)
         if self._manual_backward is not None:
             self._manual_backward.after_forward()
         return output

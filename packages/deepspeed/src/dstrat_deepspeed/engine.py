@@ -109,7 +109,7 @@ class Engine:
 
     # Steps
 
-    def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def train(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
         release_unused(self._with_files)
         if self._is_manual and not self._has_begun:
@@ -119,7 +119,7 @@ class Engine:
         with naming_new_parameters(self._steps):
             return run(step, *args, **kwargs)
 
-    def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step without gradients, for which parameters are gathered."""
         release_unused(self._with_files)
         with naming_new_parameters(self._steps):
@@ -350,7 +350,7 @@ class StepModule(Module):
     def training(self, mode: bool) -> None:
         """Leave the mode as it is, which is set on the user's module."""
 
-    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step, which is a method of the user's module."""
         with self.__dict__["_step_context"]():
             return step(*args, **kwargs)

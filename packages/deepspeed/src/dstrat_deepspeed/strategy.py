@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
-    from dstrat.interfaces.strategy import Parts, TrainerLike
+    from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
 
 
 class DeepSpeedStrategy(CheckpointedStrategy):
@@ -282,29 +282,18 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     # Steps
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_first_batch:
-            self._is_first_batch = False
-            self._configuration.check_batch(args[0])
-        if self._flags is not None:
-            self._flags.check()
-        self._accept_changes()
-        return self._ready.train(self.module.training_step, *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(self.module.validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(self.module.test_step, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(self.module.predict_step, *args, **kwargs)
-
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.stage == 3:
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if name == "training_step":
+            if self._is_first_batch:
+                self._is_first_batch = False
+                self._configuration.check_batch(args[0])
+            if self._flags is not None:
+                self._flags.check()
+            self._accept_changes()
+            return self._ready.train(step, *args, **kwargs)
+        if self.stage == 3:  # the engine gathers parameters, and opens the precision's context
             return self._ready.evaluate(step, *args, **kwargs)
-        with self.precision_plugin.forward_context():
-            return step(*args, **kwargs)
+        return super().run_step(name, step, *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if loss.numel() != 1 or not loss.requires_grad:  # DeepSpeed asserts it, and torch raises this

@@ -24,7 +24,7 @@ from dstrat_fairscale.wrapping import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
 
     from torch.optim import Optimizer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
-    from dstrat.interfaces.strategy import Parts, TrainerLike
+    from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
 
 
 class DDPFullyShardedStrategy(ParallelStrategy):
@@ -161,21 +161,8 @@ class DDPFullyShardedStrategy(ParallelStrategy):
 
     # Steps
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("predict_step", *args, **kwargs)
-
-    def _run(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.forward_context():
-            return self.model(getattr(self.module, step), *args, **kwargs)
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return super().run_step(name, partial(self.model, step), *args, **kwargs)
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients accumulate without being reduced."""

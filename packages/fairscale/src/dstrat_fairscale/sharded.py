@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,8 +121,8 @@ class DDPShardedStrategy(ParallelStrategy):
     # Steps: only training goes through the wrapper, whose forward waits for the other ranks
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.forward_context():
-            return self.model(self.module.training_step, *args, **kwargs)
+        step = partial(self.model, self.module_step("training_step"))
+        return self.run_step("training_step", step, *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         # Otherwise only the first backward pass after a forward is reduced, of those that a step may run by itself.

@@ -128,7 +128,7 @@ class ShardedModule:
         self._input_dtype, self._output_dtype = sharding.input_dtype, sharding.precision_policy.output_dtype
         self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
 
-    def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def train(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module, a backward pass of which will follow.
 
         Raises:
@@ -140,7 +140,7 @@ class ShardedModule:
         self._guard.check_not_changed()
         return self._run(step, *args, **kwargs)
 
-    def _train_first(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _train_first(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self.free()
         self._guard = ParameterGuard(self._module, fsdp_params(self._units))
         changes = ChangesInForward(self._guard, self._units)
@@ -151,7 +151,7 @@ class ShardedModule:
         self._guard.check_not_changed()  # for the first time
         return outputs
 
-    def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module without gradients; nothing is gathered after it."""
         self._free_after_forward(True)
         try:
@@ -160,7 +160,7 @@ class ShardedModule:
             self._free_after_forward(False)
             self.free()
 
-    def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._buffers.cast()
         if self._input_dtype is not None:
             args, kwargs = _in_dtype((args, kwargs), self._input_dtype)

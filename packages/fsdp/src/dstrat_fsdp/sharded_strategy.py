@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat.interfaces.precision import ClipAlgorithm
-    from dstrat.interfaces.strategy import TrainerLike
+    from dstrat.interfaces.strategy import StepName, TrainerLike
     from dstrat_fsdp.options import StateDictType
     from dstrat_fsdp.sharded_module import Sharding
     from dstrat_fsdp.wrap_policy import ActivationCheckpointing
@@ -188,21 +188,11 @@ class ShardedStrategy(ParallelStrategy):
 
     # Steps: each of them gathers parameters, so that every rank takes part in every one
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        sharded = self._sharded_module
+        run = sharded.train if name == "training_step" else sharded.evaluate
         with self.precision_plugin.forward_context():
-            return self._sharded_module.train(self.module.training_step, *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.forward_context():
-            return self._sharded_module.evaluate(self.module.validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.forward_context():
-            return self._sharded_module.evaluate(self.module.test_step, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.forward_context():
-            return self._sharded_module.evaluate(self.module.predict_step, *args, **kwargs)
+            return run(step, *args, **kwargs)
 
     @property
     def _sharded_module(self) -> ShardedModule:

@@ -83,7 +83,7 @@ class StepModule(Module):
         self.module = module
         self._gathers = module if isinstance(module, FSDPModule) else None
 
-    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step, which is a method of the user's module."""
         if self._gathers is not None:  # it has sharded itself, around its forward and not around its steps
             self._gathers.unshard()

@@ -22,7 +22,7 @@ from dstrat_ipu.optimizer import CompiledOptimizer
 from dstrat_ipu.step_module import StepModule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import Precision
-    from dstrat.interfaces.strategy import TrainerLike
+    from dstrat.interfaces.strategy import StepName, TrainerLike
 
 _log = logging.getLogger(__name__)
 _ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"
@@ -291,20 +291,12 @@ class IPUStrategy(SingleDeviceStrategy):
 
     # Steps
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one call of the compiled training: all its batches, and the optimizer's steps."""
-        compiled = self._steps.get("training_step") or self._build_training()
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - of a copy
+        """Run one call of a compiled step: all its batches, and in training the optimizer's steps."""
+        compiled = self._steps.get(name) or self._compile(name)
         self._detach_others(compiled)
-        return self._run(compiled, self._training_opts, args, kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", args, kwargs)
+        options = self._training_opts if name == "training_step" else self._inference_opts
+        return self._run(compiled, options, args, kwargs)
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
@@ -314,22 +306,18 @@ class IPUStrategy(SingleDeviceStrategy):
             yield
         self._detach_others(None)
 
-    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        compiled = self._steps.get(name)
-        if compiled is None:
-            step = StepModule(self.module, name, self.precision_plugin)
+    def _compile(self, name: StepName) -> _Compiled:
+        """Let poptorch compile a step, by its name, as it traces a copy of the module."""
+        step = StepModule(self.module, name, self.precision_plugin)
+        if name != "training_step":
             step.training = self.module.training  # of the wrapper alone, whose module the loop has set
-            self._note_classes()
-            executor = runtime.poptorch().inferenceModel(step, self._inference_opts)
-            compiled = self._steps[name] = _Compiled(step, executor)
-        self._detach_others(compiled)
-        return self._run(compiled, self._inference_opts, args, kwargs)
-
-    def _build_training(self) -> _Compiled:
-        step = StepModule(self.module, "training_step", self.precision_plugin)
         self._note_classes()
-        executor = runtime.poptorch().trainingModel(step, self._training_opts, self._pair.device)
-        compiled = self._steps["training_step"] = _Compiled(step, executor)
+        poptorch = runtime.poptorch()
+        if name == "training_step":
+            executor = poptorch.trainingModel(step, self._training_opts, self._pair.device)
+        else:
+            executor = poptorch.inferenceModel(step, self._inference_opts)
+        compiled = self._steps[name] = _Compiled(step, executor)
         return compiled
 
     def _note_classes(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
-    from dstrat.interfaces.strategy import Parts, TrainerLike
+    from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
 
 _log = logging.getLogger(__name__)
 
@@ -164,21 +165,8 @@ class XLAFSDPStrategy(XLAStrategy):
 
     # Steps
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("predict_step", *args, **kwargs)
-
-    def _run(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.forward_context():
-            return self.model(step, *args, **kwargs)
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return super().run_step(name, partial(self.model, step), *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss; torch_xla reduces and shards them on the way."""

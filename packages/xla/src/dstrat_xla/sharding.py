@@ -36,9 +36,9 @@ class StepModule(Module):
         super().__init__()
         self.module = module
 
-    def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a step by its name."""
-        return getattr(self.module, step)(*args, **kwargs)
+    def forward(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, which is a method of the user's module."""
+        return step(*args, **kwargs)
 
 
 class ShardedModule:
@@ -54,7 +54,7 @@ class ShardedModule:
         options: Further arguments of torch_xla's wrapper.
 
     Attributes:
-        root: Its forward runs a step of the module, by name.
+        root: Its forward runs a step of the module.
     """
 
     def __init__(

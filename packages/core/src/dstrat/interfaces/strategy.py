@@ -7,7 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat.interfaces.batch import move_to_device
@@ -105,6 +105,8 @@ class CompiledSteps:
     clips_gradients: bool = False
 
 
+StepName = Literal["training_step", "validation_step", "test_step", "predict_step"]
+
 T = TypeVar("T")
 
 
@@ -160,6 +162,8 @@ class Strategy(ABC):
         optimizers: The optimizers, after :meth:`setup` of a training.
         lr_schedulers: Their schedulers.
         module_backward: The module's own way to compute gradients of a (scaled) loss; None where it has none.
+        step_methods: Object whose methods are the steps, in the place of the module's; None where these are.  In a
+            hand-written loop, whose steps are functions, each of its methods calls its first argument.
     """
 
     start_method: str | None = None
@@ -191,6 +195,7 @@ class Strategy(ABC):
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[SchedulerConfig] = []
         self.module_backward: Callable[..., None] | None = None
+        self.step_methods: Any = None
         self._is_set_up = False
         self._module: Module | None = None
         self.model: Any = None
@@ -300,6 +305,7 @@ class Strategy(ABC):
         """Take the user's module; it is still on its own device and not wrapped."""
         self._module = module
         self.model = module
+        self.step_methods = None
         self._is_set_up = False
 
     @property
@@ -428,10 +434,37 @@ class Strategy(ABC):
         """Return the batch on a device, :attr:`root_device` where it is None, in the precision's dtype."""
         return self.precision_plugin.convert_input(move_to_device(batch, device or self.root_device))
 
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those to which training is special
+        """Run a step of the module in the precision; the four methods below call it, each for its step.
+
+        A strategy that wraps the module, or does something around every step, overrides this one method.  The loops
+        of a Trainer call it directly where ``training_step`` (``validation_step`` ...) is not overridden::
+
+            def run_step(self, name, step, /, *args, **kwargs):
+                with self.precision_plugin.forward_context():
+                    return self.model(step, *args, **kwargs)  # whose forward calls step(*args, **kwargs)
+
+        Args:
+            name: Which step; gradients are computed after, or within, ``"training_step"`` alone.
+            step: The module's method of that name, or in a hand-written loop a function.
+            *args: What the step takes; a batch comes first.
+            **kwargs: What the step takes.
+
+        Returns:
+            What the step returned.
+        """
+        with self.precision_plugin.forward_context():
+            return step(*args, **kwargs)
+
+    def module_step(self, name: StepName) -> Callable[..., Any]:
+        """Return the function that is a step: the module's method, or what a hand-written loop has in its place."""
+        # The property raises where there is no module; a call of it in each step would cost.
+        step: Callable[..., Any] = getattr(self.step_methods or self._module or self.module, name)
+        return step
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step``."""
-        with self.precision_plugin.forward_context():
-            return self.module.training_step(*args, **kwargs)
+        return self.run_step("training_step", self.module_step("training_step"), *args, **kwargs)
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         """Return the context of a whole validation, test or prediction with its hooks; entering it is collective.
@@ -442,18 +475,15 @@ class Strategy(ABC):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``validation_step``."""
-        with self.precision_plugin.forward_context():
-            return self.module.validation_step(*args, **kwargs)
+        return self.run_step("validation_step", self.module_step("validation_step"), *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``test_step``."""
-        with self.precision_plugin.forward_context():
-            return self.module.test_step(*args, **kwargs)
+        return self.run_step("test_step", self.module_step("test_step"), *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``predict_step``."""
-        with self.precision_plugin.forward_context():
-            return self.module.predict_step(*args, **kwargs)
+        return self.run_step("predict_step", self.module_step("predict_step"), *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss (a scalar tensor), in the module's own way where it has one."""

@@ -17,7 +17,7 @@ from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.own_loop import checkpoint
 from dstrat.own_loop.loaders import EvaluationLoader, TrainingLoader
-from dstrat.own_loop.steps import Settings, Steps
+from dstrat.own_loop.steps import FunctionSteps, Settings, Steps
 from dstrat.own_loop.values import as_loggers, collect, log_metrics, open_loggers
 from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.resolve import Request, resolve_request
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-_STEP_NAMES = ("training_step", "validation_step")
 
 
 class OwnLoop:
@@ -114,9 +112,6 @@ class OwnLoop:
 
     def _end(self) -> None:
         self._is_launched = False
-        if self._steps is not None:
-            for name in _STEP_NAMES:
-                self.strategy.module.__dict__.pop(name, None)
         self._steps, self._loaders, self._evaluated = None, [], []
         self.strategy.teardown()
 
@@ -159,8 +154,7 @@ class OwnLoop:
         strategy.connect(_as_one(module))
         if sync_batchnorm:
             strategy.synchronize_batchnorm()
-        for name in _STEP_NAMES:  # a strategy runs steps by their names; here a step is any function
-            strategy.module.__dict__[name] = _call
+        strategy.step_methods = FunctionSteps
         self._steps = Steps(settings)
         strategy.setup(settings)
         if strategy.compiled_steps() is not None:
@@ -422,11 +416,6 @@ class OwnLoop:
         if self._steps is None:
             raise MisuseError(f"{name} was called before setup: call loop.setup(module, make_optimizers) first")
         return self._steps
-
-
-def _call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Be a step of the module, which runs whatever function it is given."""
-    return function(*args, **kwargs)
 
 
 def _as_one(module: Any) -> Module:

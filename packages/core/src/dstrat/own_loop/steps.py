@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class FunctionSteps:
+    """Steps that are any function: each calls its first argument with the others."""
+
+    @staticmethod
+    def training_step(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Call a function that computes a loss."""
+        return function(*args, **kwargs)
+
+    validation_step = training_step
+
+
 class Steps:
     """Runs the steps of a module that its strategy has set up.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError
 from dstrat.training.hooks import overrides
+from dstrat.training.loops.steps import bind_step
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class CompiledOptimization:
     def __init__(self, trainer: Trainer, module: TrainModule, compiled: CompiledSteps) -> None:
         _check(trainer, module, compiled)
         self.optimizers = trainer.strategy.optimizers
-        self._training_step = trainer.profiled("training_step", trainer.strategy.training_step)
+        self._training_step = trainer.profiled("training_step", bind_step(trainer.strategy, module, "training_step"))
         self._loop, self._steps = trainer.fit_loop, compiled.optimizer_steps
 
     def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - within the call

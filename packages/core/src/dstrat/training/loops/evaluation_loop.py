@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    from dstrat.interfaces.strategy import Strategy
+    from dstrat.interfaces.strategy import StepName, Strategy
     from dstrat.training.trainer import Trainer
 
 
@@ -65,10 +65,11 @@ class EvaluationLoop:
         self._trainer, self._module, self._purpose = trainer, module, purpose
         self._limit_name = _LIMITS[purpose]
         self._limit = getattr(trainer, self._limit_name)
-        self._step = trainer.profiled(f"{purpose}_step", bind_step(trainer.strategy, module, f"{purpose}_step"))
-        own_step = getattr(module, f"{purpose}_step")
-        self._num_arguments = count_arguments(own_step)
-        self._requires_index = requires_arguments(own_step) > 2
+        name: StepName = f"{purpose}_step"  # type: ignore[assignment]  # mypy does not join literals
+        self._step = trainer.profiled(name, bind_step(trainer.strategy, module, name))
+        module_step = getattr(module, name)
+        self._num_arguments = count_arguments(module_step)
+        self._requires_index = requires_arguments(module_step) > 2
         self._mover = trainer.profiled("transfer_batch", batch_mover(trainer, module))
         self._per_item = trainer.strategy.evaluation_batches_per_item()
         self.logged = LoggedValues(training=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -22,17 +23,23 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat.interfaces.accelerator import GraphEnd
+    from dstrat.interfaces.strategy import StepName
     from dstrat.training.module.train_module import TrainModule
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def bind_step(strategy: Strategy, module: TrainModule, name: str) -> Callable[..., Any]:
-    """Return what runs a step of the module: training_step, validation_step, test_step or predict_step."""
-    is_direct = not overrides(strategy, name, Strategy) and isinstance(
+def bind_step(strategy: Strategy, module: TrainModule, name: StepName) -> Callable[..., Any]:
+    """Return the function that runs a step of the module."""
+    step: Callable[..., Any]
+    if overrides(strategy, name, Strategy):
+        step = getattr(strategy, name)
+    elif overrides(strategy, "run_step", Strategy) or not isinstance(
         strategy.precision_plugin.forward_context(), nullcontext
-    )
-    step: Callable[..., Any] = getattr(module if is_direct else strategy, name)
+    ):
+        step = partial(strategy.run_step, name, getattr(module, name))
+    else:
+        step = getattr(module, name)
     return step if name == "training_step" else end_graph_after("evaluation_step", step, strategy)
 
 
