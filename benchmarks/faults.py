@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--fault", action="append", choices=list(DEEDS))
     options = parser.parse_args()
     console = Console()
-    heads = ("mode", "family", "tried", "survived", "median", "worst", "worst hang", "named", "left behind")
+    heads = ("mode", "family", "tried", "ended", "named", "left", "median", "worst", "worst hang")
     table = Table(*heads, caption=GOALS)
     for mode in options.mode or MODES:
         for family in options.family or FAMILIES:
@@ -132,12 +132,19 @@ def main() -> None:
 
 def _row(mode: str, family: str, ends: list[End]) -> tuple[str, ...]:
     prompt, hanging = ([end.seconds for end in ends if end.hangs is hangs] for hangs in (False, True))
+    counts = (len(ends), sum(end.survived for end in ends), sum(end.named for end in ends))
+    seconds = (
+        statistics.median(prompt) if prompt else None,
+        max(prompt, default=None),
+        max(hanging, default=None),
+    )
     return (
-        mode, family, str(len(ends)), str(sum(end.survived for end in ends)),
-        f"{statistics.median(prompt):.2f} s" if prompt else "", f"{max(prompt):.2f} s" if prompt else "",
-        f"{max(hanging):.2f} s" if hanging else "", str(sum(end.named for end in ends)),
+        mode,
+        family,
+        *map(str, counts),
         str(sum(end.leftovers for end in ends)),
-    )  # fmt: skip
+        *("" if value is None else f"{value:.2f} s" for value in seconds),
+    )
 
 
 def run_fault(mode: str, family: str, fault: str, rank: int) -> End:
@@ -152,12 +159,12 @@ def run_fault(mode: str, family: str, fault: str, rank: int) -> End:
         job = run_job(command, patience=120.0, must_work=False)
         if not moment.exists():
             raise RuntimeError(f"the job ended before its fault:\n{job.output[-4000:]}")
-        words = f"rank      : {rank} " if mode == "torchrun" else f"rank {rank} of 2 "
+        named = [f"rank {rank} of 2 "] + ([f"rank      : {rank} "] if mode == "torchrun" else [])
         return End(
             fault=f"{fault} on rank {rank}",
             seconds=job.ended_at - float(moment.read_text()),
             survived=job.returncode != 0 and not job.leftovers,
-            named=words in job.output,
+            named=any(words in job.output for words in named),
             leftovers=job.leftovers,
         )
 

@@ -1,8 +1,12 @@
 """What happens when a rank fails or is gone."""
 
+import sys
+
+import pytest
 from tests.failing_ranks import check_that_a_rank_that_dies_is_noticed, check_that_nobody_waits_for_a_rank_that_raises
 from tests.hand_loop import Net, parts, start
 from tests.ranks import in_ranks
+from tests.warm_program import WarmProgram
 from torch import nn
 
 from dstrat_ddp import DDPStrategy
@@ -40,3 +44,27 @@ def test_teardown_before_setup_and_twice_is_harmless():
     strategy.teardown()
     strategy.teardown()
     assert strategy.model is strategy.module
+
+
+LEAVING = """
+import os, sys
+import dstrat
+
+def work(loop, leaves):
+    if loop.strategy.global_rank == leaves:
+        os._exit(0)
+    loop.strategy.barrier()
+
+dstrat.OwnLoop(dstrat.build(strategy="ddp", accelerator="cpu")).launch(work, int(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the note is in the log, without a handler here")
+def test_rank_that_leaves_with_success_under_torchrun_is_named(tmp_path):
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    (tmp_path / "torchrun.py").write_text("from torch.distributed.run import main\nmain()\n")
+    arguments = ["--standalone", "--nproc-per-node=2", str(tmp_path / "leaving.py"), "0"]
+    torchrun = WarmProgram(tmp_path / "torchrun.py", *arguments)
+    _, errors = torchrun.communicate()
+    assert torchrun.returncode == 1
+    assert "the connection was lost because rank 0 of 2 has ended" in errors.partition("Root Cause")[2]

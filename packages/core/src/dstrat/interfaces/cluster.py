@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import os
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 
 from dstrat.errors import RequestError
+
+
+@cache
+def this_machine() -> str:
+    """Return the name of this machine and of its process ids, which a container has for itself."""
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        namespace = ""
+    return f"{platform.node()} {namespace}"
 
 
 class ClusterEnvironment(ABC):

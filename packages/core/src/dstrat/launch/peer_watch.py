@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-import platform
 import signal
 import sys
 import threading
@@ -13,12 +13,11 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cache
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrat.launch.failures import hang_error
+from dstrat.interfaces.cluster import this_machine
+from dstrat.launch.failures import hang_error, kind_of
 from dstrat.launch.progress import (
     MARGIN,
     PAUSE,
@@ -29,6 +28,7 @@ from dstrat.launch.progress import (
     read_activity_of_this_process,
     waits_for_others,
 )
+from dstrat.launch.rank import this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +40,9 @@ _NUM_OBSERVERS = 4  # of the job
 _NUM_LOCAL_OBSERVERS = 2  # of each machine: nobody else sees soon that a process there is stopped or gone
 _NUM_STACKS = 16
 _STORE_TIMEOUT = timedelta(seconds=30)
+_ENDING_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +153,7 @@ class PeerWatch(threading.Thread):
         self._peer_timers.clear()
 
     def _state(self, *, idle_seconds: float = 0.0, is_waiting: bool = False) -> RankState:
-        machine, pid = _this_machine(), os.getpid()
+        machine, pid = this_machine(), os.getpid()
         return RankState(
             number=self._number, idle_seconds=idle_seconds, is_waiting=is_waiting, machine=machine, pid=pid
         )
@@ -227,7 +230,7 @@ class PeerWatch(threading.Thread):
                 self._peer_timers.pop(rank, None)
         silent = {rank: now - since for rank, (_, since) in self._changes.items()}
         silent = {rank: seconds for rank, seconds in silent.items() if seconds > 2 * self._timer.period}
-        nearby = {rank: states[rank].pid for rank in silent if states[rank].machine == _this_machine()}
+        nearby = {rank: states[rank].pid for rank in silent if states[rank].machine == this_machine()}
         activities = read_activities(nearby.values()) if nearby else {}
         unresponsive = set()
         for rank, silent_seconds in silent.items():
@@ -282,16 +285,38 @@ class PeerWatch(threading.Thread):
         os._exit(1)
 
 
-@cache
-def _this_machine() -> str:
-    try:
-        namespace = str(Path("/proc/self/ns/pid").readlink())  # process ids of another container are other ones
-    except OSError:
-        namespace = ""
-    return f"{platform.node()} {namespace}"
-
-
 def _format(stack: traceback.StackSummary) -> str:
     """Return the stack as faulthandler writes those of ranks that dstrat has started."""
     lines = [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(stack)]
     return "\n".join(["Current thread (most recent call first):", *lines])
+
+
+# Ranks that have ended, as torchrun takes an exit with code 0 for a success and names only those that it leaves behind
+
+
+def name_ended_ranks(error: BaseException) -> None:
+    """Note on the error of a lost connection which ranks of this machine have ended, where no supervisor names them.
+
+    Call it while the process group is open.  It waits a moment for a rank that is about to end.
+
+    Args:
+        error: What this rank fails with; other errors than that of a lost connection stay as they are.
+    """
+    if this_rank() is not None or kind_of(error) != "lost":
+        return
+    from dstrat.parallel.process_group import read_processes
+
+    processes = read_processes()
+    nearby = {rank: pid for rank, (pid, machine) in processes.items() if machine == this_machine()}
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while not (ended := [rank for rank, pid in nearby.items() if has_ended(pid)]) and time.monotonic() < deadline:
+        time.sleep(_ENDING_SECONDS / 20)
+    if not ended:
+        return
+    numbers = ", ".join(str(rank) for rank in ended[:_NUM_STACKS])
+    verb = "ranks {} of {} have" if len(ended) > 1 else "rank {} of {} has"
+    note = f"the connection was lost because {verb.format(numbers, len(processes))} ended"
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        _log.error(note)

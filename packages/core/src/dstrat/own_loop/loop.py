@@ -458,6 +458,9 @@ def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]
             strategy.finish_training()
             strategy.barrier("end")  # rank 0, which others may still need, is not to end before them
     except BaseException as error:
+        from dstrat.launch.peer_watch import name_ended_ranks  # only runs that break need it
+
+        name_ended_ranks(error)
         _end_after(error, partial(strategy.on_exception, error), end)
         raise
     end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import signal
 import time
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from dstrat.errors import CatalogMismatchError, ClusterError, LaunchError
+from dstrat.interfaces.cluster import this_machine
 
 if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
@@ -23,6 +25,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for other ranks, which may be at work, as rank 0 is that prepares data."""
 DEFAULT_HANG_TIMEOUT = timedelta(minutes=10)
 """How long a rank may do nothing at all, where no other timeout is given."""
+
+_OPENING = "come to open the process group"
 
 _SHORTEST_PAUSE = 0.001  # seconds between two looks into the store, at first
 
@@ -61,7 +65,7 @@ def open_process_group(
     if dist.is_initialized():
         _check_existing(cluster)
     else:
-        _meet(store, cluster, timeout, "come to open the process group")
+        _meet(store, cluster, timeout, _OPENING)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -105,6 +109,20 @@ def clone_job_store(prefix: str, timeout: timedelta) -> dist.Store | None:
     store = dist.PrefixStore(prefix, stores[0].clone())  # type: ignore[attr-defined]  # not in torch's stubs
     store.set_timeout(timeout)
     return store
+
+
+def read_processes() -> dict[int, tuple[int, str]]:
+    """Return the process id of each rank and its machine, from the store of the open process group.
+
+    They are unknown, and left out, where the user has opened the group, and where the store is gone with its rank.
+    """
+    for store, cluster in zip(_job_stores, _clusters, strict=True):
+        keys = [f"{rank} {_OPENING}" for rank in range(cluster.world_size)]
+        with contextlib.suppress(RuntimeError):
+            if store.check(keys):
+                texts = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
+                return {rank: (int(pid), machine) for rank, (pid, machine) in enumerate(texts)}
+    return {}
 
 
 def group_timeout() -> timedelta:
@@ -182,7 +200,7 @@ def _meet(store: dist.Store, cluster: ClusterEnvironment, timeout: timedelta, de
     """
     rank, size = cluster.global_rank, cluster.world_size
     all_came = f"all {deed}"
-    store.set(f"{rank} {deed}", "")
+    store.set(f"{rank} {deed}", f"{os.getpid()} {this_machine()}")
     if store.add(f"number {deed}", 1) == size:
         store.set(all_came, "")
     deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE

@@ -228,6 +228,9 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
         exception: What breaks it.
         leave: Is called while every process is still here, and can communicate.
     """
+    from dstrat.launch.peer_watch import name_ended_ranks  # only runs that break need it
+
+    name_ended_ranks(exception)
     trainer.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
     status = "interrupted" if trainer.interrupted else "failed"
     tell: list[Callable[[], None]] = [
