@@ -4,6 +4,7 @@
 it, with the same arguments. ``nox`` does the same where it is installed. All environments are in ``.nox``.
 """
 
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -104,6 +105,10 @@ WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from
 NEWER_TORCH = "DSTRAT_TEST_NEWER_TORCH"  # a Python with all families and the torch of the other sessions
 BUILD_TOOLS = (PIP, "editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or each build has its own environment
 FAIRSCALE = ROOT / "packages" / "fairscale"  # installed after torch, which the build of FairScale imports
+TWINE = "twine>=6.1,<7"  # the first that publishes from a trusted workflow without a token
+WORKFLOW_LINTERS = ("check-jsonschema>=0.33,<1", "zizmor>=1.5,<2")
+OLDEST_TORCH = "torch==2.9.*"  # the floor in the packages' requirements
+DIST = ROOT / ".nox" / "dist"
 XLA = ROOT / "packages" / "xla"
 TORCH_XLA = (  # the torch that it needs, and what of CUDA that loads even on the CPU
     "torch==2.9.0",
@@ -160,6 +165,15 @@ def layers(session: nox.Session) -> None:
 
 
 @nox.session
+def workflows(session: nox.Session) -> None:
+    """The workflows in .github, by GitHub's schema and with zizmor's checks of what they may do."""
+    programs = environment("workflows", WORKFLOW_LINTERS, pip=bootstrap() / "pip")
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / ".github" / "workflows").glob("*.yml"))
+    run(session, programs, "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *files)
+    run(session, programs, "zizmor", "--offline", "--no-progress", *files)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """The tests of all packages, in several processes; or with arguments after --, which go to pytest, in one.
 
@@ -178,6 +192,15 @@ def newest(session: nox.Session) -> None:
     ``.nox/newest`` stays as it is until it is removed: remove it for a torch that has come out since.
     """
     programs = workspace("newest", constraints=None)
+    run(session, programs, "python", "-c", "import torch; print('torch', torch.__version__)")
+    marked = f"{DEFAULT} and not wheels"
+    run(session, programs, "pytest", "-m", marked, *(session.posargs or workers()), OMP_NUM_THREADS="1")
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """The tests with the oldest torch that the packages support, or with arguments after --, which go to pytest."""
+    programs = workspace("oldest", OLDEST_TORCH, constraints=None)
     run(session, programs, "python", "-c", "import torch; print('torch', torch.__version__)")
     marked = f"{DEFAULT} and not wheels"
     run(session, programs, "pytest", "-m", marked, *(session.posargs or workers()), OMP_NUM_THREADS="1")
@@ -270,15 +293,84 @@ def workers(distribution: str = "worksteal") -> list[str]:
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build sdists and wheels, and install the wheels into a fresh environment, for tests in the same run of nox."""
-    dist = ROOT / ".nox" / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    for package in PACKAGES:
-        run(session, workspace(), "pyproject-build", "--quiet", "--no-isolation", f"--outdir={dist}", str(package))
+    build_distributions(session)
     fresh = ROOT / ".nox" / "wheels"
     # Nothing is borrowed from the other environment; torch comes out of pip's cache.
-    built = map(str, sorted(dist.glob("*.whl")))
+    built = map(str, sorted(DIST.glob("*.whl")))
     make_environment(fresh, ("--constraint=constraints.txt", PIP, *built), pip=bootstrap() / "pip")
     os.environ[WHEELS] = str(fresh)
+
+
+def build_distributions(session: nox.Session) -> None:
+    """Build an sdist and a wheel of each package into ``.nox/dist``."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    for package in PACKAGES:
+        run(session, workspace(), "pyproject-build", "--quiet", "--no-isolation", f"--outdir={DIST}", str(package))
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build all distributions, check and install them, train once; then upload those that are named after --.
+
+    ``-- --dry-run`` uploads nothing, and ``-- dstrat dstrat-ddp`` these two.  Uploading needs a token, in
+    TWINE_PASSWORD or ``~/.pypirc``, or a workflow that the index trusts.
+    """
+    distributions = {nox.project.load_toml(path / "pyproject.toml")["project"]["name"] for path in PACKAGES}
+    names = [argument for argument in session.posargs if argument != "--dry-run"]
+    check_release_arguments(session, names, distributions)
+    wheels(session)
+    twine = environment("twine", (TWINE,), pip=bootstrap() / "pip")
+    built = sorted(path for path in DIST.iterdir() if path.name.endswith((".whl", ".tar.gz")))
+    run(session, twine, "twine", "check", "--strict", *map(str, built))
+    # Requirements, contents, every module, and a training with strategy="ddp", devices=2, from the built files alone.
+    run(session, workspace(), "pytest", "-v", str(ROOT / "tests" / "test_wheels.py"))
+    files = [path for path in built if not names or distribution_of(path) in names]
+    print_release(files, is_uploaded="--dry-run" not in session.posargs)
+    if "--dry-run" not in session.posargs:
+        run(session, twine, "twine", "upload", "--non-interactive", "--skip-existing", *map(str, files))
+
+
+def check_release_arguments(session: nox.Session, names: list[str], distributions: set[str]) -> None:
+    """End the session unless each name is a distribution of ours, and the named ones can be uploaded."""
+    possible = ", ".join(sorted(distributions))
+    if unknown := [name for name in names if name not in distributions]:
+        session.error(f"there is no distribution {', '.join(unknown)}: name some of {possible}")
+    if "--dry-run" in session.posargs:
+        return
+    if not names:
+        session.error(f"name the distributions to upload after --, some of {possible}; or -- --dry-run uploads nothing")
+    in_trusted_workflow = "ACTIONS_ID_TOKEN_REQUEST_URL" in os.environ
+    has_token = bool(os.environ.get("TWINE_PASSWORD")) or (Path.home() / ".pypirc").exists()
+    if not (in_trusted_workflow or has_token):
+        session.error(
+            "nothing can be uploaded from here: set TWINE_USERNAME=__token__ and TWINE_PASSWORD to a token of the "
+            "index, or let the workflow .github/workflows/release.yml publish, which the index trusts "
+            "(-- --dry-run does everything else)"
+        )
+
+
+def distribution_of(path: Path) -> str:
+    """Return the name of the distribution that a built file belongs to."""
+    return path.name.removesuffix(".tar.gz").split("-")[0].replace("_", "-")
+
+
+def print_release(files: list[Path], *, is_uploaded: bool) -> None:
+    """Print a table of the files, with what somebody compares with the index afterwards."""
+    rows = [
+        (
+            distribution_of(path),
+            path.name.removesuffix(".tar.gz").split("-")[1],
+            path.name,
+            f"{path.stat().st_size / 1024:.0f} KiB",
+            hashlib.sha256(path.read_bytes()).hexdigest()[:12],
+        )
+        for path in files
+    ]
+    rows.insert(0, ("distribution", "version", "file", "size", "sha256"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print("\nuploading:" if is_uploaded else "\nwould be uploaded:")
+    for row in rows:
+        print(" ", "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 @nox.session

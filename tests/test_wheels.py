@@ -15,9 +15,9 @@ CHECKOUT = Path(__file__).parents[1]
 
 IMPORT_EVERY_MODULE = """
 import importlib, pkgutil, sys
-import dstrat, dstrat_ddp, dstrat_deepspeed, dstrat_fairscale, dstrat_fsdp
+import dstrat, dstrat_ddp, dstrat_deepspeed, dstrat_fairscale, dstrat_fsdp, dstrat_hpu, dstrat_ipu
 
-for package in (dstrat, dstrat_ddp, dstrat_deepspeed, dstrat_fairscale, dstrat_fsdp):
+for package in (dstrat, dstrat_ddp, dstrat_deepspeed, dstrat_fairscale, dstrat_fsdp, dstrat_hpu, dstrat_ipu):
     assert package.__file__.startswith(sys.prefix), package.__file__
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         extra = module.name.startswith("dstrat.testing.")  # needs pytest
