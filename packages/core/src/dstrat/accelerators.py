@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dstrat.builtin.accelerators.cpu import CPUAccelerator as CPUAccelerator
     from dstrat.builtin.accelerators.cuda import CUDAAccelerator as CUDAAccelerator
     from dstrat.builtin.accelerators.mps import MPSAccelerator as MPSAccelerator
+    from dstrat.plugins.known import *  # noqa: F403 - the classes of families that it lists
 
     def __getattr__(name: str) -> Any: ...  # a class of an installed plugin
 

@@ -65,6 +65,24 @@ def test_a_variant_without_an_alias_is_imported_from_its_plugins_package(site):
     assert take(site, "Options")[0].startswith("ImportError: cannot import name 'Options' from 'dstrat.strategies'")
 
 
+ALIASING = """
+from dstrat.plugins.exports import lazy_exports
+
+__all__ = ["Quick"]
+__getattr__, __dir__ = lazy_exports(__name__, {"Quick": "dstrat.strategies:Fast"})
+"""
+
+
+def test_a_package_offers_the_class_of_another_under_its_name(site):
+    record = site.component("quick", target="acme.strategy:Fast", requires=("acme>=1",))
+    site.add("zenith", record, __init__=ALIASING)
+    code = f"{TAKE}\nimport zenith\ntry:\n    found = zenith.Quick.__module__\nexcept Exception as e:\n    found = str(e)\nfound"
+    assert "needs acme>=1, which is not installed" in site.ask(code)
+    site.add("acme", site.component(target="acme.strategy:Fast"), strategy=STRATEGY)
+    assert site.ask(code) == "acme.strategy"
+    assert take(site, "Fast", "Quick") == ["acme.strategy.Fast", "acme.strategy.Fast"]
+
+
 def test_a_class_of_a_known_package_that_is_not_installed_says_how_to_install_it(site):
     ddp, sharded = take(site, "DDPStrategy", "DDPShardedStrategy")
     start = "NotInstalledError: strategy 'DDPStrategy' comes with dstrat-ddp, which is not installed: "

@@ -65,6 +65,17 @@ StrategyRegistry.register("plain", Fine, start_method="spawn")
     assert ask(site, code) == [[True, False], [True, False]]
 
 
+def test_a_record_for_any_accelerator_describes_a_class_before_one_for_some(site):
+    for name, alias in (("beads", "a_fine_one"), ("beads2", "z_fine_one")):
+        site.add(name, site.component(alias, "acme.strategy:Fine", accelerators=("bead",), multi_node=False))
+    site.add("general", site.component("finer", "acme.strategy:Fine", multi_node=True))
+    code = """
+StrategyRegistry.register("mine", Fine)
+[StrategyRegistry["mine"].accelerators, StrategyRegistry["mine"].multi_node]
+"""
+    assert ask(site, code, DSTRAT_DISABLE_PLUGINS="acme") == [[], True]
+
+
 def test_a_subclass_inherits_facts_and_given_facts_go_before_them(site):
     code = """
 class Mine(Fine):

@@ -17,7 +17,7 @@ from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.plugins.settings import nearest
 from dstrat_ddp.comm_hooks import ParameterAveraging, check_averaging_period, comm_hook
 from dstrat_ddp.reducer import SeparateWrappers, lay_out_buckets, release_reducer
-from dstrat_ddp.step_module import ExplainedUnusedParameters, ManualBackward, WatchedSteps, ignored_names
+from dstrat_ddp.step_module import ExplainedUnusedParameters, ManualBackward, StepModule, ignored_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -113,8 +113,12 @@ class DDPStrategy(ParallelStrategy):
 
     @property
     def device_ids(self) -> list[int] | None:
-        """What DistributedDataParallel is told of the device: its index in a list, None on the CPU."""
-        return None if self.root_device.type == "cpu" else [self.root_device.index]
+        """Index of the device in a list, for DistributedDataParallel; None where a process has no choice of devices.
+
+        That is on the CPU, and on hardware that shows each process a single device, as the parameters name it.
+        """
+        has_choice = self.root_device.type != "cpu" and self.accelerator.devices_share_process
+        return [self.root_device.index] if has_choice else None
 
     @property
     def processes_per_machine(self) -> int:
@@ -151,7 +155,7 @@ class DDPStrategy(ParallelStrategy):
         if isinstance(self.module, SeparateModules):
             self.model = SeparateWrappers(self.module, self._wrap_one)
             return
-        steps = WatchedSteps(self.module)
+        steps = StepModule(self.module)
         self.model = steps
         self.configure_ddp()
         if isinstance(self.model, DistributedDataParallel):

@@ -295,6 +295,14 @@ class Strategy(ABC):
         return {}
 
     @property
+    def replicas_per_process(self) -> int:
+        """Number of batches of a loader that this process joins to one batch: one for each replica of the module.
+
+        It is 1 for a strategy that divides a batch of the loader among its devices.
+        """
+        return 1
+
+    @property
     def is_first_reader(self) -> bool:
         """Whether this process is the first of those that read the same part of the data, and whose values count."""
         return True

@@ -26,7 +26,7 @@ def lazy_exports(
 
     Args:
         module: The module, its ``__name__``.
-        homes: For each name, the module that defines it.
+        homes: For each name, the module that defines it; or ``"module:Name"`` where it has another name there.
         kinds: Classes of plugins that the module offers besides: those of these kinds, by class name.
     """
 
@@ -51,10 +51,11 @@ def lazy_exports(
 
 
 def _import(home: str, name: str) -> Any:
+    module, _, name_there = home.partition(":")
     was_enabled = gc.isenabled()
     gc.disable()  # imported objects stay, and collecting among all that torch has made takes long
     try:
-        return getattr(import_module(home), name)
+        return getattr(import_module(module), name_there or name)
     finally:
         if was_enabled:
             gc.enable()

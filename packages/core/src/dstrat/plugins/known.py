@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from dstrat_xla import TPUAccelerator as TPUAccelerator
     from dstrat_xla import TPUSpawnStrategy as TPUSpawnStrategy
     from dstrat_xla import XLAAccelerator as XLAAccelerator
+    from dstrat_xla import XLAFSDPStrategy as XLAFSDPStrategy
+    from dstrat_xla import XLASPMDStrategy as XLASPMDStrategy
     from dstrat_xla import XLAStrategy as XLAStrategy
 
 _ACCELERATORS = {

@@ -235,13 +235,14 @@ def inherited_record(catalog: Catalog, kind: Kind, cls: type, arguments: Mapping
     """Return the record of the class, or of the nearest of its bases that has one; None where there is none.
 
     Of several records of one class, the one whose preset arguments are the most of those given is taken: a strategy
-    that is registered with ``start_method="fork"`` has the facts of its family's alias for fork.
+    that is registered with ``start_method="fork"`` has the facts of its family's alias for fork.  A record that is
+    written for some accelerators describes the class on these alone, so that one for any comes first.
     """
     records = [offer.component for offer in catalog.offers(kind)]
     for base in cls.__mro__:
         of_base = [record for record in records if is_target(record.target, base)]
         if of_base:
-            return max(of_base, key=lambda record: _agreement(record.options, arguments))
+            return max(of_base, key=lambda record: (_agreement(record.options, arguments), not record.accelerators))
     return None
 
 

@@ -124,7 +124,8 @@ class Net(TrainModule):
     test_dataloader = predict_dataloader = val_dataloader
 
     def _loader(self, samples: int, *, shuffle: bool) -> DataLoader[Any]:
-        readers = self.trainer.strategy.distributed_sampler_kwargs.get("num_replicas", 1)
+        strategy = self.trainer.strategy
+        readers = strategy.distributed_sampler_kwargs.get("num_replicas", 1) * strategy.replicas_per_process
         return DataLoader(dataset(samples), batch_size=max(1, GLOBAL_BATCH // readers), shuffle=shuffle)
 
 
