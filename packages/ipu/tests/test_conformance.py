@@ -21,8 +21,6 @@ class TestAccelerator(AcceleratorSuite):
 
 
 class TestIPU(StrategySuite):
-    """One IPU; several are replicas that share a batch of their own size, see test_parity.py."""
-
     alias = "ipu_strategy"
     accelerator = "ipu"
     environ: ClassVar = {"POPTORCH_SIMULATED_IPUS": "8"}
@@ -34,3 +32,9 @@ class TestIPU(StrategySuite):
         "test_testing_counts_each_sample_once": WHOLE_CALLS,
         "test_predictions_come_once_and_in_order": WHOLE_CALLS,
     }
+
+
+class TestReplicas(TestIPU):
+    """Two IPUs in the one process, each with a replica that reads batches of the loader's size."""
+
+    devices_per_process = 2

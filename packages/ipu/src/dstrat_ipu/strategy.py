@@ -137,6 +137,10 @@ class IPUStrategy(SingleDeviceStrategy):
         return self.num_devices if options is None else int(options.replication_factor)
 
     @property
+    def replicas_per_process(self) -> int:
+        return self.replication_factor
+
+    @property
     def training_opts(self) -> Any:
         """The ``poptorch.Options`` of training, in a fit."""
         return self._present(self._training_opts, "options for training")
