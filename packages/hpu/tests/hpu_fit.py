@@ -36,10 +36,13 @@ class Counting(Callback):
     """Counts at the end of each batch and of each epoch."""
 
     def __init__(self):
-        self.batches, self.epochs = [], []
+        self.batches, self.epochs, self.operations = [], [], []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        from habana_frameworks import simulation
+
         self.batches.append(counters())
+        self.operations.append(simulation.counters()["operations"])
 
     def on_train_epoch_end(self, trainer, module):
         self.epochs.append(counters())
@@ -47,6 +50,10 @@ class Counting(Callback):
     def per_step(self, first, last):
         """What was counted between the ends of two batches."""
         return {name: self.batches[last][name] - self.batches[first][name] for name in self.batches[0]}
+
+    def operations_per_step(self, first, last):
+        """How many operations the host recorded between the ends of two batches."""
+        return self.operations[last] - self.operations[first]
 
 
 class Block(nn.Module):

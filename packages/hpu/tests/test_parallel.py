@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hpu_fit import SavesAt
 from tests.hand_loop import BlockNet, NoCheckpoints, losses_of, share, start, train
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import WAYS, losses_of_one_device
 
+from dstrat import Callback
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.interfaces.strategy import Parts
@@ -125,55 +127,99 @@ from dstrat import Callback
 
 class Keeping(Callback):
     def on_train_end(self, trainer, module):
-        losses = trainer.strategy.reduce(torch.stack(module.losses))
-        if trainer.is_global_zero:
-            torch.save(losses.cpu(), sys.argv[2])
-        if sys.argv[5] == "hpu":
-            from habana_frameworks import simulation
-            from dstrat_hpu import HPUAccelerator
-
-            inherited = [os.environ.get(name) for name in ("HLS_MODULE_ID", "ID")]
-            facts = (simulation.module_id(), HPUAccelerator.is_lazy(), inherited, os.environ["MASTER_PORT"])
-            sys.stdout.write(f"rank {trainer.global_rank} {facts}\\n")  # whole, as the other rank writes too
-            sys.stdout.flush()
+        self.losses = trainer.strategy.reduce(torch.stack(module.losses)).cpu()
 
 
 if __name__ == "__main__":
-    options = {"strategy": sys.argv[1], "accelerator": sys.argv[5], "devices": eval(sys.argv[6])}
-    path = sys.argv[3]
-    callbacks = [Keeping(), SavesAt(8, path)]
-    fitted(None, data(batch_size=4), callbacks=callbacks, ckpt_path=sys.argv[4] or None, **options)
+    from habana_frameworks import simulation
+    from dstrat_hpu import HPUAccelerator
+
+    def losses(**options):
+        keeping = Keeping()
+        options["callbacks"] = [keeping, *options.get("callbacks", [])]
+        fitted(None, data(batch_size=4), strategy="hpu_parallel", devices=[4, 5], **options)
+        return keeping.losses
+
+    whole = losses(callbacks=[SavesAt(8, sys.argv[1])])
+    resumed = losses(ckpt_path=sys.argv[1])
+    inherited = [os.environ.get(name) for name in ("HLS_MODULE_ID", "ID")]
+    facts = (simulation.module_id(), HPUAccelerator.is_lazy(), inherited, os.environ["MASTER_PORT"])
+    same = torch.equal(resumed, whole[8:])
+    sys.stdout.write(f"rank {os.environ['RANK']} {(*facts, same)}\\n")  # whole, as the other rank writes too
+    sys.stdout.flush()
 """
 
 
-def run(tmp_path, strategy, *, saves, resumes="", lazy="1", accelerator="hpu", devices="2"):
-    """Train on two devices, as a user would; return the losses of all steps, and what the ranks print."""
-    program, losses = tmp_path / "program.py", tmp_path / f"losses of {saves.name}"
+def test_ranks_of_a_script_hold_the_devices_and_resume_exactly(tmp_path):
+    program = tmp_path / "program.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{PROGRAM}")
-    arguments = [strategy, losses, saves, resumes, accelerator, devices]
+    environ = {name: value for name, value in os.environ.items() if name != "PT_HPU_LAZY_MODE"}
     ended = subprocess.run(
-        [sys.executable, program, *map(str, arguments)],
+        [sys.executable, program, tmp_path / "checkpoint"],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
         timeout=170,
-        env={**os.environ, "HABANA_SIMULATOR_MACHINE": str(tmp_path / "machine"), "PT_HPU_LAZY_MODE": lazy},
+        env={**environ, "HABANA_SIMULATOR_MACHINE": str(tmp_path / "machine")},
     )
-    facts = {}
-    for line in ended.stdout.splitlines():
-        if line.startswith("rank "):
-            _, rank, fact = line.split(maxsplit=2)
-            facts[int(rank)] = ast.literal_eval(fact)
-    return torch.load(losses, weights_only=True), facts
-
-
-@pytest.mark.parametrize(("strategy", "lazy"), [("ddp", "0"), ("fsdp", "1")])
-def test_resume_is_exact_and_checkpoints_move(tmp_path, strategy, lazy):
-    of_hpu = {"ddp": "hpu_parallel", "fsdp": "hpu_fsdp"}[strategy]
-    whole, facts = run(tmp_path, strategy, saves=tmp_path / "whole", lazy=lazy, devices="[4, 5]")
-    assert [facts[rank][:3] for rank in (0, 1)] == [(module, lazy == "1", [None, None]) for module in (4, 5)]
+    lines = [line.split(maxsplit=2) for line in ended.stdout.splitlines() if line.startswith("rank ")]
+    facts = {int(rank): ast.literal_eval(fact) for _, rank, fact in lines}
+    for rank, module in ((0, 4), (1, 5)):
+        assert facts[rank][:3] == (module, False, [None, None])
+        assert facts[rank][4] is True
     assert facts[0][3] == facts[1][3] != "12345"  # the vendor's default, which all jobs of the machine would have
-    resumed, _ = run(tmp_path, of_hpu, saves=tmp_path / "none", resumes=tmp_path / "whole", lazy=lazy)
-    assert torch.equal(resumed, whole[8:])
-    on_cpu, _ = run(tmp_path, strategy, saves=tmp_path / "cpu", resumes=tmp_path / "whole", accelerator="cpu")
-    torch.testing.assert_close(on_cpu, whole[8:], rtol=1e-5, atol=0)
+
+
+def trained(cluster, strategy, accelerator, **options):
+    """Train in this rank; return the losses of all ranks' batches."""
+    from hpu_fit import Regression, data, fitted
+
+    import dstrat_ddp
+    import dstrat_fsdp
+    import dstrat_hpu
+
+    home = next(package for package in (dstrat_hpu, dstrat_ddp, dstrat_fsdp) if strategy in package.__all__)
+    where = {"strategy": getattr(home, strategy)(start_method="fork"), "accelerator": accelerator, "devices": 2}
+    keeping = Keeping()
+    callbacks = [keeping, *options.pop("callbacks", [])]
+    fitted(Regression(), data(batch_size=4), callbacks=callbacks, plugins=[cluster], **where, **options)
+    return keeping.losses
+
+
+class Keeping(Callback):
+    def on_train_end(self, trainer, module):
+        self.losses = trainer.strategy.reduce(torch.stack(module.losses)).cpu()
+
+
+ON_HPUS, ON_CPUS = ("HPUParallelStrategy", "HPUFSDPStrategy"), ("DDPStrategy", "FSDPStrategy")
+
+
+def moves(cluster, folder):
+    """Return differences of resumed losses, the largest one of all ways from one strategy to another."""
+    os.environ["HABANA_SIMULATOR_MACHINE"] = f"{os.environ['HABANA_SIMULATOR_MACHINE']}/job-{cluster.main_port}"
+    whole, found = {}, {}
+    for strategy, accelerator in [*((name, "hpu") for name in ON_HPUS), *((name, "cpu") for name in ON_CPUS)]:
+        path = f"{folder}/{strategy}-{accelerator}"
+        whole[path] = trained(cluster, strategy, accelerator, callbacks=[SavesAt(8, path)])
+    for strategy in ON_HPUS:
+        for path, losses in whole.items():
+            resumed = trained(cluster, strategy, "hpu", ckpt_path=path)
+            is_same = path.endswith(f"{strategy}-hpu")
+            found[strategy, Path(path).name] = is_same, relative(resumed, losses[8:])
+    for strategy in ON_CPUS:
+        for path in list(whole)[:2]:
+            resumed = trained(cluster, strategy, "cpu", ckpt_path=path)
+            found[strategy, Path(path).name] = False, relative(resumed, whole[path][8:])
+    return found
+
+
+def relative(losses, others):
+    assert losses.shape == others.shape
+    return float(((losses - others).abs() / others.abs()).max())
+
+
+def test_resume_is_exact_and_checkpoints_move_between_families(tmp_path):
+    for found in in_ranks(moves, folder=str(tmp_path)):
+        assert len(found) == 12
+        assert {way: difference for way, (is_same, difference) in found.items() if is_same and difference != 0} == {}
+        assert max(difference for _, difference in found.values()) < 1e-5

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run
 from tests.ranks import in_ranks
 from torch import nn
 
@@ -22,18 +23,6 @@ def counted(function):
     before = simulation.counters()
     function()
     return {name: value - before[name] for name, value in simulation.counters().items()}
-
-
-def run(program, **environ):
-    """Return how a program ends in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=170,
-    )
 
 
 # Memory and devices
@@ -87,35 +76,19 @@ def test_pinned_memory_of_the_host_stays_pinned():
     assert not torch.ones(3).is_pinned()
 
 
-HOLDING = """
-import sys
-import torch, habana_frameworks.torch
-torch.ones(1, device="hpu")
-print("holds", flush=True)
-sys.stdin.read()
-"""
+USING = "import torch, habana_frameworks.torch; torch.ones(1, device='hpu')"
 
 
-def test_a_device_in_use_cannot_be_acquired_by_another_process():
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDING],
-        env={**os.environ, "HLS_MODULE_ID": "2"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert holder.stdout.readline() == b"holds\n"
-        program = "import torch, habana_frameworks.torch; torch.ones(1, device='hpu')"
-        refused = run(program, HLS_MODULE_ID="2")
-        assert "Device acquire failed." in refused.stderr
-        assert run(program, HLS_MODULE_ID="3").returncode == 0
-    finally:
-        holder.communicate()
-    assert run(program, HLS_MODULE_ID="2").returncode == 0  # it was released when its process ended
+def test_a_device_in_use_cannot_be_acquired_by_another_process(tmp_path):
+    torch.ones(1, device="hpu")
+    refused = run(USING, HLS_MODULE_ID=str(simulation.module_id()))  # which this process holds
+    assert "Device acquire failed." in refused.stderr
+    for _ in range(2):  # it is released when its process ends
+        assert run(USING, HLS_MODULE_ID="3", HABANA_SIMULATOR_MACHINE=str(tmp_path)).returncode == 0
 
 
 def test_more_modules_than_the_machine_has_cannot_be_acquired():
-    refused = run("import torch, habana_frameworks.torch; torch.ones(1, device='hpu')", HLS_MODULE_ID="8")
+    refused = run(USING, HLS_MODULE_ID="8")
     assert "Device acquire failed." in refused.stderr
 
 
@@ -139,9 +112,6 @@ def test_lazy_mode_needs_the_torch_of_the_vendor():
 
 
 DEFAULT_MODE = """
-import os
-del os.environ["PT_HPU_LAZY_MODE"]
-import torch
 from habana_frameworks.torch.utils.internal import is_lazy
 os.environ["PT_HPU_LAZY_MODE"] = "1"
 print(torch.hpu.is_available(), is_lazy(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
@@ -149,7 +119,12 @@ print(torch.hpu.is_available(), is_lazy(), os.environ["MASTER_ADDR"], os.environ
 
 
 def test_eager_is_the_default_and_torch_loads_the_plugin():
-    assert run(DEFAULT_MODE).stdout == "True False localhost 12345\n"
+    begin = "import os, sys, torch\nassert 'dstrat' not in sys.modules\n"  # a program that is not a copy
+    environ = {name: value for name, value in os.environ.items() if name != "PT_HPU_LAZY_MODE"}
+    command = [sys.executable, "-c", begin + DEFAULT_MODE]
+    printed = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert printed.stdout == "True False localhost 12345\n"
+    assert run(begin.splitlines()[0] + DEFAULT_MODE, PT_HPU_LAZY_MODE=None).stdout == printed.stdout
     assert "module 'torch' has no attribute 'hpu'" in run("import torch; torch.hpu").stderr
     assert run("import torch; torch.hpu", PT_HPU_AUTOLOAD="1").returncode == 0
 
@@ -220,6 +195,92 @@ print(simulation.counters()["graphs"], simulation.counters()["operations"] > 0)
     assert run(program, PT_HPU_LAZY_MODE="0").stdout == "0 True\n"
 
 
+# HPU graphs
+
+
+def test_a_captured_graph_is_replayed_in_the_same_memory():
+    values, result = torch.ones(3, device="hpu"), torch.zeros(3, device="hpu")
+    graph = torch.hpu.HPUGraph()
+    with torch.hpu.graph(graph):
+        doubled = values * 2
+        result.copy_(doubled + 1)
+    values.fill_(4)
+    found = counted(graph.replay)
+    assert (result.tolist(), doubled.tolist()) == ([9, 9, 9], [8, 8, 8])
+    # The change of the values, and the graph, which the host has not recorded anew.
+    assert (found["graphs"], found["compiled"], found["operations"]) == (2, found["compiled"], 0)
+
+
+def test_values_cannot_be_read_while_a_graph_is_captured():
+    values = torch.ones(3, device="hpu")
+    for read in (lambda: values.sum().item(), values.cpu, values.nonzero):
+        with pytest.raises(RuntimeError, match="is not supported during hpu graph capturing"):
+            captured(read)
+
+
+def test_eager_mode_has_no_hpu_graphs():
+    refused = run("import torch\ntorch.hpu.HPUGraph().capture_begin()", PT_HPU_LAZY_MODE="0")
+    assert "HPU graphs are supported in lazy mode only" in refused.stderr
+
+
+class Layers(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def gradients(batches, *, cached=False, **options):
+    """Return the sum of the gradients of some batches."""
+    module = Layers().to("hpu")
+    if cached:
+        torch.hpu.ModuleCacher(max_graphs=2)(model=module, **options)
+    for index, batch in enumerate(batches):
+        if options.get("have_grad_accumulation"):
+            module.set_iteration_count(index)
+        module(batch.to("hpu")).square().mean().backward()
+    return torch.cat([parameter.grad.flatten().cpu() for parameter in module.parameters()])
+
+
+def test_a_cached_module_has_the_same_gradients():
+    batches = [torch.randn(5, 4), torch.randn(3, 4), torch.randn(2, 4)]  # the last one is of a third shape
+    for batch in batches:
+        torch.testing.assert_close(gradients([batch], cached=True), gradients([batch]), rtol=1e-5, atol=1e-7)
+
+
+def test_a_replay_compiles_nothing_and_records_little():
+    batch, found = torch.randn(5, 4).to("hpu"), {}
+    for cached in (False, True):
+        module = Layers().to("hpu")
+        if cached:
+            torch.hpu.ModuleCacher()(model=module)
+
+        def step(module=module):
+            module.zero_grad()
+            module(batch).mean().backward()
+            htcore.mark_step()
+
+        for _ in range(3):
+            found[cached] = counted(step)
+    assert found[True]["compiled"] == 0
+    assert found[True]["operations"] < found[False]["operations"]
+
+
+def test_accumulated_gradients_need_a_graph_for_the_first_batch():
+    batches = [torch.randn(5, 4) for _ in range(4)]
+    expected = gradients(batches)
+    accumulated = gradients(batches, cached=True, have_grad_accumulation=True)
+    torch.testing.assert_close(accumulated, expected, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(gradients(batches, cached=True), expected, rtol=1e-2)
+
+
+def test_a_wrapper_of_torch_cannot_be_cached():
+    with pytest.raises(AssertionError, match="only after wrapping with ModuleCacher"):
+        torch.hpu.ModuleCacher()(model=nn.DataParallel(nn.Linear(2, 2)))
+
+
 # Random numbers and autocast
 
 
@@ -273,6 +334,11 @@ def test_training_gives_the_losses_of_the_cpu():
 # Collectives
 
 
+def captured(call):
+    with torch.hpu.graph(torch.hpu.HPUGraph()):
+        call()
+
+
 def collectives(cluster):
     os.environ["HLS_MODULE_ID"] = str(cluster.local_rank)
     import habana_frameworks.torch  # noqa: F401 - registers hccl
@@ -283,6 +349,7 @@ def collectives(cluster):
     for name, call in {
         "mean": lambda: dist.all_reduce(own.clone(), op=dist.ReduceOp.AVG),
         "a tensor of the cpu": lambda: dist.all_reduce(own.cpu()),
+        "captured": lambda: captured(lambda: dist.all_reduce(own)),
     }.items():
         with pytest.raises(RuntimeError) as error:
             call()
@@ -306,6 +373,7 @@ def collectives(cluster):
 def test_hccl_sums_and_has_no_mean():
     for refused, found, device in in_ranks(collectives):
         assert refused["mean"] == "Unsupported ReduceOp for HCCL process group"
+        assert refused["captured"] == "collective nonSFG is not supported during hpu graph capturing"
         assert "No backend type associated with device type cpu" in refused["a tensor of the cpu"]
         assert found["SUM"] == [3, 3]
         assert (found["MIN"], found["MAX"], found["PRODUCT"]) == ([1, 1], [2, 2], [2, 2])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -11,30 +9,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hpu_fit import ON_HPU, trainer
+from processes import run
 from torch import nn
 
 from dstrat.errors import ConflictError, DeviceError, MissingRequirementError, RequestError
 from dstrat.resolve import Request, make_plan
+from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy
-from dstrat_hpu import HPUPrecisionPlugin, precision
+from dstrat_hpu import HPUFSDPStrategy, HPUParallelStrategy, HPUPrecisionPlugin, precision
 
 
 def plan(environ=None, **asked):
     return make_plan(Request(**asked), environ=environ or {})
 
 
-def run(program, **environ):
+def said_by(program, **environ):
     """Return what a program in a process of its own prints as its last line."""
     begin = "from dstrat.resolve import Request, make_plan\nfrom dstrat.errors import DstratError\n"
-    ended = subprocess.run(
-        [sys.executable, "-c", begin + program],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=170,
-    )
-    return (ended.stdout or ended.stderr).strip().splitlines()[-1]
+    return run(begin + program, **environ).last_line
 
 
 PLAN = """
@@ -46,58 +38,46 @@ except DstratError as error:
 
 
 def test_without_devices_the_driver_is_named():
-    said = run(PLAN, HABANA_SIMULATOR_DEVICES="0")
+    said = said_by(PLAN, HABANA_SIMULATOR_DEVICES="0")
     assert "DeviceError" in said
     assert "the driver shows no device: see hl-smi" in said
 
 
 def test_another_torch_is_named():
-    said = run(PLAN, HABANA_SIMULATOR_TORCH="2.5.1")
+    said = said_by(PLAN, HABANA_SIMULATOR_TORCH="2.5.1")
     assert "cannot be loaded with torch" in said
     assert "Compile-time major/minor PyTorch version 2.5.1" in said
     assert "install the vendor's torch and plugin of one release" in said
 
 
 def test_a_torch_that_lazy_mode_refuses_is_named():
-    assert "set PT_HPU_LAZY_MODE=0" in run(PLAN, HABANA_SIMULATOR_STOCK_TORCH="1")
+    assert "set PT_HPU_LAZY_MODE=0" in said_by(PLAN, HABANA_SIMULATOR_STOCK_TORCH="1")
 
 
-HOLDING = """
-import sys, torch, habana_frameworks.torch
-torch.ones(1, device="hpu")
-print("holds", flush=True)
-sys.stdin.read()
-"""
 ACQUIRE = """
 from dstrat_hpu import runtime
 try:
-    runtime.acquire(2)
+    runtime.acquire({index})
 except DstratError as error:
     print(type(error).__name__, error)
 else:
     try:
-        runtime.acquire(3)
+        runtime.acquire({other})
     except DstratError as error:
         print(type(error).__name__, error)
 """
 
 
 def test_a_device_in_use_is_named(tmp_path):
-    machine = {"HABANA_SIMULATOR_MACHINE": str(tmp_path)}
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDING],
-        env={**os.environ, **machine, "HLS_MODULE_ID": "2"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert holder.stdout.readline() == b"holds\n"
-        said = run(ACQUIRE, **machine)
-        assert said.startswith("DeviceError hpu 2 cannot be acquired (synStatus=8 [Device not found] Device acquire")
-        assert "another process holds it, as hl-smi shows" in said
-    finally:
-        holder.communicate()
-    assert "holds hpu 2 until it ends, and cannot take hpu 3" in run(ACQUIRE, **machine)
+    from habana_frameworks import simulation
+
+    torch.ones(1, device="hpu")
+    held = simulation.module_id()  # by this process, as long as it runs
+    said = said_by(ACQUIRE.format(index=held, other=held))
+    assert said.startswith(f"DeviceError hpu {held} cannot be acquired (synStatus=8 [Device not found] Device acquire")
+    assert "another process holds it, as hl-smi shows" in said
+    said = said_by(ACQUIRE.format(index=2, other=3), HABANA_SIMULATOR_MACHINE=str(tmp_path))
+    assert "holds hpu 2 until it ends, and cannot take hpu 3" in said
 
 
 TAKE = """
@@ -122,7 +102,7 @@ def take(machine, index, before="", **environ):
     program = TAKE.format(
         index=index, before=f"import torch, habana_frameworks.torch\n{before}" if before else "import torch"
     )
-    return run(program, HABANA_SIMULATOR_MACHINE=str(machine), **environ)
+    return said_by(program, HABANA_SIMULATOR_MACHINE=str(machine), **environ)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +134,7 @@ def test_a_device_that_was_used_before_is_not_taken_for_another(tmp_path):
 def test_a_plugin_that_is_loaded_too_late_is_named(tmp_path):
     before = "import torch\ntorch.ones(1, requires_grad=True).sum().backward()"
     program = TAKE.format(index=0, before=before)
-    said = run(program, HABANA_SIMULATOR_MACHINE=str(tmp_path))
+    said = said_by(program, HABANA_SIMULATOR_MACHINE=str(tmp_path))
     assert "a backward pass ran before habana_frameworks was loaded" in said
 
 
@@ -190,6 +170,13 @@ def engine(monkeypatch):
     engine = SimpleNamespace(fp8_autocast=None, Linear=nn.Linear)
     monkeypatch.setitem(sys.modules, precision._ENGINE, engine)
     return engine
+
+
+def test_fp8_is_refused_where_layers_are_sharded(engine):
+    with pytest.raises(
+        ConflictError, match=r"'hpu_fsdp' .* cannot run with precision 'fp8', only with"
+    ):
+        plan(strategy="hpu_fsdp", accelerator="hpu", devices=2, precision="fp8")
 
 
 def test_autocast_ends_when_fp8_cannot_start(engine):
@@ -229,13 +216,14 @@ def test_general_aliases_have_a_strategy_on_gaudi():
     assert plan(strategy="single_device", accelerator="hpu", devices=1).strategy == "single_device"
     assert plan(strategy="ddp", accelerator="hpu", devices=2).strategy == "ddp"
     assert plan(strategy="hpu_ddp", accelerator="hpu", devices=2).strategy == "hpu_parallel"
-    assert plan(strategy="fsdp", accelerator="hpu", devices=2).strategy == "hpu_fsdp"
+    assert plan(strategy="fsdp", accelerator="hpu", devices=2).strategy == "fsdp"
     assert plan(strategy="hpu_deepspeed", accelerator="hpu", devices=2).strategy == "deepspeed"
 
 
-def test_an_object_of_fsdp_is_refused_for_that_of_gaudi():
-    with pytest.raises(ConflictError, match="where 'hpu_fsdp' serves 'fsdp'"):
-        trainer(strategy=FSDPStrategy(), devices=2)
+def test_names_of_gaudi_and_general_ones_are_the_same_classes():
+    assert (HPUParallelStrategy, HPUFSDPStrategy) == (DDPStrategy, FSDPStrategy)
+    for strategy in (FSDPStrategy(), HPUFSDPStrategy(), DDPStrategy()):
+        assert trainer(strategy=strategy, devices=2).plan.num_devices == 2
 
 
 def test_gaudi_is_chosen_where_there_is_one():

@@ -80,7 +80,7 @@ class HPUAccelerator(Accelerator):
             runtime.mark_step()
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - there is one
-        """Return bytes of memory (in use, most in use so far, all that there is) and the number of allocations."""
+        """Return bytes of memory, and counts of allocations, compiled graphs and operations that ran on the host."""
         stats = runtime.hpu().memory_stats()
         names = {
             "InUse": "memory_used",
@@ -89,7 +89,10 @@ class HPUAccelerator(Accelerator):
             "NumAllocs": "allocations",
             "NumFrees": "frees",
         }
-        return {name: float(stats[key]) for key, name in names.items() if key in stats}
+        memory = {name: float(stats[key]) for key, name in names.items() if key in stats}
+        counts = {"graph_compilation": "graph_compilations", "cpu_fallback": "cpu_fallbacks"}
+        found = {name: runtime.count_of(metric) for metric, name in counts.items()}
+        return memory | {name: float(count) for name, count in found.items() if count is not None}
 
     def get_random_state(self, device: torch.device) -> Tensor | None:  # noqa: ARG002 - there is one
         state: Tensor = runtime.hpu().random.get_rng_state()

@@ -22,14 +22,15 @@ _HPU = Component(
     process_group_backend="hccl",
     supports_torch_distributed=True,
     devices_share_process=False,
-    # dstrat-fsdp declares the devices that it was tested on, and Gaudi is none of them.
-    strategies={"fsdp": "hpu_fsdp", "hpu_deepspeed": "deepspeed"},
+    strategies={"hpu_deepspeed": "deepspeed"},
 )
+
+# The strategies are those of the core and of other families: what Gaudi needs, its accelerator does and declares.
 
 _SINGLE = Component(
     kind="strategy",
     alias="hpu_single",
-    target="dstrat_hpu.strategy:SingleHPUStrategy",
+    target="dstrat.builtin.single_device:SingleDeviceStrategy",
     summary="one process on one Gaudi",
     requires=(_VENDOR,),
     pip_options=_FROM_VENDOR,
@@ -46,7 +47,7 @@ _SINGLE = Component(
 _PARALLEL = Component(
     kind="strategy",
     alias="hpu_parallel",
-    target="dstrat_hpu.parallel:HPUParallelStrategy",
+    target="dstrat_ddp.strategy:DDPStrategy",
     summary="ddp over hccl: one process per Gaudi, gradients averaged during the backward pass",
     synonyms=("hpu_ddp",),
     requires=("dstrat-ddp>=0.1,<0.2",),  # the accelerator requires the vendor's software, from elsewhere
@@ -64,7 +65,7 @@ _PARALLEL = Component(
 _FSDP = Component(
     kind="strategy",
     alias="hpu_fsdp",
-    target="dstrat_hpu.fsdp:HPUFSDPStrategy",
+    target="dstrat_fsdp.strategy:FSDPStrategy",
     summary="fsdp over hccl: parameters, gradients and optimizer state sharded over all Gaudis",
     requires=("dstrat-fsdp>=0.1,<0.2",),  # the accelerator requires the vendor's software, from elsewhere
     options={"start_method": "popen"},

@@ -117,6 +117,18 @@ def _core() -> Any:
     return importlib.import_module("habana_frameworks.torch.core")
 
 
+def count_of(metric: str) -> int | None:
+    """Return the count of one of the vendor's metrics since the process began; None in a release without it."""
+    load()
+    try:
+        metrics = importlib.import_module("habana_frameworks.torch.hpu.metrics")
+    except ImportError:
+        return None
+    collected = metrics.metric_global(metric)
+    number = None if collected is None else dict(collected.stats()).get("TotalNumber")
+    return None if number is None else int(number)
+
+
 def num_devices() -> int:
     """Return the number of devices that this process may choose from."""
     return int(hpu().device_count())

@@ -22,6 +22,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <functional>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -99,6 +100,42 @@ void end_graph() {
   }
   pending_hash = 0;
   pending_operations = 0;
+}
+
+// HPU graphs: operations that are captured once, and replayed in the same memory without being recorded anew
+
+using Operations = std::vector<std::function<void()>>;
+struct HPUGraph {
+  Operations operations;
+};
+Operations* capturing = nullptr;  // of a backward pass too, which has a thread of its own while the other one waits
+
+void refuse_in_capture(const char* what) {
+  TORCH_CHECK(capturing == nullptr, what, " is not supported during hpu graph capturing");
+}
+
+void capture_begin(HPUGraph& graph) {
+  acquire_device();
+  TORCH_CHECK(settings.lazy, "HPU graphs are supported in lazy mode only");
+  TORCH_CHECK(capturing == nullptr, "another HPU graph is being captured");
+  end_graph();
+  graph.operations.clear();
+  capturing = &graph.operations;
+}
+
+void capture_end() {
+  TORCH_CHECK(capturing != nullptr, "no HPU graph is being captured");
+  capturing = nullptr;
+  end_graph();
+}
+
+// What is pending runs first, such as the copies of new inputs.
+void replay(const HPUGraph& graph) {
+  refuse_in_capture("replay");
+  end_graph();
+  for (const auto& operation : graph.operations) operation();
+  const std::lock_guard<std::mutex> guard(counters_mutex);
+  ++counters.graphs;
 }
 
 void count_copy(int64_t Counters::*which) {
@@ -409,6 +446,28 @@ const std::unordered_set<std::string> kReads = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::repeat_interleave", "aten::equal", "aten::bincount"};
 
+// Results of a replay go where those of the capture are; views of the same memory have changed with it.
+void write_results(const c10::IValue& captured, const c10::IValue& result) {
+  if (captured.isTensorList()) {
+    const std::vector<at::Tensor> to = captured.toTensorVector(), from = result.toTensorVector();
+    for (size_t index = 0; index < to.size(); ++index) write_results(to[index], from[index]);
+  } else if (captured.isTensor() && captured.toTensor().defined() && captured.toTensor().numel() > 0) {
+    const at::Tensor to = captured.toTensor(), from = result.toTensor();
+    if (!to.is_same(from) && !to.is_alias_of(from)) {
+      to.copy_(from);
+      round_doubles(to);
+    }
+  }
+}
+
+void run_captured(
+    const c10::OperatorHandle& operation, const torch::jit::Stack& arguments, const torch::jit::Stack& results) {
+  const BelowAutograd guard;
+  torch::jit::Stack stack = arguments;
+  operation.callBoxed(&stack);
+  for (size_t index = 0; index < results.size(); ++index) write_results(results[index], stack[index]);
+}
+
 void run_on_cpu(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   acquire_device();
   const BelowAutograd guard;
@@ -425,12 +484,21 @@ void run_on_cpu(const c10::OperatorHandle& operation, torch::jit::Stack* stack) 
   }
   if (schema.name() != "aten::_pack_padded_sequence") call.check();  // which takes lengths on the CPU
   if (kReads.count(schema.name()) != 0) {
+    refuse_in_capture("a shape or value that the host needs");
     end_graph();
     count_copy(&Counters::to_host);
   }
+  torch::jit::Stack arguments;
+  if (capturing != nullptr) arguments.assign(stack->end() - static_cast<int64_t>(count), stack->end());
   operation.callBoxed(stack);
   call.finish(schema.is_mutable());
   const size_t returned = stack->size() - schema.returns().size();
+  if (capturing != nullptr) {
+    torch::jit::Stack results(stack->begin() + static_cast<int64_t>(returned), stack->end());
+    capturing->push_back([operation, arguments = std::move(arguments), results = std::move(results)] {
+      run_captured(operation, arguments, results);
+    });
+  }
   for (size_t index = returned; index < stack->size(); ++index) (*stack)[index] = to_device(call, (*stack)[index]);
   if (call.computes()) record(c10::hash_combine(std::hash<std::string>()(schema.name()), call.hash()));
 }
@@ -455,6 +523,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool /*non_bl
   acquire_device();
   const BelowAutograd guard;
   if (is_on_device(from) && !is_on_device(to)) {
+    refuse_in_capture("a copy to the host");
     end_graph();
     count_copy(&Counters::to_host);
   } else if (!is_on_device(from)) {
@@ -464,6 +533,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool /*non_bl
   const at::Tensor target = call.to_cpu(to), source = call.to_cpu(from);
   target.copy_(source);
   if (is_on_device(to)) round_doubles(target);
+  if (capturing != nullptr && is_on_device(from))
+    capturing->push_back([target, source] {
+      const BelowAutograd guard;
+      target.copy_(source);
+    });
   if (is_on_device(from) && is_on_device(to)) record(c10::hash_combine(std::hash<std::string>()("copy"), call.hash()));
   return to;
 }
@@ -474,6 +548,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
+  refuse_in_capture("a value that the host reads");
   end_graph();
   count_copy(&Counters::to_host);
   const BelowAutograd guard;
@@ -519,6 +594,7 @@ at::Tensor convolution(
   const std::optional<at::Tensor> b =
       bias.has_value() ? std::optional<at::Tensor>(call.to_cpu(*bias)) : std::nullopt;
   call.check();
+  refuse_in_capture("a convolution, which the simulator cannot replay,");
   record(c10::hash_combine(std::hash<std::string>()("convolution"), call.hash()));
   return call.to_device(at::convolution(in, w, b, stride, padding, dilation, transposed, output_padding, groups));
 }
@@ -718,6 +794,7 @@ class ProcessGroupHCCL final : public c10d::Backend {
         "Unsupported ReduceOp for HCCL process group");
   }
   static at::Tensor one(Call& call, const at::Tensor& tensor) {
+    refuse_in_capture("collective nonSFG");
     TORCH_CHECK(is_on_device(tensor), "Got a non-HPU tensor, expecting an HPU tensor");
     TORCH_CHECK(tensor.is_contiguous(), "Tensors must be contiguous");
     return call.to_cpu(tensor);
@@ -866,6 +943,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("module_id", [] { return acquired_module; });
   m.def("mark_step", &end_graph);
   m.def("default_generator", &default_generator);
+  py::class_<HPUGraph>(m, "HPUGraph")
+      .def(py::init<>())
+      .def("capture_begin", [](HPUGraph& graph) { capture_begin(graph); })
+      .def("capture_end", [](HPUGraph&) { capture_end(); })
+      .def("replay", [](const HPUGraph& graph) { replay(graph); });
   m.def("counters", [] {
     const std::lock_guard<std::mutex> guard(counters_mutex);
     return std::unordered_map<std::string, int64_t>{

@@ -7,6 +7,7 @@ import torch
 
 from habana_frameworks.torch import _device
 from habana_frameworks.torch.hpu import random
+from habana_frameworks.torch.hpu.graphs import HPUGraph, ModuleCacher, graph, make_graphed_callables
 from habana_frameworks.torch.hpu.random import (
     get_rng_state,
     get_rng_state_all,
@@ -20,6 +21,8 @@ from habana_frameworks.torch.hpu.random import (
 
 __all__ = [
     "Event",
+    "HPUGraph",
+    "ModuleCacher",
     "Stream",
     "current_device",
     "current_stream",
@@ -29,11 +32,13 @@ __all__ = [
     "get_device_name",
     "get_rng_state",
     "get_rng_state_all",
+    "graph",
     "init",
     "initial_seed",
     "is_available",
     "is_bf16_supported",
     "is_initialized",
+    "make_graphed_callables",
     "manual_seed",
     "manual_seed_all",
     "max_memory_allocated",
