@@ -14,7 +14,7 @@ from xla_fit import Counting, Counts, Regression, data, losses_of, trainer
 
 from dstrat import OwnLoop, TrainModule, build
 from dstrat.data.combined_loader import CombinedLoader
-from dstrat.data.division import with_parts
+from dstrat.data.division import with_attributes
 from dstrat.data.samplers import RankBatchSampler
 from dstrat.errors import MisuseError
 from dstrat.loggers import CSVLogger
@@ -127,7 +127,7 @@ LOADERS = {
     "batch size": data,
     "batch sampler": lambda rows: DataLoader(data(rows).dataset, batch_sampler=BatchSampler(range(rows), 8, False)),
     "one of several": lambda rows: CombinedLoader([data(24), data(rows)], "min_size"),
-    "divided evaluation": lambda rows: with_parts(
+    "divided evaluation": lambda rows: with_attributes(
         data(rows), batch_sampler=RankBatchSampler(BatchSampler(range(rows), 8, False), None, num_replicas=2, rank=0)
     ),
 }

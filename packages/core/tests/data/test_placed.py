@@ -44,7 +44,7 @@ class Counting:
 
 def read(loader, count, *, is_read_ahead):
     placed = StatefulLoader(loader, Beginning.of(loader), is_read_ahead=is_read_ahead)
-    assert placed.latest_place is None
+    assert placed.latest_position is None
     batches = iter(placed)
     assert [next(batches) for _ in range(count)] == list(range(1, count + 1))
     return placed, batches
@@ -53,19 +53,19 @@ def read(loader, count, *, is_read_ahead):
 def test_a_place_is_asked_for_a_checkpoint_alone_unless_batches_are_read_ahead():
     placed, batches = read(loader := Counting(), 4, is_read_ahead=False)
     assert loader.asked == 0
-    assert placed.place_after(4) == placed.latest_place == {"position": 4}
-    assert placed.place_after(3) is None
+    assert placed.position_after(4) == placed.latest_position == {"position": 4}
+    assert placed.position_after(3) is None
     assert next(batches) == 5
-    assert placed.place_after(5) == {"position": 5}
+    assert placed.position_after(5) == {"position": 5}
     ahead, _ = read(loader := Counting(), 4, is_read_ahead=True)
     assert loader.asked == 4
-    assert [ahead.place_after(number) for number in (3, 4)] == [{"position": 3}, {"position": 4}]
+    assert [ahead.position_after(number) for number in (3, 4)] == [{"position": 3}, {"position": 4}]
 
 
 def test_a_place_that_was_kept_is_not_that_of_another_reader():
     placed, batches = read(loader := Counting(), 2, is_read_ahead=False)
-    placed.keep_place()
+    placed.record_position()
     assert list(loader) == [1, 2, 3, 4, 5, 6]
-    assert placed.place_after(2) == placed.latest_place == {"position": 2}
+    assert placed.position_after(2) == placed.latest_position == {"position": 2}
     assert list(batches) == [3, 4, 5, 6]
-    assert placed.latest_place == {"position": 6}
+    assert placed.latest_position == {"position": 6}

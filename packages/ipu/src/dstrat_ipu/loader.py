@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from dstrat.data.combined_loader import CombinedLoader, map_leaves
-from dstrat.data.division import with_parts
+from dstrat.data.division import with_attributes
 from dstrat.errors import ConflictError, RequestError
 from dstrat_ipu import runtime
 
@@ -48,7 +48,7 @@ def joined(loader: Any, options: Any, purpose: str) -> Any:
     if not isinstance(loader.dataset, IterableDataset):
         _check_samples(loader.sampler, size, loader.batch_size, factor, purpose)
     batches = BatchSampler(loader.batch_sampler.sampler, size, drop_last=True)
-    return with_parts(loader, batch_sampler=batches, batch_size=size, drop_last=True)
+    return with_attributes(loader, batch_sampler=batches, batch_size=size, drop_last=True)
 
 
 def _check_samples(sampler: Sized, size: int, batch_size: int, factor: int, purpose: str) -> None:

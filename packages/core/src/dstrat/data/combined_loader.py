@@ -18,7 +18,7 @@ _NOTHING = object()
 
 
 class CombinedLoader:
-    """Several loaders whose batches come together, in the structure in which the loaders were given.
+    """Several loaders that are iterated as one, with batches in the structure of the loaders.
 
     ``CombinedLoader({"a": one, "b": [two, three]})`` gives batches ``{"a": ..., "b": [..., ...]}``.  Several training
     loaders that are passed to the Trainer without it are read with mode ``"max_size_cycle"``, several for evaluation
@@ -32,7 +32,7 @@ class CombinedLoader:
 
     Raises:
         RequestError: The mode is unknown.
-        MisuseError: There is no loader among what was given.
+        MisuseError: The structure contains no loader.
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
@@ -68,8 +68,8 @@ class CombinedLoader:
 
     def _together(self) -> Iterator[Any]:
         readers = [_Reader(loader) for loader in self.flattened]
-        indices = itertools.count()
-        places = map_leaves(self.iterables, lambda _: next(indices))
+        counter = itertools.count()
+        indices = map_leaves(self.iterables, lambda _: next(counter))
         ends = any if self.mode == "min_size" else all
         missing = _Reader.take_from_the_start if self.mode == "max_size_cycle" else _none
         while True:
@@ -79,7 +79,7 @@ class CombinedLoader:
             for index, reader in enumerate(readers):
                 if values[index] is _NOTHING:
                     values[index] = missing(reader)
-            yield map_leaves(places, values.__getitem__)
+            yield map_leaves(indices, values.__getitem__)
 
 
 class _Reader:
@@ -111,44 +111,44 @@ def _none(reader: _Reader) -> None:  # noqa: ARG001 - it has ended
     return None
 
 
-# Structures of loaders: lists, tuples and dicts, one within another.
+# Nested structures of loaders
 
 
-def is_structure(given: Any) -> bool:
-    """Return whether what was given holds loaders rather than being one."""
-    return isinstance(given, list | tuple | Mapping)
+def is_structure(loaders: Any) -> bool:
+    """Return whether the argument is a list, tuple or dict of loaders, rather than a loader."""
+    return isinstance(loaders, list | tuple | Mapping)
 
 
-def leaves(given: Any) -> Iterator[Any]:
+def leaves(loaders: Any) -> Iterator[Any]:
     """Yield the loaders of a structure, in their order."""
-    for _, loader in named_leaves(given, ""):
+    for _, loader in named_leaves(loaders, ""):
         yield loader
 
 
-def named_leaves(given: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the loaders of a structure, each with where it is, such as ``name['a'][1]``."""
-    if not is_structure(given):
-        yield name, given
+def named_leaves(loaders: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the loaders of a structure, each with its path, such as ``name['a'][1]``."""
+    if not is_structure(loaders):
+        yield name, loaders
         return
-    for key, part in given.items() if isinstance(given, Mapping) else enumerate(given):
-        yield from named_leaves(part, f"{name}[{key!r}]")
+    for key, child in loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders):
+        yield from named_leaves(child, f"{name}[{key!r}]")
 
 
-def map_leaves(given: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a structure of the same shape with what the function makes of each loader."""
-    if isinstance(given, Mapping):
-        return {key: map_leaves(part, function) for key, part in given.items()}
-    if isinstance(given, list | tuple):
-        values = [map_leaves(part, function) for part in given]
-        if isinstance(given, list):
+def map_leaves(loaders: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a structure of the same shape with the function applied to each loader."""
+    if isinstance(loaders, Mapping):
+        return {key: map_leaves(child, function) for key, child in loaders.items()}
+    if isinstance(loaders, list | tuple):
+        values = [map_leaves(child, function) for child in loaders]
+        if isinstance(loaders, list):
             return values
-        return type(given)(*values) if hasattr(given, "_fields") else tuple(values)
-    return function(given)
+        return type(loaders)(*values) if hasattr(loaders, "_fields") else tuple(values)
+    return function(loaders)
 
 
-def describe(given: Any) -> str:
+def describe(loaders: Any) -> str:
     """Return a structure as text, with the class of each loader."""
-    return str(map_leaves(given, lambda loader: _Name(type(loader).__name__)))
+    return str(map_leaves(loaders, lambda loader: _Name(type(loader).__name__)))
 
 
 class _Name(str):

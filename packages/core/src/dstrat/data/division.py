@@ -60,10 +60,10 @@ def is_divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
 
 
 def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[Any]:
-    """Return the loader with this process's part of the samples, of which all processes have equally many."""
+    """Return the loader with this process's shard of the samples; all shards are of the same length."""
     share = strategy.distributed_sampler_kwargs
     if isinstance(loader.dataset, ShardedIterableDataset):
-        return with_parts(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=True))
+        return with_attributes(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=True))
     if loader.batch_sampler is not None and not _groups_samples(loader):
         if share["num_replicas"] == 1:
             return loader
@@ -72,8 +72,8 @@ def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[A
             "cannot divide evenly between processes: divide it by global_rank and world_size, and say so with "
             "Trainer(use_distributed_sampler=False), or with training_loader(loader, distribute=False) of an OwnLoop"
         )
-    given = sampler_of(loader)
-    return with_sampler(loader, RankSampler(_order(given, strategy, loader), length=len(given), **share))
+    sampler = sampler_of(loader)
+    return with_sampler(loader, RankSampler(_order(sampler, strategy, loader), length=len(sampler), **share))
 
 
 def divide_evaluation(loader: DataLoader[Any], strategy: Strategy, *, repeat_to: int | None = None) -> DataLoader[Any]:
@@ -86,41 +86,43 @@ def divide_evaluation(loader: DataLoader[Any], strategy: Strategy, *, repeat_to:
     """
     share = strategy.distributed_sampler_kwargs
     if isinstance(loader.dataset, ShardedIterableDataset):
-        return with_parts(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=False))
-    own = loader.batch_sampler
-    given: Any = sampler_of(loader) if own is None or _groups_samples(loader) else own
-    order = _order(given, strategy, loader)
-    batches: Any = AgreedSampler(order, length=len(given))
+        return with_attributes(
+            loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=False)
+        )
+    batch_sampler = loader.batch_sampler
+    sampler: Any = sampler_of(loader) if batch_sampler is None or _groups_samples(loader) else batch_sampler
+    order = _order(sampler, strategy, loader)
+    batches: Any = AgreedSampler(order, length=len(sampler))
     if _groups_samples(loader):
-        batches = _regrouped(own, batches)
+        batches = _regrouped(batch_sampler, batches)
     if repeat_to is not None:
         batches = RepeatedBatches(batches, repeat_to)
-    part = RankBatchSampler(batches, order, **share)
-    return with_parts(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": part})
+    rank_batches = RankBatchSampler(batches, order, **share)
+    return with_attributes(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": rank_batches})
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return the sampler that gives the order: that of the batch sampler, where the user passed one."""
-    own: Any = loader.batch_sampler
-    return own.sampler if _groups_samples(loader) else loader.sampler
+    batch_sampler: Any = loader.batch_sampler
+    return batch_sampler.sampler if _groups_samples(loader) else loader.sampler
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     """Return a copy of a loader that reads the samples in another order."""
-    own: Any = loader.batch_sampler
-    if own is None:
-        return with_parts(loader, sampler=sampler)
-    return with_parts(loader, sampler=sampler, batch_sampler=_regrouped(own, sampler))
+    batch_sampler: Any = loader.batch_sampler
+    if batch_sampler is None:
+        return with_attributes(loader, sampler=sampler)
+    return with_attributes(loader, sampler=sampler, batch_sampler=_regrouped(batch_sampler, sampler))
 
 
 def _groups_samples(loader: DataLoader[Any]) -> bool:
-    """Return whether the batch sampler only groups what the sampler gives, as torch's does.
-
-    So does one of another class that the loader has made itself, as torchdata's StatefulDataLoader does: a loader that
-    was given a batch sampler has no batch size.
-    """
-    own = loader.batch_sampler
-    return type(own) is BatchSampler or (isinstance(own, BatchSampler) and loader.batch_size is not None)
+    """Return whether the batch sampler only groups the indices of the sampler, as torch's ``BatchSampler`` does."""
+    batch_sampler = loader.batch_sampler
+    # torchdata's StatefulDataLoader makes one of a class of its own. A loader to which the user passed a batch sampler
+    # has no batch size.
+    return type(batch_sampler) is BatchSampler or (
+        isinstance(batch_sampler, BatchSampler) and loader.batch_size is not None
+    )
 
 
 def _regrouped(batches: Any, sampler: Any) -> Any:
@@ -129,18 +131,16 @@ def _regrouped(batches: Any, sampler: Any) -> Any:
     return copied
 
 
-def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
-    """Return a copy of a loader, of whatever class, with another sampler, batch sampler or dataset.
-
-    Written into ``__dict__`` because a DataLoader refuses to have them set after its construction.
-    """
+def with_attributes(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Return a copy of a loader of any class with another sampler, batch sampler or dataset."""
     copied = copy.copy(loader)
-    copied.__dict__.update(parts, _iterator=None)
+    # Written into __dict__, because a DataLoader raises when they are set after its construction.
+    copied.__dict__.update(attributes, _iterator=None)
     return copied
 
 
 def _order(sampler: Any, strategy: Strategy, loader: DataLoader[Any]) -> Order:
-    """Return what gives the indices of an epoch in the same order in every process."""
+    """Return the order of indices, which is the same in every process."""
     if type(sampler) is SequentialSampler:
         return SequentialOrder(len(sampler))
     if _is_plain_random(sampler, loader):
@@ -149,7 +149,7 @@ def _order(sampler: Any, strategy: Strategy, loader: DataLoader[Any]) -> Order:
 
 
 def _is_plain_random(sampler: Any, loader: DataLoader[Any]) -> bool:
-    """Return whether a sampler shuffles by torch's own generator, and each sample comes once."""
+    """Return whether a sampler shuffles with torch's global generator and without replacement."""
     kind: Any = type(sampler)
     if kind is RandomSampler:
         has_generator = sampler.generator is not None
@@ -159,13 +159,13 @@ def _is_plain_random(sampler: Any, loader: DataLoader[Any]) -> bool:
     return not has_generator and not sampler.replacement and not sampler._num_samples  # noqa: SLF001 - torch offers no other way to know
 
 
-# Knowing which samples of the dataset a batch holds.
+# Records of the dataset indices of each batch
 
 
 class RecordedBatches(Sampler[Any]):
-    """The batches of another batch sampler (or the indices of a sampler), kept until they are asked for.
+    """The batches of another batch sampler (or the indices of a sampler), recorded until they are taken.
 
-    A loader asks for batches ahead of time and gives them in the same order.
+    A loader draws batches ahead of time and yields them in the same order, so a queue matches them.
 
     Args:
         batches: Any sampler or batch sampler.
@@ -185,25 +185,25 @@ class RecordedBatches(Sampler[Any]):
             yield batch
 
     def take(self) -> list[Any]:
-        """Return the indices in the batch that the loader gave last."""
+        """Return the indices of the batch that the loader yielded last."""
         batch = self._pending.popleft()
         return list(batch) if isinstance(batch, list | tuple) else [batch]
 
 
 def record_batches(loader: Any) -> Any:
-    """Return a loader that keeps which samples its batches hold; one whose samples have no index as it is."""
+    """Return a loader that records the indices of its batches; a loader without indices is returned unchanged."""
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not has_indices or not getattr(loader, "in_order", True):
         return loader
     if loader.batch_sampler is None:
-        return with_parts(loader, sampler=RecordedBatches(loader.sampler))
-    return with_parts(loader, batch_sampler=RecordedBatches(loader.batch_sampler))
+        return with_attributes(loader, sampler=RecordedBatches(loader.sampler))
+    return with_attributes(loader, batch_sampler=RecordedBatches(loader.batch_sampler))
 
 
 def take_indices(loader: Any) -> list[Any] | None:
-    """Return the indices in the dataset of the samples of a loader's batch; None where they are unknown.
+    """Return the dataset indices of a loader's latest batch; None where they are unknown.
 
-    Asked once for each batch, and of a loader that :func:`record_batches` returned.
+    Call it once per batch, with a loader that :func:`record_batches` returned.
     """
     for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
         if isinstance(sampler, RecordedBatches):

@@ -1,4 +1,4 @@
-"""Data of unknown length, which ends in all processes at the same batch."""
+"""Loaders of unknown length that end at the same batch in all processes."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _log = logging.getLogger(__name__)
 class ShortestLoader:
     """A training loader that ends for all processes when the first of them has no more batches.
 
-    A process that trained on alone would wait for the others for ever.  Each reads some batches ahead, at first one,
-    then up to :data:`MOST_BATCHES_AHEAD`, and all of them train on as many as the one with the fewest has; iterating
+    A process with an extra batch would wait for ever in its collectives.  Each process reads batches ahead, at first
+    one, then up to :data:`MOST_BATCHES_AHEAD`, and all train on the smallest number that any of them read.  Iterating
     is collective.
 
     Args:
         loader: Any iterable of batches.
-        strategy: By which the processes agree.
+        strategy: Reduces the number of batches over the processes.
     """
 
     def __init__(self, loader: Any, strategy: Strategy) -> None:
         self.loader = loader
         self._strategy = strategy
-        self._has_told = False
+        self._has_warned = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader's samplers which epoch comes."""
+        """Set the epoch of the loader's samplers."""
         set_epoch(self.loader, epoch)
 
     def __len__(self) -> int:
@@ -53,45 +53,45 @@ class ShortestLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        iterator, wanted = iter(self.loader), 1
+        iterator, num_requested = iter(self.loader), 1
         while True:
-            read = deque(itertools.islice(iterator, wanted))
+            read = deque(itertools.islice(iterator, num_requested))
             agreed = self._fewest(len(read))
             if len(read) > agreed:
-                self._tell()
+                self._warn()
             for _ in range(agreed):
                 yield read.popleft()  # so that a batch is not kept for longer than it is used
-            if agreed < wanted:
+            if agreed < num_requested:
                 return
-            wanted = min(2 * wanted, MOST_BATCHES_AHEAD)
+            num_requested = min(2 * num_requested, MOST_BATCHES_AHEAD)
 
     def _fewest(self, count: int) -> int:
         return int(self._strategy.reduce(torch.tensor(count, device=self._strategy.root_device), reduce_op="min"))
 
-    def _tell(self) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "rank %d has more training batches than another process: each epoch ends with the shortest",
                 self._strategy.global_rank,
             )
 
 
-# One number of training batches for all processes.
+# Agreement on the number of training batches
 
 
 def agreed_length(strategy: Strategy, num_batches: int | None) -> int | None:
-    """Return the number of batches that every process has, as none may train alone; collective.
+    """Return the smallest number of batches of all processes; collective.
 
     Args:
-        strategy: Whose processes agree.
+        strategy: Gathers the numbers.
         num_batches: Number of batches in this process, None where it is unknown.
 
     Returns:
-        The smallest number, which is told where it is not everyone's; None where it is unknown in all of them.
+        The smallest number, with a warning where the numbers differ; None where all are unknown.
 
     Raises:
-        MisuseError: It is unknown in some.
+        MisuseError: The number is known in some processes only.
     """
     if strategy.world_size == 1:
         return num_batches

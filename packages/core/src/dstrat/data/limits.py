@@ -8,11 +8,11 @@ from dstrat.errors import RequestError
 
 
 def limit_of(limit: float | None, length: int | None, name: str) -> int | None:
-    """Return how many batches to take at most; None takes all.
+    """Return the largest number of batches to read; None reads all.
 
     Args:
         limit: A number of batches (int), a fraction of them (float from 0 to 1), or None.
-        length: Number of batches there are, None where unknown.
+        length: Number of batches of the loader, None where unknown.
         name: The argument's name, for messages.
 
     Raises:
@@ -24,18 +24,18 @@ def limit_of(limit: float | None, length: int | None, name: str) -> int | None:
         return limit if length is None else min(limit, length)
     if length is None:
         raise RequestError(f"{name}={limit!r} is a fraction, and the loader has no length: give a number of batches")
-    taken = int(limit * length)
-    if taken == 0 and limit > 0 and length > 0:
+    count = int(limit * length)
+    if count == 0 and limit > 0 and length > 0:
         raise RequestError(f"{name}={limit!r} of {length} batches is less than one: give a number of batches")
-    return taken
+    return count
 
 
-def whole_items(count: int | None, per_item: int) -> int | None:
-    """Return a number of batches that whole items of a loader have: the largest that is no more, or one item.
+def round_to_items(count: int | None, per_item: int) -> int | None:
+    """Round a number of batches down to a multiple of the batches per item, but not below one item.
 
     Args:
         count: Number of batches, None where unknown; 0 stays.
-        per_item: Number of batches in what the loader gives at once.
+        per_item: Number of batches in one item of the loader.
     """
     if not count or count % per_item == 0:
         return count

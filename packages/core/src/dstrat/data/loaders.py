@@ -15,12 +15,12 @@ from dstrat.data.division import (
     is_divisible,
     record_batches,
     sampler_of,
-    with_parts,
+    with_attributes,
     with_sampler,
 )
 from dstrat.data.equal_length import ShortestLoader
 from dstrat.data.random_state import WorkerSeeds
-from dstrat.data.resume import ContinuedLoader, StatefulLoader
+from dstrat.data.resume import ResumedLoader, StatefulLoader
 from dstrat.data.sharded_dataset import ShardedIterableDataset
 from dstrat.errors import MisuseError
 
@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool) -> Any:
     """Return the loader that this process trains from.
 
-    Each process reads its part: of a plain sequential or shuffled loader, and of one with a sampler of the user's
-    own in that sampler's order.  Processes that read the same part read it in the same order.  What cannot be divided
-    is told in the log.  Several loaders are read together until the longest ends, unless they are in a CombinedLoader
-    of another mode.
+    Each process reads its shard, in an order that all processes share.  A custom sampler is drawn on rank 0.  A loader
+    that cannot be divided is reported as a warning.  Several loaders are read together until the longest ends, unless
+    they are in a CombinedLoader of another mode.
 
     Args:
         loader: A DataLoader or any other iterable; a list, tuple or dict of them; a CombinedLoader.
@@ -50,12 +49,12 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
         loader = CombinedLoader(loader, "max_size_cycle")
     _check_same(loader, "training", strategy)
     _check_not_empty(loader, "the training loader")
-    agrees = distribute and _reads_with_others(strategy)
+    agrees = distribute and _shares_data(strategy)
 
-    def divided(part: Any) -> Any:
-        is_divided = agrees and is_divisible(part, "training", strategy)
-        part = divide_training(part, strategy) if is_divided else _for_all_workers(part)
-        return _with_worker_seeds(part, strategy)
+    def divided(leaf: Any) -> Any:
+        is_divided = agrees and is_divisible(leaf, "training", strategy)
+        leaf = divide_training(leaf, strategy) if is_divided else _for_all_workers(leaf)
+        return _with_worker_seeds(leaf, strategy)
 
     loader = _map_loaders(loader, divided)
     _check_not_empty(loader, f"the part of the training data of rank {strategy.global_rank}")
@@ -75,22 +74,21 @@ def prepare_evaluation_loader(
         loader: A DataLoader or any other iterable, or a CombinedLoader.
         strategy: Says how many processes share the data, and which this one is.
         distribute: Whether dstrat may divide the data.
-        records_indices: Whether :func:`~dstrat.data.division.take_indices` is going to be
-            asked which samples a batch holds.
+        records_indices: Whether :func:`~dstrat.data.division.take_indices` is going to be called for each batch.
 
     Raises:
         MisuseError: The loader has no batch.
     """
     _check_not_empty(loader, "a loader for evaluation")
-    agrees = distribute and _reads_with_others(strategy)
-    parts = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-    agrees = agrees and all([is_divisible(part, "evaluation", strategy) for part in parts])  # noqa: C419 - tells of each
+    agrees = distribute and _shares_data(strategy)
+    loaders = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+    agrees = agrees and all([is_divisible(leaf, "evaluation", strategy) for leaf in loaders])  # noqa: C419 - tells of each
     if agrees:
         repeat_to = _longest(loader)
-        loader = _map_loaders(loader, lambda part: divide_evaluation(part, strategy, repeat_to=repeat_to))
+        loader = _map_loaders(loader, lambda leaf: divide_evaluation(leaf, strategy, repeat_to=repeat_to))
     else:
         loader = _map_loaders(loader, _for_all_workers)
-    loader = _map_loaders(loader, lambda part: _with_worker_seeds(part, strategy))
+    loader = _map_loaders(loader, lambda leaf: _with_worker_seeds(leaf, strategy))
     if records_indices:
         loader = record_batches(loader)
     return strategy.process_evaluation_dataloader(loader), agrees and strategy.distributed_sampler_kwargs[
@@ -98,30 +96,30 @@ def prepare_evaluation_loader(
     ] > 1
 
 
-def _reads_with_others(strategy: Strategy) -> bool:
-    """Return whether other processes read another part of the data, or the same one, in an order to agree on."""
+def _shares_data(strategy: Strategy) -> bool:
+    """Return whether the processes read from one order of the data, which they have to agree on."""
     return strategy.world_size > 1 and bool(strategy.distributed_sampler_kwargs)
 
 
 def _longest(loader: Any) -> int | None:
-    """Return up to how many batches the parts of a loader are repeated, None where they are not."""
+    """Return the number of batches to which shorter loaders are repeated, None where they are not."""
     return length_of(loader) if isinstance(loader, CombinedLoader) and loader.mode == "max_size_cycle" else None
 
 
 def _for_all_workers(loader: Any) -> Any:
-    """Return the loader with its iterable dataset told of the batch size, where it divides itself between workers."""
+    """Return the loader with the batch size set in its dataset, where that divides itself between workers."""
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, ShardedIterableDataset):
         return loader
     dataset = loader.dataset.divided(rank=0, num_replicas=1, batch_size=loader.batch_size, pads=False)
-    return with_parts(loader, dataset=dataset)
+    return with_attributes(loader, dataset=dataset)
 
 
 def _with_worker_seeds(loader: Any, strategy: Strategy) -> Any:
-    """Return the loader with workers that draw other random numbers than those of the first process."""
+    """Return the loader with worker seeds that differ from those of the first process."""
     rank = strategy.distributed_sampler_kwargs.get("rank", 0)  # the same where processes read the same data
     if rank == 0 or not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return loader
-    return with_parts(loader, worker_init_fn=WorkerSeeds(rank, loader.worker_init_fn))
+    return with_attributes(loader, worker_init_fn=WorkerSeeds(rank, loader.worker_init_fn))
 
 
 def _map_loaders(loader: Any, function: Callable[[Any], Any]) -> Any:
@@ -144,10 +142,10 @@ def _check_same(loader: Any, purpose: str, strategy: Strategy) -> None:
 
 
 def _check_not_empty(loader: Any, name: str) -> None:
-    given = loader.iterables if isinstance(loader, CombinedLoader) else loader
-    for place, part in named_leaves(given, name):
-        if length_of(part) == 0:
-            raise MisuseError(f"{place} has no batch: {_why_empty(part)}")
+    loaders = loader.iterables if isinstance(loader, CombinedLoader) else loader
+    for leaf_name, leaf in named_leaves(loaders, name):
+        if length_of(leaf) == 0:
+            raise MisuseError(f"{leaf_name} has no batch: {_why_empty(leaf)}")
 
 
 def _why_empty(loader: Any) -> str:
@@ -159,7 +157,7 @@ def _why_empty(loader: Any) -> str:
 
 
 def as_list(loaders: Any) -> list[Any]:
-    """Return the loaders that evaluation reads one after the other: none, one, or several.
+    """Return the loaders that evaluation reads in sequence: none, one, or several.
 
     A CombinedLoader counts as one unless its mode is sequential.
     """
@@ -171,26 +169,26 @@ def as_list(loaders: Any) -> list[Any]:
 
 
 def length_is_certain(loader: Any) -> bool:
-    """Return whether a loader has a length that is counted, rather than announced by an iterable dataset."""
-    if isinstance(loader, ContinuedLoader | StatefulLoader):
+    """Return whether a loader's length is exact, rather than a claim of an iterable dataset."""
+    if isinstance(loader, ResumedLoader | StatefulLoader):
         return length_is_certain(loader.loader)
     if isinstance(loader, CombinedLoader):
-        return all(length_is_certain(part) for part in loader.flattened)
+        return all(length_is_certain(leaf) for leaf in loader.flattened)
     if isinstance(loader, ShortestLoader) or isinstance(getattr(loader, "dataset", None), IterableDataset):
         return False
     return length_of(loader) is not None
 
 
-def is_loaded_elsewhere(loader: Any) -> bool:
-    """Return whether other processes load the batches, so that random numbers of this one do not depend on when."""
-    if isinstance(loader, ContinuedLoader):
-        return is_loaded_elsewhere(loader.loader)
-    parts = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-    return all(isinstance(part, DataLoader) and part.num_workers > 0 for part in parts)
+def loads_in_workers(loader: Any) -> bool:
+    """Return whether worker processes load the batches, so that prefetching does not change random numbers here."""
+    if isinstance(loader, ResumedLoader):
+        return loads_in_workers(loader.loader)
+    loaders = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+    return all(isinstance(leaf, DataLoader) and leaf.num_workers > 0 for leaf in loaders)
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches of a loader, None where it does not know."""
+    """Return the number of batches of a loader, None where it is unknown."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -198,43 +196,43 @@ def length_of(loader: Any) -> int | None:
 
 
 def check_loaders(loaders: Any, name: str) -> None:
-    """Raise MisuseError unless what was given is a loader, a structure of loaders, or a CombinedLoader."""
-    for place, loader in named_leaves(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders, name):
+    """Raise MisuseError unless the argument is a loader, a structure of loaders, or a CombinedLoader."""
+    for leaf_name, loader in named_leaves(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders, name):
         kind = type(loader).__name__
         if isinstance(loader, Tensor | str | bytes) and is_structure(loaders):
             raise MisuseError(
-                f"{place} is of type {kind}, which is no loader: lists, tuples and dicts hold loaders, "
+                f"{leaf_name} is of type {kind}, which is no loader: lists, tuples and dicts hold loaders, "
                 "so pass batches of your own in a DataLoader(batches, batch_size=None)"
             )
         if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
-            raise MisuseError(f"{place} is a dataset ({kind}): pass DataLoader(dataset, batch_size=...)")
+            raise MisuseError(f"{leaf_name} is a dataset ({kind}): pass DataLoader(dataset, batch_size=...)")
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-            raise MisuseError(f"{place} is a {kind}, over which one cannot iterate: pass a DataLoader")
+            raise MisuseError(f"{leaf_name} is a {kind}, over which one cannot iterate: pass a DataLoader")
 
 
-# Loaders that give the same batches in every epoch, on which one lets a model overfit.
+# Loaders without shuffling, for overfit_batches
 
 
 _log = logging.getLogger(__name__)
 
 
 def sequential(loaders: Any) -> Any:
-    """Return loaders, in the structure in which they were given, that read the same samples in the same order always.
+    """Return the same structure of loaders, which read the same samples in the same order in every epoch.
 
-    Instead of being shuffled, the samples come in the order of the dataset; a sampler of the user's own draws once,
-    and its order is kept.  What has no sampler is left as it is.
+    A shuffled loader is read in the order of the dataset.  A custom sampler is drawn once, and its order is reused.
+    A loader without a sampler stays unchanged.
     """
     if isinstance(loaders, CombinedLoader):
-        return CombinedLoader(map_leaves(loaders.iterables, _unshuffled), loaders.mode)
-    return map_leaves(loaders, _unshuffled)
+        return CombinedLoader(map_leaves(loaders.iterables, _make_sequential), loaders.mode)
+    return map_leaves(loaders, _make_sequential)
 
 
-def _unshuffled(loader: Any) -> Any:
+def _make_sequential(loader: Any) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         _log.warning("a %s cannot be kept from shuffling: overfit_batches takes what it gives", type(loader).__name__)
         return loader
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        return with_parts(loader, batch_sampler=list(loader.batch_sampler))
+        return with_attributes(loader, batch_sampler=list(loader.batch_sampler))
     sampler = sampler_of(loader)
     if type(sampler) is SequentialSampler:
         return loader

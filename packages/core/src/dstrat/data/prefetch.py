@@ -1,4 +1,4 @@
-"""Copying the next batch to a CUDA device while the step of the one before is computed."""
+"""Prefetch of the next batch to a CUDA device during a step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 def prefetch(
     batches: Iterable[tuple[Any, bool]], move: Callable[[Any], Any], device: torch.device
 ) -> Iterator[tuple[Any, bool]]:
-    """Yield batches on the device, having started to copy the one that follows.
+    """Yield batches on the device, and start the copy of the next one before each is yielded.
 
-    A copy runs on a stream of its own, from pinned memory, and starts when the step that was queued last is over: it
-    overlaps with the step of the batch that is yielded.  As each copy waits for all that was queued before, memory of
-    an old batch is written again only when no step reads it any more, also where nothing could record its use.
+    A copy runs on a separate stream, from pinned memory.  It waits for the step that was queued last, and overlaps
+    with the step of the batch that is yielded.  As each copy waits for all work that was queued before it, the memory
+    of an old batch is reused only when no step reads it, without ``record_stream``.
 
     Args:
         batches: On the host, each with whether it is the last.
@@ -45,7 +45,7 @@ def prefetch(
 
 
 def _awaited(copied: tuple[Any, torch.cuda.Event, bool], device: torch.device) -> tuple[Any, bool]:
-    """Let what is queued from now on wait for a copy."""
+    """Make the current stream wait for a copy; return its batch."""
     batch, event, is_last = copied
     torch.cuda.current_stream(device).wait_event(event)
     return batch, is_last

@@ -27,7 +27,7 @@ SEED_VARIABLE = "PL_GLOBAL_SEED"
 
 _LARGEST_SEED = 2**32 - 1
 _SPREAD = 0x9E3779B1
-"""Far apart in their lower 32 bits, of which torch makes its numbers on the CPU, are the multiples of this one."""
+"""Multiples of this are far apart in their lower 32 bits, which seed torch's generator on the CPU."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def seed_everything(
     workers: bool = False,  # noqa: ARG001 - as Lightning has it
     verbose: bool = True,
 ) -> int:
-    """Let python, numpy (where it is installed) and torch draw the same random numbers in every run; return the seed.
+    """Seed python, numpy (where it is installed) and torch, so that every run draws the same numbers; return the seed.
 
     Args:
         seed: From 0 to 2**32 - 1; the same in every process, so that all of them create the same module.  None takes
@@ -65,15 +65,15 @@ def _seed_of_environment(*, verbose: bool) -> int:
     return 0
 
 
-def _read_seed(seed: Any, asked: str) -> int:
-    """Return a seed as an int: of other integers such as numpy's, whole floats, and texts."""
+def _read_seed(seed: Any, source: str) -> int:
+    """Convert a seed to an int: numpy's integers, integral floats, and strings."""
     try:
         number = int(seed)
-        is_whole = isinstance(seed, str) or number == seed
+        is_integral = isinstance(seed, str) or number == seed
     except (TypeError, ValueError, OverflowError):
-        number, is_whole = -1, False
-    if not is_whole or not 0 <= number <= _LARGEST_SEED:
-        raise RequestError(f"{asked} is not possible: give an int from 0 to {_LARGEST_SEED}")
+        number, is_integral = -1, False
+    if not is_integral or not 0 <= number <= _LARGEST_SEED:
+        raise RequestError(f"{source} is not possible: give an int from 0 to {_LARGEST_SEED}")
     return number
 
 
@@ -114,7 +114,7 @@ class WorkerSeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomState:
-    """What the generators would draw next.
+    """The state of the global generators of a process.
 
     Attributes:
         python: State of the module ``random``.
@@ -137,17 +137,19 @@ class RandomState:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain values and tensors, which are written in one go where 1,249 numbers are not."""
-        version, words, gauss = self.python
+        """Return the state as plain values and tensors."""
+        # As tensors, because a checkpoint writes each of the 1,249 numbers by itself otherwise.
+        version, internal_state, gauss = self.python
         return {
-            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "python": {"version": version, "words": torch.tensor(internal_state), "gauss": gauss},
             "numpy": None if self.numpy is None else _numpy_state_dict(self.numpy),
             "torch": self.torch,
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
-        """Return what :meth:`state_dict` described, now or in checkpoints until 2026, which have lists of numbers."""
+        """Return the state that :meth:`state_dict` saved."""
+        # Older checkpoints, until 2026, have lists of numbers instead of dicts with tensors.
         python, numpy = state["python"], state["numpy"]
         if isinstance(python, dict):
             python = (python["version"], python["words"].tolist(), python["gauss"])
@@ -156,7 +158,7 @@ class RandomState:
         return cls(python=_tuples(python), numpy=_tuples(numpy), torch=state["torch"])
 
     def restore(self) -> None:
-        """Let this process draw the same numbers."""
+        """Set the global generators to this state."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch)
         if self.numpy is not None:
@@ -166,9 +168,9 @@ class RandomState:
 
 
 def _numpy_state_dict(state: Any) -> dict[str, Any]:
-    name, words, *rest = state
-    words = words if isinstance(words, tuple) else words.tolist()  # a tuple where it has been loaded from a checkpoint
-    return {"name": name, "words": torch.tensor(words), "rest": rest}
+    name, keys, *remaining = state
+    keys = keys if isinstance(keys, tuple) else keys.tolist()  # a tuple where it has been loaded from a checkpoint
+    return {"name": name, "words": torch.tensor(keys), "rest": remaining}
 
 
 def _tuples(state: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Resume of a loader in the middle of an epoch."""
+"""Resuming of a loader in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from typing_extensions import Self
 
 from dstrat.data.combined_loader import CombinedLoader
-from dstrat.data.division import sampler_of, with_parts
+from dstrat.data.division import sampler_of, with_attributes
 from dstrat.data.equal_length import MOST_BATCHES_AHEAD, ShortestLoader
 from dstrat.data.random_state import RandomState
 from dstrat.data.samplers import ShuffledOrder
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Beginning:
-    """What the order of an epoch's batches follows from: random numbers, and where samplers were when it began.
+    """The random state at the beginning of an epoch, which determines the order of its batches.
 
     Args:
         random: The random numbers of this process before its loader was read.
@@ -42,42 +42,42 @@ class Beginning:
 
     @classmethod
     def of(cls, loader: Any) -> Self:
-        """Return that of a loader that is going to be read."""
+        """Capture the state of a loader before its epoch is read."""
         return cls(RandomState.capture(), generator_states(loader), shared_seeds(loader))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain values and tensors."""
+        """Return the state as plain values and tensors."""
         return {"random": self.random.state_dict(), "generators": self.generators, "seeds": self.seeds}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
-        """Return what :meth:`state_dict` described."""
+        """Return the object that :meth:`state_dict` saved."""
         seeds = state["seeds"] if "seeds" in state else [state["seed"]]  # older ones have that of one loader
         return cls(RandomState.from_state_dict(state["random"]), list(state["generators"]), list(seeds))
 
     def restore(self, loader: Any) -> None:
-        """Let the loader, and this process, begin there again."""
+        """Restore the random state of this process and of the loader."""
         self.random.restore()
         set_generator_states(loader, self.generators)
         self.share_order(loader)
 
     def share_order(self, loader: Any) -> None:
-        """Let the loader shuffle in every epoch as the one did whose epoch it was."""
+        """Set the shuffle seeds of the loader to the saved ones."""
         share_seeds(loader, self.seeds)
 
 
 def shared_seeds(loader: Any) -> list[int | None]:
-    """Return for each of the loaders that are read as one the seed of the shuffled order that the processes share.
-
-    None where it has no such order.
-    """
-    return [order.seed if isinstance(order := _order_of(part), ShuffledOrder) else None for part in _parts_of(loader)]
+    """Return the shared shuffle seed of each source loader, None for one without."""
+    return [
+        order.seed if isinstance(order := _order_of(source), ShuffledOrder) else None
+        for source in _source_loaders(loader)
+    ]
 
 
 def share_seeds(loader: Any, seeds: Iterable[int | None]) -> None:
-    """Let a loader shuffle as one did of which :func:`shared_seeds` returned the seeds."""
-    for part, seed in zip(_parts_of(loader), seeds, strict=False):
-        if seed is not None and isinstance(order := _order_of(part), ShuffledOrder):
+    """Set the shuffle seeds that :func:`shared_seeds` returned."""
+    for source, seed in zip(_source_loaders(loader), seeds, strict=False):
+        if seed is not None and isinstance(order := _order_of(source), ShuffledOrder):
             order.seed = seed
 
 
@@ -87,20 +87,20 @@ def generator_states(loader: Any) -> list[Any]:
 
 
 def set_generator_states(loader: Any, states: Iterable[Any]) -> None:
-    """Take back what :func:`generator_states` returned."""
+    """Restore the states that :func:`generator_states` returned."""
     for generator, state in zip(_generators_of(loader), states, strict=False):
         generator.set_state(state)
 
 
-class ContinuedLoader:
-    """The batches of a loader after those that have been read.
+class ResumedLoader:
+    """The remaining batches of an epoch.
 
-    A sampler is read over, so that no sample is loaded in vain; only where there is none (iterable datasets, loaders
-    that are combined or of another class) batches are loaded and left out.  Random numbers that the loader draws
-    when it starts are those of the epoch's beginning; all others go on from where they are.
+    A sampler is advanced without loading samples.  Loaders without one (iterable datasets, combined loaders, loaders of
+    another class) load the batches and discard them.  The loader starts with the random state of the epoch's beginning;
+    the random state of the process is otherwise unchanged.
 
     Args:
-        loader: What is read.
+        loader: The loader of the epoch.
         beginning: How the epoch began.
         batches_done: Number of batches that have been read.
     """
@@ -109,7 +109,7 @@ class ContinuedLoader:
         self.loader, self._beginning, self._batches_done = loader, beginning, batches_done
 
     def __len__(self) -> int:
-        """Return the number of batches that are left."""
+        """Return the number of remaining batches."""
         return max(0, len(self.loader) - self._batches_done)
 
     def __iter__(self) -> Iterator[Any]:
@@ -126,7 +126,7 @@ class ContinuedLoader:
         loader: DataLoader[Any] = self.loader
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         skipping = _Skipping(getattr(loader, name), self._batches_done)
-        iterator: Iterator[Any] = iter(with_parts(loader, **{name: skipping}))
+        iterator: Iterator[Any] = iter(with_attributes(loader, **{name: skipping}))
         skipping.start_later()
         return iterator
 
@@ -143,9 +143,9 @@ class ContinuedLoader:
 
 
 class _Skipping(Sampler[Any]):
-    """A sampler without its first items, drawn with the random numbers of the epoch's beginning.
+    """A sampler without its first items, drawn with the random state of the epoch's beginning.
 
-    A loader with workers reads the sampler as soon as it starts, one without when the first batch is asked for.
+    A loader with workers reads the sampler when it starts; one without workers, when it yields the first batch.
     """
 
     def __init__(self, sampler: Any, count: int) -> None:
@@ -156,7 +156,7 @@ class _Skipping(Sampler[Any]):
         return max(0, len(self._sampler) - self._count)
 
     def start_later(self) -> None:
-        """Take note of the random numbers with which the sampler starts, if it has not been read yet."""
+        """Capture the random state with which the sampler starts, if it has not been read yet."""
         self._random = RandomState.capture()
 
     def __iter__(self) -> Iterator[Any]:
@@ -182,41 +182,43 @@ def _order_of(loader: Any) -> Any:
 
 
 def _generators_of(loader: Any) -> list[Generator]:
-    """Return the generators of what a loader reads, and of the samplers, each once."""
-    loaders = [part for part in _parts_of(loader) if isinstance(part, DataLoader)]
-    found = [generator for one in loaders for generator in (one.generator, getattr(sampler_of(one), "generator", None))]
-    return list({id(generator): generator for generator in found if generator is not None}.values())
+    """Return the distinct generators of the source loaders and of their samplers."""
+    loaders = [source for source in _source_loaders(loader) if isinstance(source, DataLoader)]
+    generators = [
+        generator for one in loaders for generator in (one.generator, getattr(sampler_of(one), "generator", None))
+    ]
+    return list({id(generator): generator for generator in generators if generator is not None}.values())
 
 
-def _parts_of(loader: Any) -> list[Any]:
-    """Return the loaders that are read through a loader, itself where it is none of dstrat's."""
+def _source_loaders(loader: Any) -> list[Any]:
+    """Return the user's loaders inside dstrat's wrappers."""
     if isinstance(loader, ShortestLoader):
-        return _parts_of(loader.loader)
+        return _source_loaders(loader.loader)
     if isinstance(loader, CombinedLoader):
-        return [part for one in loader.flattened for part in _parts_of(one)]
+        return [source for one in loader.flattened for source in _source_loaders(one)]
     return [loader]
 
 
-# Loaders that know their own place, by ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader.
+# Stateful loaders: those with ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader
 
 
-_MOST_KEPT = 2 * MOST_BATCHES_AHEAD + 2
-"""Places that are kept: batches are read before they are trained on, by at most so many."""
+_MAX_POSITIONS = 2 * MOST_BATCHES_AHEAD + 2
+"""Number of recorded positions; batches are read ahead by fewer than this."""
 
 
 class StatefulLoader:
-    """A loader that knows its own place.
+    """A loader that resumes by its own state dict, here called its position.
 
-    To ask it costs 0.05 to 0.1 ms with torchdata's, so that it is asked only for a checkpoint, unless batches are read
-    before they are trained on: then the place after each of the last ones is kept.
+    torchdata's ``state_dict`` takes 0.05 to 0.1 ms, so it is called for checkpoints only.  Where batches are read ahead
+    of training, it is called for each batch, and the latest positions are recorded.
 
     Args:
-        loader: Of which :func:`knows_its_place` is True.
+        loader: A loader for which :func:`is_stateful` is True.
         beginning: How the epoch began.
         batches_done: Number of batches that have been read.
-        place: Where the loader was then; None at the beginning.
-        is_over: Whether that was the end of the epoch.
-        is_read_ahead: Whether batches are read before the one before them is done with.
+        position: State of the loader after them; None at the beginning.
+        is_over: Whether the epoch has ended.
+        is_read_ahead: Whether a batch may be read before the step of the previous one has ended.
     """
 
     def __init__(
@@ -224,53 +226,54 @@ class StatefulLoader:
         loader: Any,
         beginning: Beginning,
         batches_done: int = 0,
-        place: Any = None,
+        position: Any = None,
         *,
         is_over: bool = False,
         is_read_ahead: bool = True,
     ) -> None:
-        self.loader, self._beginning, self._batches_done, self._place = loader, beginning, batches_done, place
+        self.loader, self._beginning, self._batches_done, self._position = loader, beginning, batches_done, position
         self._is_over, self._is_read_ahead = is_over, is_read_ahead
-        self._kept = deque([(batches_done, place)], maxlen=_MOST_KEPT)
+        self._positions = deque([(batches_done, position)], maxlen=_MAX_POSITIONS)
         self._num_read = batches_done
 
     def __len__(self) -> int:
-        """Return the number of batches that are left."""
+        """Return the number of remaining batches."""
         return max(0, len(self.loader) - self._batches_done)
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_over:
             return iter(())
         loader = _innermost(self.loader)
-        batches = self._counted(loader if self._place is None else self._from_place(loader))
+        batches = self._counted(loader if self._position is None else self._resume(loader))
         if not isinstance(self.loader, ShortestLoader):
             return batches
         agreeing = copy.copy(self.loader)
         agreeing.loader = batches
         return iter(agreeing)
 
-    def place_after(self, batches_done: int) -> Any:
-        """Return where the loader was when so many batches of the epoch had been read; None where that is forgotten."""
+    def position_after(self, batches_done: int) -> Any:
+        """Return the position after a number of batches of the epoch; None where it is no longer recorded."""
         if batches_done == self._num_read:
-            return self.latest_place
-        return next((place for number, place in self._kept if number == batches_done), None)
+            return self.latest_position
+        return next((position for number, position in self._positions if number == batches_done), None)
 
     @property
-    def latest_place(self) -> Any:
-        """Where the loader is; None before the first batch."""
-        number, place = self._kept[-1]
-        return place if number == self._num_read else _place_of(_innermost(self.loader))
+    def latest_position(self) -> Any:
+        """The current position; None before the first batch."""
+        number, position = self._positions[-1]
+        return position if number == self._num_read else _copy_position(_innermost(self.loader))
 
-    def keep_place(self) -> None:
-        """Keep the place for a checkpoint that comes later, when something else may have read the loader."""
-        self._kept.append((self._num_read, self.latest_place))
+    def record_position(self) -> None:
+        """Record the current position for a later checkpoint, before something else reads the loader."""
+        self._positions.append((self._num_read, self.latest_position))
 
-    def _from_place(self, loader: Any) -> Iterator[Any]:
-        """Begin in the middle, with the random numbers of the epoch's beginning, which the loader may draw again."""
+    def _resume(self, loader: Any) -> Iterator[Any]:
+        """Return an iterator from the saved position."""
+        # The loader may draw the random numbers of its start again.
         now = RandomState.capture()
         self._beginning.restore(self.loader)
         try:
-            loader.load_state_dict(copy.deepcopy(self._place))
+            loader.load_state_dict(copy.deepcopy(self._position))
             return iter(loader)
         finally:
             now.restore()
@@ -278,27 +281,27 @@ class StatefulLoader:
     def _counted(self, batches: Iterable[Any]) -> Iterator[Any]:
         for self._num_read, batch in enumerate(batches, self._batches_done + 1):  # noqa: B020 - it counts for the others
             if self._is_read_ahead:
-                self.keep_place()
+                self.record_position()
             yield batch
-        self._kept.append((self._num_read, _place_of(_innermost(self.loader))))  # which now is the end
+        self._positions.append((self._num_read, _copy_position(_innermost(self.loader))))  # which now is the end
 
 
 def is_stateful(loader: Any) -> bool:
-    """Return whether a loader says where it is."""
+    """Return whether a loader has ``state_dict`` and ``load_state_dict``."""
     return all(callable(getattr(_innermost(loader), name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def rest_at(loader: Any, place: Any) -> None:
-    """Let a loader be where it was at the end of an epoch, before another one is read; random numbers stay."""
+def restore_end_position(loader: Any, position: Any) -> None:
+    """Restore the position of a loader at the end of an epoch; the random state of the process is unchanged."""
     now = RandomState.capture()
     inner = _innermost(loader)
-    inner.load_state_dict(copy.deepcopy(place))
-    iter(inner)  # which takes the state
+    inner.load_state_dict(copy.deepcopy(position))
+    iter(inner)  # StatefulDataLoader applies the loaded state in __iter__
     now.restore()
 
 
-def _place_of(loader: Any) -> Any:
-    """Return where a loader is, as a copy, which later batches leave as it is."""
+def _copy_position(loader: Any) -> Any:
+    """Return a copy of a loader's state, which later batches do not change."""
     try:
         return copy.deepcopy(loader.state_dict())
     except TypeError as error:

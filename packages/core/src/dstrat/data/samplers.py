@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 Order = Callable[[int, int], Iterable[Any]]
-"""Returns the indices, or batches, of an epoch, when they are read for the so-manieth time in it (from 0)."""
+"""Function of an epoch and of the number of earlier readings in it; returns its indices, or batches."""
 
 
 class RankSampler(Sampler[int]):
-    """Every n-th index of an order that all processes agree on, for training.
+    """Every n-th index of an order that all processes share, for training.
 
-    All processes get the same number of indices: where the order does not divide evenly it is continued from its
-    start, so that no process waits for a batch that another one lacks.
+    All processes get the same number of indices: where the order does not divide evenly, indices from its start pad
+    it, so that no process waits for a batch that another one lacks.
 
-    It has a state, by which loaders that have one (torchdata's StatefulDataLoader) go on within an epoch.
+    Its state lets stateful loaders (torchdata's StatefulDataLoader) resume within an epoch.
 
     Args:
         order: The same in every process.
@@ -47,16 +47,16 @@ class RankSampler(Sampler[int]):
         self._times_read = self._num_read = self._num_skipped = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
+        """Set the epoch of the next reading."""
         self.epoch = epoch
         self._times_read = self._num_read = self._num_skipped = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the latest reading of the epoch is; the epoch itself is that of the loop."""
+        """Return the position in the latest reading of the epoch; the loop sets the epoch itself."""
         return {"times_read": self._times_read, "num_read": self._num_read}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the next reading be the one that :meth:`state_dict` described, from there on."""
+        """Make the next reading continue from a saved position."""
         self._times_read = max(0, state["times_read"] - 1)
         self._num_skipped = state["num_read"]
 
@@ -66,10 +66,10 @@ class RankSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         indices = list(self.order(self.epoch, self._times_read))
         self._times_read += 1
-        wanted = len(self) * self._num_replicas
-        while indices and len(indices) < wanted:
-            indices += indices[: wanted - len(indices)]
-        # A loader that has read all begins anew.
+        total = len(self) * self._num_replicas
+        while indices and len(indices) < total:
+            indices += indices[: total - len(indices)]
+        # A loader that has read everything starts again.
         self._num_read = self._num_skipped if self._num_skipped < len(self) else 0
         self._num_skipped = 0
         for index in indices[self._rank :: self._num_replicas][self._num_read :]:
@@ -130,7 +130,7 @@ class RepeatedBatches(Sampler[Any]):
 
 
 class AgreedSampler(Sampler[Any]):
-    """What another sampler gives, in the order that all processes agree on.
+    """A sampler of an order that all processes share.
 
     Args:
         order: The same in every process.
@@ -191,18 +191,18 @@ class BroadcastOrder:
         return self._broadcast(list(self._sampler))
 
 
-# Telling samplers which epoch comes.
+# Epochs of samplers and datasets
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell each sampler and dataset of a loader which epoch comes, where it wants to know."""
+    """Set the epoch of each sampler and dataset of a loader that has ``set_epoch``."""
     if isinstance(loader, CombinedLoader):
-        for part in loader.flattened:
-            set_epoch(part, epoch)
+        for leaf in loader.flattened:
+            set_epoch(leaf, epoch)
         return
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None)
     targets: list[Any] = [loader, sampler, batches, getattr(batches, "sampler", None), getattr(loader, "dataset", None)]
-    for target in {id(target): target for target in targets}.values():  # each once: a sampler may be found twice
+    for target in {id(target): target for target in targets}.values():  # each once: both may be one object
         if hasattr(target, "set_epoch"):
             target.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""An iterable dataset of which each process and each worker reads its part."""
+"""Iterable dataset that is sharded by process and worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
         self._pads = False
 
     def divided(self, *, rank: int, num_replicas: int, batch_size: int | None, pads: bool) -> Self:
-        """Return the part of a process.
+        """Return the shard of a process.
 
         Args:
             rank: Rank of the process.
@@ -52,7 +52,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
         return divided
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset which epoch comes, where it wants to know."""
+        """Set the epoch of the dataset, if it has ``set_epoch``."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 

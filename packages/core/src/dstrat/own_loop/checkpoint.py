@@ -49,7 +49,7 @@ def save(
         loaders: What the loop trains from.
         evaluation_loaders: What it evaluates from.
     """
-    own = _rank_state(strategy, loaders)
+    rank_state = _rank_state(strategy, loaders)
     checkpoint = {
         SAVED_WITH: select("strategy", strategy, get_catalog(), source="strategy").alias,
         **module_entries(strategy),
@@ -61,9 +61,9 @@ def save(
         },
     }
     if strategy.checkpoint_io.is_collective:
-        checkpoint["per_rank"] = own
+        checkpoint["per_rank"] = rank_state
     else:
-        checkpoint["ranks"] = [strategy.broadcast(own, src=rank) for rank in range(strategy.world_size)]
+        checkpoint["ranks"] = [strategy.broadcast(rank_state, src=rank) for rank in range(strategy.world_size)]
     strategy.save_checkpoint(checkpoint, path)
 
 
@@ -121,18 +121,18 @@ def _restore_ranks(
 ) -> None:
     """Take back what this process had; on another number of processes, the order of the data alone."""
     is_exact = checkpoint["world_size"] == strategy.world_size
-    own = _saved_by(strategy.global_rank if is_exact else 0, checkpoint, io, path)
-    if own is None:
+    saved = _saved_by(strategy.global_rank if is_exact else 0, checkpoint, io, path)
+    if saved is None:
         return
-    for loader, state in zip(loaders, own["loaders"], strict=True):
+    for loader, state in zip(loaders, saved["loaders"], strict=True):
         loader.load_rank_state(state, is_exact=is_exact)
     if is_exact:
-        load_rank_buffers(strategy, own.get("buffers", {}))  # which older ones lack
+        load_rank_buffers(strategy, saved.get("buffers", {}))  # which older ones lack
         if is_of_same_strategy(strategy, checkpoint):
-            strategy.load_rank_state(own["strategy"])
-        if own["device_random"] is not None:
-            strategy.accelerator.set_random_state(strategy.root_device, own["device_random"])
-        RandomState.from_state_dict(own["random"]).restore()
+            strategy.load_rank_state(saved["strategy"])
+        if saved["device_random"] is not None:
+            strategy.accelerator.set_random_state(strategy.root_device, saved["device_random"])
+        RandomState.from_state_dict(saved["random"]).restore()
     elif strategy.is_global_zero:
         _log.warning(
             "%s was saved by %d processes and is continued by %d: weights, optimizer and counters are the same; random "
@@ -146,8 +146,8 @@ def _restore_ranks(
 def _saved_by(rank: int, checkpoint: Mapping[str, Any], io: CheckpointIO, path: str | Path) -> dict[str, Any] | None:
     """Return what a process had for itself, None where the checkpoint's io does not keep it for others."""
     if "ranks" in checkpoint:
-        own: dict[str, Any] = checkpoint["ranks"][rank]
-        return own
+        rank_state: dict[str, Any] = checkpoint["ranks"][rank]
+        return rank_state
     if "per_rank" in checkpoint:
         return checkpoint["per_rank"]  # type: ignore[no-any-return]  # what _rank_state returned
     return io.load_rank(path, rank)

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.data.equal_length import agreed_length
 from dstrat.data.loaders import (
-    is_loaded_elsewhere,
     length_is_certain,
     length_of,
+    loads_in_workers,
     prepare_evaluation_loader,
     prepare_training_loader,
 )
 from dstrat.data.prefetch import prefetch
 from dstrat.data.resume import (
     Beginning,
-    ContinuedLoader,
+    ResumedLoader,
     StatefulLoader,
     generator_states,
     is_stateful,
-    rest_at,
+    restore_end_position,
     set_generator_states,
     share_seeds,
     shared_seeds,
@@ -53,8 +53,8 @@ class TrainingLoader:
         self._strategy = strategy
         self._limit = self._agreed_limit()
         self._beginning: Beginning | None = None
-        self._placed: StatefulLoader | None = None
-        self._place: Any = None
+        self._stateful: StatefulLoader | None = None
+        self._position: Any = None
         self.epoch = 0
         self.batches_done = 0
 
@@ -66,8 +66,10 @@ class TrainingLoader:
         set_epoch(self._loader, self.epoch)
         self._limit = self._agreed_limit()  # as a sampler may have another length in each epoch
         loader = self._read_from()
-        left = itertools.count() if self._limit is None else range(self._limit - self.batches_done)
-        batches = (batch for batch, _ in zip(loader, left, strict=False))  # the loader first, which may end by itself
+        remaining = itertools.count() if self._limit is None else range(self._limit - self.batches_done)
+        batches = (
+            batch for batch, _ in zip(loader, remaining, strict=False)
+        )  # the loader first, which may end by itself
         for batch in _on_device(batches, self._strategy, loader):
             self.batches_done += 1
             yield batch
@@ -75,24 +77,24 @@ class TrainingLoader:
 
     def _read_from(self) -> Any:
         """Return what gives the batches that are left of the epoch, or those of a new one."""
-        loader, place, self._placed, self._place = self._loader, self._latest_place(), None, None
+        loader, position, self._stateful, self._position = self._loader, self._latest_position(), None, None
         goes_on = self.batches_done > 0 and self._beginning is not None
         if not goes_on:
-            self._beginning, self.batches_done, place = Beginning.of(loader), 0, None
+            self._beginning, self.batches_done, position = Beginning.of(loader), 0, None
         assert self._beginning is not None  # noqa: S101 - as above
-        if is_stateful(loader) and (place is not None or not goes_on):
+        if is_stateful(loader) and (position is not None or not goes_on):
             is_read_ahead = _copies_ahead(self._strategy) or not length_is_certain(loader)
-            self._placed = StatefulLoader(
-                loader, self._beginning, self.batches_done, place, is_read_ahead=is_read_ahead
+            self._stateful = StatefulLoader(
+                loader, self._beginning, self.batches_done, position, is_read_ahead=is_read_ahead
             )
-            return self._placed
-        return ContinuedLoader(loader, self._beginning, self.batches_done) if goes_on else loader
+            return self._stateful
+        return ResumedLoader(loader, self._beginning, self.batches_done) if goes_on else loader
 
-    def _latest_place(self) -> Any:
+    def _latest_position(self) -> Any:
         """Return where a loader is that knows that, after the last batch that was handed out; None for others."""
-        if self._placed is None:
-            return self._place
-        return self._placed.place_after(self.batches_done) if self.batches_done else self._placed.latest_place
+        if self._stateful is None:
+            return self._position
+        return self._stateful.position_after(self.batches_done) if self.batches_done else self._stateful.latest_position
 
     def _agreed_limit(self) -> int | None:
         """Return after how many batches an epoch ends, None where the loader knows by itself; collective."""
@@ -123,7 +125,7 @@ class TrainingLoader:
         return {
             "generators": generator_states(self._loader),
             "beginning": None if self._beginning is None else self._beginning.state_dict(),
-            "place": self._latest_place(),
+            "place": self._latest_position(),
         }
 
     def load_rank_state(self, state: Mapping[str, Any], *, is_exact: bool) -> None:
@@ -133,9 +135,9 @@ class TrainingLoader:
             state: Of this process, or of the first where their number differs.
             is_exact: Whether it is of this one, so that the loader may be at the same place.
         """
-        self._placed, self._place = None, state.get("place") if is_exact else None  # which older ones lack
-        if self._place is not None and not self.batches_done and is_stateful(self._loader):
-            rest_at(self._loader, self._place)
+        self._stateful, self._position = None, state.get("place") if is_exact else None  # which older ones lack
+        if self._position is not None and not self.batches_done and is_stateful(self._loader):
+            restore_end_position(self._loader, self._position)
         set_generator_states(self._loader, state["generators"])
         if state["beginning"] is not None:
             self._beginning = Beginning.from_state_dict(state["beginning"])
@@ -184,7 +186,7 @@ class EvaluationLoader:
 def _on_device(batches: Iterable[Any], strategy: Strategy, loader: Any) -> Iterator[Any]:
     """Return a loader's batches on the strategy's device; to CUDA each is copied during the step of the one before."""
     move, device = strategy.batch_to_device, strategy.root_device
-    if type(strategy).prefetch is not Strategy.prefetch and is_loaded_elsewhere(loader):
+    if type(strategy).prefetch is not Strategy.prefetch and loads_in_workers(loader):
         return strategy.prefetch(batches, move)
     if not _copies_ahead(strategy):
         return map(move, batches)

@@ -199,14 +199,14 @@ class OwnLoop:
             distribute: Whether the data is divided between the processes; False where the loader has this one's part.
         """
         self._check_launched("evaluation_loader")
-        made = EvaluationLoader(loader, self.strategy, distribute=distribute)
-        self._evaluated.append(weakref.ref(made))  # a loop may make one for each epoch
-        return made
+        prepared = EvaluationLoader(loader, self.strategy, distribute=distribute)
+        self._evaluated.append(weakref.ref(prepared))  # a loop may make one for each epoch
+        return prepared
 
     @property
     def _evaluation_loaders(self) -> list[EvaluationLoader]:
         """Those that the loop still has, in the order in which they were made."""
-        return [loader for made in self._evaluated if (loader := made()) is not None]
+        return [loader for reference in self._evaluated if (loader := reference()) is not None]
 
     # Steps
 
@@ -252,14 +252,14 @@ class OwnLoop:
         """In this context the module is in evaluation mode, without gradients; all processes enter it."""
         self._set_up("evaluation")
         module: Module = self.strategy.module
-        modes = [(part, part.training) for part in module.modules()]
+        modes = [(submodule, submodule.training) for submodule in module.modules()]
         module.eval()
         try:
             with torch.no_grad(), self.strategy.evaluation_context():
                 yield
         finally:
-            for part, was_training in modes:
-                part.training = was_training
+            for submodule, was_training in modes:
+                submodule.training = was_training
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -385,7 +385,7 @@ class OwnLoop:
             state: What else the loop wants back: plain values and tensors, the same in every process.
         """
         steps = self._set_up("save_checkpoint")
-        steps.check_nothing_waits()
+        steps.check_no_pending()
         saved = {"steps_done": steps.num_done, "own": dict(state or {})}
         checkpoint.save(self.strategy, path, saved, self._loaders, self._evaluation_loaders)
 
@@ -402,8 +402,8 @@ class OwnLoop:
         steps = self._set_up("load_checkpoint")
         state = checkpoint.load(self.strategy, path, self._loaders, self._evaluation_loaders)
         steps.go_on_after(state["steps_done"])
-        own: dict[str, Any] = state["own"]
-        return own
+        user_state: dict[str, Any] = state["own"]
+        return user_state
 
     # How
 

@@ -83,7 +83,7 @@ class Steps:
 
     def step(self, optimizer: Optimizer | None) -> bool:
         """Step an optimizer, once per group of batches; return whether it did."""
-        optimizer = self._chosen(optimizer)
+        optimizer = self._select(optimizer)
         if not any(optimizer is one for one in self._due):
             raise MisuseError("step was called without gradients: call loop.backward(loss) before")
         strategy = self._strategy
@@ -98,7 +98,7 @@ class Steps:
         self._due = [one for one in self._due if one is not optimizer]
         return is_complete
 
-    def check_nothing_waits(self) -> None:
+    def check_no_pending(self) -> None:
         """Raise an error where gradients wait for a step, as far as that is known.
 
         Those of several optimizers may be left over, and LBFGS runs its backward passes itself.
@@ -108,10 +108,10 @@ class Steps:
         """
         optimizers = self._strategy.optimizers
         is_plain = len(optimizers) == 1 and not isinstance(optimizers[0], torch.optim.LBFGS)
-        waiting = self._in_group + (is_plain and bool(self._due))
-        if waiting:
+        num_pending = self._in_group + (is_plain and bool(self._due))
+        if num_pending:
             raise MisuseError(
-                f"the gradients of {waiting} of accumulate_grad_batches={self._settings.accumulate_grad_batches} "
+                f"the gradients of {num_pending} of accumulate_grad_batches={self._settings.accumulate_grad_batches} "
                 "batches wait for their step, and are in no checkpoint: save when loop.step() has returned True"
             )
 
@@ -121,18 +121,18 @@ class Steps:
             optimizer.zero_grad()
         self._in_group, self._due, self.num_done = 0, [], num_done
 
-    def _chosen(self, optimizer: Optimizer | None) -> Optimizer:
+    def _select(self, optimizer: Optimizer | None) -> Optimizer:
         optimizers = self._strategy.optimizers
-        chosen = optimizers[0] if optimizer is None and len(optimizers) == 1 else optimizer
-        if chosen is None or not any(chosen is one for one in optimizers):
-            given = "no optimizer" if chosen is None else f"a {type(chosen).__name__} that setup did not make"
-            raise MisuseError(f"step was given {given}: pass one of the {len(optimizers)} in loop.optimizers")
-        if isinstance(chosen, torch.optim.LBFGS):
+        selected = optimizers[0] if optimizer is None and len(optimizers) == 1 else optimizer
+        if selected is None or not any(selected is one for one in optimizers):
+            received = "no optimizer" if selected is None else f"a {type(selected).__name__} that setup did not make"
+            raise MisuseError(f"step was given {received}: pass one of the {len(optimizers)} in loop.optimizers")
+        if isinstance(selected, torch.optim.LBFGS):
             raise MisuseError(
                 "LBFGS computes its loss several times in one step: call loop.strategy.optimizer_step(optimizer, "
                 "closure), where the closure clears gradients, calls compute and backward, and returns the loss"
             )
-        return chosen
+        return selected
 
     def _synchronization(self) -> AbstractContextManager[Any]:
         """Return the context of forward and backward passes: only the last ones of a group average gradients."""

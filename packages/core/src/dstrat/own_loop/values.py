@@ -37,15 +37,15 @@ def _with_tensors(data: Any, device: torch.device) -> Any:
     return torch.as_tensor(data) if type(data).__module__ == "numpy" else data
 
 
-def as_loggers(given: Any) -> list[Logger]:
+def as_loggers(value: Any) -> list[Logger]:
     """Return the loggers that were given, one or several.
 
     Raises:
         MisuseError: One of them is none.
     """
-    if given is None:
+    if value is None:
         return []
-    loggers = list(given) if isinstance(given, list | tuple) else [given]
+    loggers = list(value) if isinstance(value, list | tuple) else [value]
     for logger in loggers:
         if not callable(getattr(logger, "log_metrics", None)):
             raise MisuseError(f"loggers has {logger!r}, which is no Logger: pass one of dstrat.loggers")

@@ -7,10 +7,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dstrat.data.equal_length import agreed_length
-from dstrat.data.limits import limit_of, whole_items
-from dstrat.data.loaders import is_loaded_elsewhere, length_is_certain, length_of, prepare_training_loader, sequential
+from dstrat.data.limits import limit_of, round_to_items
+from dstrat.data.loaders import length_is_certain, length_of, loads_in_workers, prepare_training_loader, sequential
 from dstrat.data.prefetch import prefetch
-from dstrat.data.resume import Beginning, ContinuedLoader, StatefulLoader, is_stateful
+from dstrat.data.resume import Beginning, ResumedLoader, StatefulLoader, is_stateful
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.batch import mover_to
 from dstrat.interfaces.strategy import Strategy
@@ -55,7 +55,7 @@ class TrainingData:
         self.beginning: Beginning | None = None
         self.batches_per_item = 1
         self._loaded_in_epoch = 0
-        self._placed: StatefulLoader | None = None
+        self._stateful: StatefulLoader | None = None
 
     @property
     def length(self) -> int | None:
@@ -80,7 +80,7 @@ class TrainingData:
 
     def _whole_items(self, count: int | None) -> int | None:
         """Return the number of batches that whole items have, and log where it is another one."""
-        whole = whole_items(count, self.batches_per_item)
+        whole = round_to_items(count, self.batches_per_item)
         if whole != count:
             _log.warning(
                 "an epoch has %d training batches rather than %d, as one call of the compiled step takes %d",
@@ -126,20 +126,26 @@ class TrainingData:
                 f"multiple of {self.batches_per_item} batches"
             )
 
-    def place(self, batches_done: int | None) -> Any:
+    def position(self, batches_done: int | None) -> Any:
         """Return where a loader that knows its own place was after so many batches, None for other loaders.
 
         Args:
             batches_done: None at the end of an epoch.
         """
-        if self._placed is None:
+        if self._stateful is None:
             return None
         if batches_done is None:
-            return self._placed.latest_place
-        return self._placed.place_after(batches_done // self.batches_per_item)
+            return self._stateful.latest_position
+        return self._stateful.position_after(batches_done // self.batches_per_item)
 
     def batches(
-        self, module: TrainModule, *, done: int, beginning: Beginning | None, place: Any = None, is_over: bool = False
+        self,
+        module: TrainModule,
+        *,
+        done: int,
+        beginning: Beginning | None,
+        position: Any = None,
+        is_over: bool = False,
     ) -> Iterable[tuple[Any, bool]]:
         """Return the items of an epoch that are left, on the device, each with whether it is the last.
 
@@ -147,39 +153,39 @@ class TrainingData:
             module: Whose hooks take part in the transfer.
             done: Number of batches that have been trained on.
             beginning: How the epoch began, where some have been.
-            place: Where the loader was then, if it knows that.
+            position: Where the loader was then, if it knows that.
             is_over: Whether the last one has been.
         """
-        trainer, left = self._trainer, self.num_batches
+        trainer, num_remaining = self._trainer, self.num_batches
         done //= self.batches_per_item
-        left = None if left is None else left // self.batches_per_item
+        num_remaining = None if num_remaining is None else num_remaining // self.batches_per_item
         if done and beginning is not None:
             self.beginning = beginning
-            left = None if left is None else max(0, left - done)
+            num_remaining = None if num_remaining is None else max(0, num_remaining - done)
         else:
-            self.beginning, done, place = Beginning.of(self.loader), 0, None
+            self.beginning, done, position = Beginning.of(self.loader), 0, None
         copies_ahead_to = device_to_copy_ahead_to(trainer, module)
-        is_read_ahead = copies_ahead_to is not None or left is None or not length_is_certain(self.loader)
-        loader = self._read_from(self.beginning, done, place, is_over=is_over, is_read_ahead=is_read_ahead)
+        is_read_ahead = copies_ahead_to is not None or num_remaining is None or not length_is_certain(self.loader)
+        loader = self._read_from(self.beginning, done, position, is_over=is_over, is_read_ahead=is_read_ahead)
         move = trainer.profiled("transfer_batch", batch_mover(trainer, module))
-        batches = trainer.profiled_batches(Batches(loader, left, None if done else "training"))
+        batches = trainer.profiled_batches(Batches(loader, num_remaining, None if done else "training"))
         prefetching = prefetching_strategy(trainer, module, loader)
         return device_batches(batches, move, copies_ahead_to=copies_ahead_to, prefetching=prefetching)
 
-    def keep_place(self) -> None:
+    def record_position(self) -> None:
         """Keep the place of the loader before something else may read it, such as a validation."""
-        if self._placed is not None:
-            self._placed.keep_place()
+        if self._stateful is not None:
+            self._stateful.record_position()
 
-    def _read_from(self, beginning: Beginning, done: int, place: Any, *, is_over: bool, is_read_ahead: bool) -> Any:
+    def _read_from(self, beginning: Beginning, done: int, position: Any, *, is_over: bool, is_read_ahead: bool) -> Any:
         """Return what gives the batches that are left of an epoch."""
-        self._placed = None
-        if is_stateful(self.loader) and (place is not None or not done):
-            self._placed = StatefulLoader(
-                self.loader, beginning, done, place, is_over=is_over and done > 0, is_read_ahead=is_read_ahead
+        self._stateful = None
+        if is_stateful(self.loader) and (position is not None or not done):
+            self._stateful = StatefulLoader(
+                self.loader, beginning, done, position, is_over=is_over and done > 0, is_read_ahead=is_read_ahead
             )
-            return self._placed
-        return ContinuedLoader(self.loader, beginning, done) if done else self.loader
+            return self._stateful
+        return ResumedLoader(self.loader, beginning, done) if done else self.loader
 
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -275,7 +281,7 @@ def prefetching_strategy(trainer: Trainer, module: TrainModule, loader: Any) -> 
     A hook of the user's that takes part in the transfer is not called in a thread, and a profiler measures in one only.
     """
     strategy = trainer.strategy
-    does = overrides(strategy, "prefetch", Strategy) and is_loaded_elsewhere(loader)
+    does = overrides(strategy, "prefetch", Strategy) and loads_in_workers(loader)
     return strategy if does and trainer.profiler is None and not any(_hook_owners(trainer, module)) else None
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dstrat.data.division import take_indices
-from dstrat.data.limits import limit_of, whole_items
+from dstrat.data.limits import limit_of, round_to_items
 from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader
 from dstrat.errors import MisuseError
 from dstrat.launch.job import unpicklable_part
@@ -112,7 +112,7 @@ class EvaluationLoop:
     @property
     def num_batches(self) -> list[int | None]:
         """Number of batches of each loader; None where it is unknown."""
-        return [whole_items(count, self._per_item) for count in self._limited()]
+        return [round_to_items(count, self._per_item) for count in self._limited()]
 
     def _limited(self) -> list[int | None]:
         """Return the number of batches of each loader as the limit says, which may end within an item."""
@@ -138,7 +138,7 @@ class EvaluationLoop:
         trainer.publisher.follow(self.logged)
         trainer.evaluation_loop, trainer.is_evaluating = self, True
         trainer.evaluation_batches = counts = [
-            whole_items(_smaller(count, at_most), self._per_item) for count in self.num_batches
+            round_to_items(_smaller(count, at_most), self._per_item) for count in self.num_batches
         ]
         if purpose != "predict":
             self.logged.start_epoch()

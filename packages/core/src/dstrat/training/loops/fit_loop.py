@@ -221,9 +221,9 @@ class FitLoop(Position):
 
     def _batches(self) -> Iterable[tuple[Any, bool]]:
         """Return the batches of the epoch that are left, on the device, each with whether it is the last."""
-        beginning = place = None
+        beginning = position = None
         if self._continuation is not None:
-            beginning, place = self._continuation.beginning, self._continuation.place
+            beginning, position = self._continuation.beginning, self._continuation.position
         if beginning is None or not self.batches_done:
             self.batches_done = self.in_group = 0
         self._continuation = None
@@ -233,7 +233,7 @@ class FitLoop(Position):
             else:
                 self._optimization.start_group()  # on_train_batch_start may have ended an epoch within a group
         return self.data.batches(
-            self._module, done=self.batches_done, beginning=beginning, place=place, is_over=self.is_last_batch
+            self._module, done=self.batches_done, beginning=beginning, position=position, is_over=self.is_last_batch
         )
 
     def _look_up(self) -> None:
@@ -380,7 +380,7 @@ class FitLoop(Position):
         assert self._validation is not None  # noqa: S101 - it is due only when there is one
         if frees_gradients:
             hook_of(self._module, "on_validation_model_zero_grad", TrainModule)()
-        self.data.keep_place()
+        self.data.record_position()
         self._validation.run(before_end=self._note_validated)
         self._schedule.note_run()
         self._trainer.publisher.follow(self.logged)

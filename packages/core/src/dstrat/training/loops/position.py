@@ -14,7 +14,7 @@ from dstrat.data.resume import (
     Beginning,
     generator_states,
     is_stateful,
-    rest_at,
+    restore_end_position,
     set_generator_states,
     share_seeds,
     shared_seeds,
@@ -120,7 +120,7 @@ def rank_state(
         "generators": beginning.generators if in_first and beginning else generator_states(loop.data.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
         "validation": [shared_seeds(loader) for loader in trainer.fit_loop.validation_loaders],
-        "place": None if in_first else loop.data.place(None if _is_over(trainer) else loop.batches_done),
+        "place": None if in_first else loop.data.position(None if _is_over(trainer) else loop.batches_done),
         "logged": logged,
         "gradients": _gradients(trainer) if has_gradients else None,
     }
@@ -205,7 +205,7 @@ class ResumeState:
         self._trainer, self._state = trainer, state
         saved = state["beginning"]
         self.beginning = None if saved is None else Beginning.from_state_dict(saved)
-        self.place = state.get("place")  # which older ones lack
+        self.position = state.get("place")  # which older ones lack
 
     def restore(self) -> None:
         """Put random numbers, logged values and gradients back, when the hooks at the start have been called."""
@@ -216,8 +216,8 @@ class ResumeState:
         if state["logged"] is not None:
             trainer.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
         loader = trainer.fit_loop.data.loader
-        if self.place is not None and _is_over(trainer) and is_stateful(loader):
-            rest_at(loader, self.place)
+        if self.position is not None and _is_over(trainer) and is_stateful(loader):
+            restore_end_position(loader, self.position)
         set_generator_states(loader, state["generators"])
         if self.beginning is not None:
             self.beginning.share_order(loader)
