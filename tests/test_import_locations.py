@@ -19,12 +19,8 @@ from dstrat.plugins.known import KNOWN_CLASSES
 if TYPE_CHECKING:
     from types import ModuleType
 
-<<<<<<< HEAD
-FAMILIES = ["dstrat_ddp", "dstrat_deepspeed", "dstrat_fairscale", "dstrat_fsdp"]
-=======
 ROOT = Path(__file__).parents[1]
-FAMILIES = ["dstrat_ddp", "dstrat_deepspeed", "dstrat_fsdp"]
->>>>>>> fb66396 (wip)
+FAMILIES = ["dstrat_ddp", "dstrat_deepspeed", "dstrat_fairscale", "dstrat_fsdp"]
 MODULES = [
     dstrat, accelerators, callbacks, loggers, profilers, strategies, tuner, utilities, plugin_classes, environments, io,
     precision, *map(import_module, FAMILIES),

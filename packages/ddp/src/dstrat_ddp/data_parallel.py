@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.nn.parallel import DataParallel
 
 from dstrat.interfaces.strategy import Strategy
-from dstrat_ddp.step_module import StepModule
+from dstrat.parallel.step_module import StepModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.step_module import StepModule
 from dstrat_ddp.data_parallel import replicated
-from dstrat_ddp.step_module import StepModule
 from dstrat_ddp.strategy import DDPStrategy
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from dstrat.parallel.step_module import StepModule
 from dstrat_ddp.step_module import ExplainedUnusedParameters, pass_ignored_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.nn import Parameter
+    from torch.nn import Module, Parameter
 
     from dstrat.parallel.separate_modules import SeparateModules
 
@@ -85,18 +85,6 @@ def _is_sparse(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
 # Several modules, each in a DistributedDataParallel of its own, of which a step runs those that it uses.
 
 
-class _Within(Module):
-    """A module whose forward calls a function, so that a wrapper does its work around that."""
-
-    def __init__(self, module: Module) -> None:
-        super().__init__()
-        self.module = module
-        pass_ignored_names(module, self)
-
-    def forward(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-
 class SeparateWrappers:
     """The wrappers of several modules.
 
@@ -108,7 +96,7 @@ class SeparateWrappers:
     def __init__(self, modules: SeparateModules, wrap: Callable[[Module], Any]) -> None:
         self._modules = modules
         self._wrappers = {
-            id(module): wrap(_Within(module))
+            id(module): wrap(_as_steps(module))
             for module in modules.children()
             if any(parameter.requires_grad for parameter in module.parameters())
         }
@@ -148,3 +136,9 @@ class SeparateWrappers:
         """Free what averages gradients."""
         for wrapper in self._parallel:
             release_reducer(wrapper)
+
+
+def _as_steps(module: Module) -> StepModule:
+    steps = StepModule(module)
+    pass_ignored_names(module, steps)
+    return steps

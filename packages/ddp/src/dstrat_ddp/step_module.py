@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from torch.nn import Module
-
 from dstrat.errors import MisuseError
 from dstrat.parallel.separate_modules import SeparateModules
+from dstrat.parallel.step_module import StepModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+    from torch.nn import Module
     from torch.nn.parallel import DistributedDataParallel
 
 
@@ -40,7 +40,7 @@ def pass_ignored_names(module: Module, outer: Module) -> None:
 
 
 class StepWatch:
-    """What is known of the step of a StepModule; apart from the module, because setting a module's attributes is slow.
+    """What is known of the step of WatchedSteps; apart from the module, because setting a module's attributes is slow.
 
     Attributes:
         is_running: Whether a step is being run now.
@@ -54,23 +54,19 @@ class StepWatch:
         self.after_step: Callable[[], None] | None = None
 
 
-class StepModule(Module):
-    """A module whose forward runs a step of the user's module.
-
-    Wrappers do their work around ``forward``, and a training calls ``training_step``.
+class WatchedSteps(StepModule):
+    """A module whose forward runs a step of the user's module, and says that it is running.
 
     Args:
         module: The user's module; its parameters appear under ``module.``.
     """
 
     def __init__(self, module: Module) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.watch = StepWatch()
         pass_ignored_names(module, self)
 
     def forward(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, which is a method of the user's module."""
         watch = self.watch
         watch.is_running = True
         try:

@@ -17,7 +17,7 @@ from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.plugins.settings import nearest
 from dstrat_ddp.comm_hooks import ParameterAveraging, check_averaging_period, comm_hook
 from dstrat_ddp.reducer import SeparateWrappers, lay_out_buckets, release_reducer
-from dstrat_ddp.step_module import ExplainedUnusedParameters, ManualBackward, StepModule, ignored_names
+from dstrat_ddp.step_module import ExplainedUnusedParameters, ManualBackward, WatchedSteps, ignored_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -155,7 +155,7 @@ class DDPStrategy(ParallelStrategy):
         if isinstance(self.module, SeparateModules):
             self.model = SeparateWrappers(self.module, self._wrap_one)
             return
-        steps = StepModule(self.module)
+        steps = WatchedSteps(self.module)
         self.model = steps
         self.configure_ddp()
         if isinstance(self.model, DistributedDataParallel):

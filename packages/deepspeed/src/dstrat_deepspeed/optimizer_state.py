@@ -10,7 +10,7 @@ from torch import Tensor
 from dstrat.errors import CheckpointError, MisuseError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
 from dstrat.interfaces.state_dict import groups_misfit
-from dstrat.parallel.optimizer_probe import state_after_one_step
+from dstrat.parallel.optimizer_checks import state_after_one_step
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.errors import MisuseError, RequestError
-from dstrat.parallel.optimizer_probe import how_division_fails
+from dstrat.parallel.optimizer_checks import how_division_fails
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,14 +11,14 @@ import torch
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
 from dstrat.interfaces.state_dict import check_names, load_by_names
+from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fairscale.wrapping import (
     FullyShardedDataParallel,
     ShardedGradScaler,
-    StepModule,
     auto_wrap,
-    check_optimizers,
     default_auto_wrap_policy,
     enable_wrap,
 )

@@ -13,9 +13,11 @@ from torch.nn.utils import clip_grad_value_
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import CheckpointError, ConflictError, MisuseError, RequestError
 from dstrat.interfaces.state_dict import groups_misfit, load_named_state, named_state
+from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_fairscale.wrapping import OSS, ShardedDataParallel, ShardedGradScaler, StepModule, check_optimizers
+from dstrat_fairscale.wrapping import OSS, ShardedDataParallel, ShardedGradScaler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.parallel.optimizer_probe import how_division_fails
+from dstrat.parallel.optimizer_checks import how_division_fails
 from dstrat_fsdp.gradients import fsdp_params
 
 if TYPE_CHECKING:
@@ -286,32 +286,3 @@ def shards_explained() -> Iterator[None]:
             "norm of self.parameters() in the loss, another method of the block than forward): compute that in a "
             f"forward, or choose other blocks with auto_wrap_policy. Torch says: {error}"
         ) from error
-
-
-# Checking that optimizers have the parameters that are trained, and each of them once.
-
-
-def check_optimizers(optimizers: Sequence[Optimizer], module: Module) -> None:
-    """Check the optimizers of a module that has been sharded.
-
-    Raises:
-        MisuseError: Two of them share a parameter, or one has parameters of before the module was sharded.
-    """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    owners: dict[int, int] = {}
-    for index, optimizer in enumerate(optimizers):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strange = sum(id(parameter) not in names for parameter in parameters)
-        if strange:
-            raise MisuseError(
-                f"the {type(optimizer).__name__} has {strange} of {len(parameters)} parameters that are none of "
-                f"{type(module).__name__}'s: they were taken before the module was sharded, which replaces them; take "
-                "all of them in configure_optimizers, from self.parameters()"
-            )
-        for parameter in parameters:
-            first = owners.setdefault(id(parameter), index)
-            if first != index:
-                raise MisuseError(
-                    f"optimizers {first} and {index} share the parameter {names.get(id(parameter), '?')!r}, and both "
-                    "would apply its gradient: give each parameter to one of them"
-                )

@@ -8,11 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
-from dstrat.parallel.collectives import name_of_operation
+from dstrat.parallel.collectives import name_of_operation, take_from_first_rank
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
-from dstrat_fsdp.parameters import take_from_first_rank
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.sharded_strategy import ShardedStrategy
 from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of

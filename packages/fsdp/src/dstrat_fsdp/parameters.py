@@ -9,23 +9,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.utils import _sync_params_and_buffers
 
+from dstrat.checkpoint.whole_state import copy_whole, whole_of
 from dstrat.errors import MisuseError
-from dstrat_fsdp.state import copy_whole, whole_of, with_local
+from dstrat_fsdp.state import with_local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.utils.hooks import RemovableHandle
 
 
-_BUCKET_BYTES = 250 * 2**20
 _RESETS = ("reset_parameters", "_reset_parameters")  # torch's own layers have either
 
 
@@ -51,19 +49,6 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]  # as above
-
-
-def take_from_first_rank(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite tensors by those of the first rank of a group; collective.
-
-    Args:
-        tensors: On the device; those on the meta device have no values yet and are left alone.
-        group: None is all ranks.
-    """
-    real = [tensor.detach() for tensor in tensors if not tensor.is_meta]
-    chosen = dist.group.WORLD if group is None else group
-    if real and chosen is not None:
-        _sync_params_and_buffers(chosen, real, _BUCKET_BYTES, 0)
 
 
 def materialize(module: Module, device: torch.device, known: Callable[[Module, str], Tensor | None]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.parallel.step_module import StepModule
 from dstrat_fsdp.checks import (
     ChangesInForward,
     ParameterGuard,
@@ -19,7 +20,7 @@ from dstrat_fsdp.checks import (
     shards_explained,
 )
 from dstrat_fsdp.gradients import drop_waiting, fsdp_params, put_back, waiting_gradients
-from dstrat_fsdp.units import StepModule, unwrap
+from dstrat_fsdp.units import SelfShardedSteps, unwrap
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class ShardedModule:
         self._copied = [ViewOutputGuard(block, names[id(block)]) for block in blocks]
         own = [sharding.apply_to(block) for block in blocks]
         self._module = module
-        self.root: Any = StepModule(module)
+        self.root: Any = (SelfShardedSteps if isinstance(module, FSDPModule) else StepModule)(module)
         if around_steps:
             sharding.apply_to_root(self.root)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]

@@ -13,16 +13,19 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from dstrat.checkpoint.whole_state import gather_state, scatter_module_state
 from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import load_named_state, named_state
+from dstrat.parallel.collectives import take_from_first_rank
+from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_fsdp.checks import check_gradients, check_optimizers, check_steps_shards, shards_explained
+from dstrat_fsdp.checks import check_gradients, check_steps_shards, shards_explained
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
 from dstrat_fsdp.mesh import release_mesh
-from dstrat_fsdp.parameters import make_whole, materialize, parameters_on_meta, put_to_rest, take_from_first_rank, wake
+from dstrat_fsdp.parameters import make_whole, materialize, parameters_on_meta, put_to_rest, wake
 from dstrat_fsdp.sharded_module import ShardedModule
-from dstrat_fsdp.state import as_shards, gathered, load_module, load_optimizer
+from dstrat_fsdp.state import as_shards, load_optimizer
 from dstrat_fsdp.wrap_policy import outermost_layers, running_statistics
 
 if TYPE_CHECKING:
@@ -224,15 +227,15 @@ class ShardedStrategy(ParallelStrategy):
 
     def module_state_dict(self) -> dict[str, Any]:
         """Return the whole state of the module on global rank 0, and an empty dict on the others; collective."""
-        return gathered(self.sharded_module_state(), keep=self.is_global_zero)
+        return gather_state(self.sharded_module_state(), self)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the whole state that global rank 0 has; collective."""
-        load_module(self.module, state, self, strict=strict)
+        scatter_module_state(self, state, self.module.state_dict(), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer on global rank 0, and an empty dict on the others; collective."""
-        return gathered(optimizer.state_dict(), keep=self.is_global_zero)
+        return gather_state(optimizer.state_dict(), self)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load the whole state of an optimizer that global rank 0 has; collective."""

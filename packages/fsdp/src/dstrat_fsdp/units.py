@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import FSDPModule
-from torch.nn import Module
+
+from dstrat.parallel.step_module import StepModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed.fsdp import FSDPModule
 
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -65,26 +67,9 @@ def _hooks(state: Any) -> list[Any]:
     return handles
 
 
-# The module that is sharded last, so that a step is the forward before which parameters are gathered.
-
-
-class StepModule(Module):
-    """A module whose forward runs a step of the user's module.
-
-    What is left of the user's module outside of its blocks is gathered around ``forward``, and a training calls
-    ``training_step``.
-
-    Args:
-        module: The user's module; its parameters appear under ``module.``.
-    """
-
-    def __init__(self, module: Module) -> None:
-        super().__init__()
-        self.module = module
-        self._gathers = module if isinstance(module, FSDPModule) else None
+class SelfShardedSteps(StepModule):
+    """A module whose forward runs a step of a user's module that has sharded itself, around its forward alone."""
 
     def forward(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, which is a method of the user's module."""
-        if self._gathers is not None:  # it has sharded itself, around its forward and not around its steps
-            self._gathers.unshard()
-        return step(*args, **kwargs)
+        self.module.unshard()  # type: ignore[operator]  # an FSDPModule
+        return super().forward(step, *args, **kwargs)

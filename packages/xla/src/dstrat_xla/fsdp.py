@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dstrat.checkpoint.whole_state import name_parameters, number_parameters
 from dstrat.errors import CheckpointError, RequestError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
 from dstrat.interfaces.state_dict import is_extra_state, load_named_state, misfit, named_state
 from dstrat.interfaces.strategy import Strategy
-from dstrat.parallel.optimizer_probe import state_after_one_step
+from dstrat.parallel.optimizer_checks import state_after_one_step
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_xla import runtime
 from dstrat_xla.sharding import ShardedModule, block_policy, checked_classes, unwrapped_name, wrapper_class
@@ -270,25 +271,13 @@ class XLAFSDPStrategy(XLAStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer; collective."""
-        state = self._optimizer_state(optimizer, self._sharded_module.whole)
-        numbers = _numbers(state["param_groups"])
-        groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-        entries = {numbers[name]: entry for name, entry in state["state"].items()}
-        return {"state": entries, "param_groups": groups}
+        return number_parameters(self._optimizer_state(optimizer, self._sharded_module.whole))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load the whole state of an optimizer that global rank 0 has; collective."""
-        state = self.broadcast(dict(state))
-        names = {number: name for name, number in _numbers(self._named_groups(optimizer)).items()}
-        groups = [
-            {**group, "params": [names.get(one, str(one)) for one in group["params"]]}
-            for group in state["param_groups"]
-        ]
-        entries = {names.get(number, str(number)): entry for number, entry in state["state"].items()}
-        self._load_optimizer_state(optimizer, {"state": entries, "param_groups": groups})
-
-    def _named_groups(self, optimizer: Optimizer) -> Any:
-        return named_state(optimizer, self._sharded_module)["param_groups"]  # type: ignore[arg-type]  # as above
+        groups = named_state(optimizer, self._sharded_module)["param_groups"]  # type: ignore[arg-type]  # as above
+        names = [group["params"] for group in groups]
+        self._load_optimizer_state(optimizer, name_parameters(self.broadcast(dict(state)), names))
 
     def _optimizer_state(self, optimizer: Optimizer, convert: Callable[[Tensor, Tensor], Any]) -> dict[str, Any]:
         """Return the state by the names of parameters, with what is sharded like them converted."""
@@ -327,9 +316,3 @@ class XLAFSDPStrategy(XLAStrategy):
 
 
 _SET_HERE = ("self", "module", "auto_wrap_policy", "auto_wrapper_callable")
-
-
-def _numbers(groups: Any) -> dict[str, int]:
-    """Return the numbers of parameters in torch's state of an optimizer, by their names."""
-    names = [name for group in groups for name in group["params"]]
-    return {name: number for number, name in enumerate(names)}

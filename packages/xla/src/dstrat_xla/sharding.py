@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 
 from dstrat.errors import RequestError
 from dstrat.interfaces.checkpoint_io import FlatShard
+from dstrat.parallel.step_module import StepModule
 from dstrat_xla import runtime
 
 if TYPE_CHECKING:
@@ -23,22 +24,6 @@ _PATCHES = (  # methods that torch_xla sets on a layer itself
     "_xla_checkpointed_forward_original",
     "_xla_checkpointed_forward_no_kwargs",
 )
-
-
-class StepModule(Module):
-    """A module whose forward runs a step of the user's module.
-
-    Args:
-        module: The user's module.
-    """
-
-    def __init__(self, module: Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, which is a method of the user's module."""
-        return step(*args, **kwargs)
 
 
 class ShardedModule:

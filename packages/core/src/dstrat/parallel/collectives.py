@@ -103,8 +103,15 @@ def broadcast_object(obj: T, *, src: int = 0, group: dist.ProcessGroup | None = 
     return objects[0]
 
 
-def take_from_first_rank(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors, which have the same shapes and dtypes on every rank, by those of global rank 0."""
-    values = [tensor.detach() for tensor in tensors]
-    if values and dist.group.WORLD is not None:
-        _sync_params_and_buffers(dist.group.WORLD, values, _BUCKET, 0)
+def take_from_first_rank(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite tensors by those of the first rank of a group; collective.
+
+    Args:
+        tensors: On the device, of the same shapes and dtypes on every rank.  Those on the meta device have no values,
+            and are left alone.
+        group: None is all ranks.
+    """
+    values = [tensor.detach() for tensor in tensors if not tensor.is_meta]
+    group = dist.group.WORLD if group is None else group
+    if values and group is not None:
+        _sync_params_and_buffers(group, values, _BUCKET, 0)

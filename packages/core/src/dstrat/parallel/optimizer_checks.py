@@ -1,4 +1,4 @@
-"""Copies of an optimizer that step small tensors, to find out what it does to parameters that are divided."""
+"""Checks of optimizers whose parameters are divided: which they have, and how copies of them step small tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from dstrat.errors import MisuseError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+    from torch.nn import Module
     from torch.optim import Optimizer
 
 Divide: TypeAlias = "Callable[[Tensor], list[Tensor]]"
@@ -25,6 +28,32 @@ _SHAPE = (7, 6)  # few pieces are as large as others, and no piece of 9 elements
 _STEPS = 2  # momentum shows in the second one
 _RATE = 0.01  # a warm-up may begin with 0, with which no step shows anything
 _TOLERANCE = 1e-4  # relative; another order of sums gives less, another formula more
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], module: Module) -> None:
+    """Check the optimizers of a module that has been sharded.
+
+    Raises:
+        MisuseError: Two of them share a parameter, or one has parameters of before the module was sharded.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    owners: dict[int, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(parameter) not in names for parameter in parameters)
+        if strange:
+            raise MisuseError(
+                f"the {type(optimizer).__name__} has {strange} of {len(parameters)} parameters that are none of "
+                f"{type(module).__name__}'s: they were taken before the module was sharded, which replaces them; take "
+                "all of them in configure_optimizers, from self.parameters()"
+            )
+        for parameter in parameters:
+            first = owners.setdefault(id(parameter), index)
+            if first != index:
+                raise MisuseError(
+                    f"optimizers {first} and {index} share the parameter {names.get(id(parameter), '?')!r}, and both "
+                    "would apply its gradient: give each parameter to one of them"
+                )
 
 
 def state_after_one_step(optimizer: Optimizer, group: int, like: Tensor) -> dict[str, Any]:
