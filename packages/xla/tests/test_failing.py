@@ -58,7 +58,7 @@ def launch(deed, rank=1):
         (be_killed, 0, "rank 0 of 2 was killed by SIGKILL"),
         (be_killed, 1, "rank 1 of 2 was killed by SIGKILL"),
         (leave, 1, "rank 1 of 2 exited with code 0 before the others had ended"),
-        (fall_asleep, 1, "rank 1 of 2 hung: nothing was done for 3 s, and rank 0 waited"),
+        (fall_asleep, 1, "rank 1 of 2 hung: no progress for 3 s, and rank 0 waited"),
     ],
 )
 def test_the_rank_that_misbehaves_is_named(deed, rank, message):

@@ -120,4 +120,4 @@ def test_folder_of_temporary_files_with_too_long_a_name_is_told(program):
     folder.mkdir()
     outcome = program.run("train.py", "forkserver", "work", TMPDIR=str(folder))
     assert outcome.code == 1
-    assert "cannot be started: AF_UNIX path too long: a socket is made in the folder of temporary" in outcome.errors
+    assert "cannot be started: AF_UNIX path too long: the path of a socket in the folder of tem" in outcome.errors

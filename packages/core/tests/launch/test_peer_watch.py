@@ -11,8 +11,8 @@ from dstrat.launch.peer_watch import RankState, find_hung_ranks
 
 AT_WORK = RankState(idle_seconds=0.0)
 IDLE = RankState(idle_seconds=20.0)
-WAITING = RankState(idle_seconds=0.0, is_waiting=True)  # busily, as for a GPU
-IDLE_AND_WAITING = RankState(idle_seconds=20.0, is_waiting=True)
+WAITING = RankState(idle_seconds=0.0, waits_in_collective=True)  # busily, as for a GPU
+IDLE_AND_WAITING = RankState(idle_seconds=20.0, waits_in_collective=True)
 ENDED = RankState(has_ended=True)
 
 
@@ -59,7 +59,7 @@ def start_ranks():
 def test_idle_rank_that_waits_ends_beyond_the_first_ranks(start_ranks):
     *_, last = start_ranks("wait", 5, local_size=5)
     _, errors = last.communicate(timeout=170)
-    assert "rank 4 of 5 hung: nothing was done for 1 s, and ranks 0, 1, 2, 3 waited." in errors
+    assert "rank 4 of 5 hung: no progress for 1 s, and ranks 0, 1, 2, 3 waited." in errors
     assert "Stack of rank 0:\n\nCurrent thread" in errors
     assert last.returncode == 1
 
@@ -68,5 +68,5 @@ def test_idle_rank_that_waits_ends_beyond_the_first_ranks(start_ranks):
 def test_rank_that_stops_or_dies_is_named_by_one_of_its_machine(start_ranks, deed):
     ranks = start_ranks(deed, 6, local_size=4)
     _, errors = ranks[4].communicate(timeout=170)
-    assert "rank 5 of 6 hung: nothing was done for 1 s, and ranks 0, 1, 2, 3, 4 waited." in errors
+    assert "rank 5 of 6 hung: no progress for 1 s, and ranks 0, 1, 2, 3, 4 waited." in errors
     assert ranks[4].returncode == 1

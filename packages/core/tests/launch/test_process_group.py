@@ -90,7 +90,7 @@ def test_supervisor_keeps_no_port_open(launch, rank_functions):
 
 def test_rank_that_hangs_is_named_with_its_stack(launch):
     with pytest.raises(
-        RankFailedError, match=r"rank 1 of 2 hung: rank 0 waited for it in vain \(RuntimeError"
+        RankFailedError, match=r"rank 1 of 2 hung: rank 0 timed out waiting for it \(RuntimeError"
     ) as caught:
         launch("get_stuck")
     assert "in fall_asleep" in caught.value.rank_traceback.splitlines()[1]
@@ -138,7 +138,7 @@ def test_rank_that_is_killed_is_named_and_not_the_one_that_loses_it(launch):
 def test_rank_that_left_early_is_named_and_not_the_one_that_loses_it(launch, way):
     with pytest.raises(RankFailedError, match="rank 1 of 2 exited with code 0 before the others had ended") as caught:
         launch("leave_early", way)
-    assert "What rank 0 raised:\n\nTraceback (most recent call last)" in str(caught.value)
+    assert "Traceback of rank 0:\n\nTraceback (most recent call last)" in str(caught.value)
 
 
 @pytest.mark.parametrize(

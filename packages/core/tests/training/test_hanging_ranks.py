@@ -66,7 +66,7 @@ def test_rank_that_hangs_is_named_after_the_timeout(fit, hook, rank):
 
 
 def test_ranks_that_all_hang_are_found(fit):
-    with pytest.raises(RankFailedError, match="ranks 0, 1 of 2 hung: nothing was done for 2 s") as caught:
+    with pytest.raises(RankFailedError, match="ranks 0, 1 of 2 hung: no progress for 2 s") as caught:
         fit(Misbehaves("on_train_batch_start", None, fall_asleep), seconds=2.0)
     for rank in range(2):
         assert f"Stack of rank {rank}:\n\nCurrent thread" in str(caught.value)
@@ -162,7 +162,7 @@ def start_ranks(tmp_path):
 def test_rank_that_another_launcher_started_finds_its_own_hang(start_ranks):
     ranks = start_ranks("time.sleep(600)")
     _, (_, errors) = [rank.communicate(timeout=170) for rank in ranks]
-    assert "rank 1 of 2 hung: nothing was done for 2 s, and rank 0 waited. If this is normal, pass" in errors
+    assert "rank 1 of 2 hung: no progress for 2 s, and rank 0 waited. If this is normal, pass" in errors
     assert re.search(r"Stack of rank 1:\n\nCurrent thread .*\n.*train.py.* in on_train_batch_start", errors)
     assert "Stack of rank 0:\n\nCurrent thread" in errors
     assert [rank.returncode for rank in ranks] == [1, 1]
@@ -171,7 +171,7 @@ def test_rank_that_another_launcher_started_finds_its_own_hang(start_ranks):
 def test_rank_that_does_not_respond_is_named_by_one_that_waits(start_ranks):
     waiting, _ = start_ranks("time.sleep(1); os.kill(os.getpid(), signal.SIGSTOP)")
     _, errors = waiting.communicate(timeout=170)
-    assert "rank 1 of 2 hung: nothing was done for 2 s, and rank 0 waited" in errors
+    assert "rank 1 of 2 hung: no progress for 2 s, and rank 0 waited" in errors
     assert waiting.returncode == 1
 
 
@@ -179,7 +179,7 @@ def test_ranks_of_another_launcher_that_all_hang_are_found(start_ranks):
     ranks = start_ranks("time.sleep(600)", (0, 1))
     started = time.monotonic()
     errors = "".join(rank.communicate(timeout=170)[1] for rank in ranks)
-    assert "ranks 0, 1 of 2 hung: nothing was done for 2 s. If" in errors
+    assert "ranks 0, 1 of 2 hung: no progress for 2 s. If" in errors
     assert time.monotonic() - started < 110  # rather than after the timeout of 120 s
     assert [rank.returncode for rank in ranks] == [1, 1]
 

@@ -1,7 +1,7 @@
 """Bootstrap of a fresh interpreter that becomes a rank.
 
-It is run as a file, with the job's folder, the supervisor's process id, and what to do: a script or a module with its
-arguments, or a function.  Nothing of the user's is imported before the rank is set up.
+It runs as a file, with the job's folder, the supervisor's process id, and the program: a script or a module with its
+arguments, or a function.  No user code is imported before the rank is set up.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - nothing may be imported from this folder
-if sys.path[0] == _HERE:  # Python's option -P leaves it out
+_OUR_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - with this folder on sys.path nothing may be imported yet
+if sys.path[0] == _OUR_FOLDER:  # absent with Python's option -P
     del sys.path[0]
 
 
 def main() -> None:
-    """Become the rank that the command line describes."""
+    """Set up the rank that the command line describes, and run its program."""
     folder, parent, kind, *command = sys.argv[1:]
     _set_path(os.path.dirname(command[0]) if kind == "script" else os.getcwd())  # noqa: PTH109, PTH120 - as above
     from dstrat.launch import fast_exit
@@ -36,13 +36,13 @@ def main() -> None:
 
 
 def _set_path(first: str) -> None:
-    """Set ``sys.path`` as Python does for a script or a module, and let dstrat be found.
+    """Set ``sys.path`` as Python does for a script or a module, with dstrat's folder last.
 
-    dstrat comes last; it is missing only where the script itself extends the path to it.
+    That folder is missing only if the script itself extends the path to it.
     """
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         sys.path.insert(0, first)
-    root = os.path.abspath(os.path.join(_HERE, *[os.pardir] * 2))  # noqa: PTH100, PTH118 - as above
+    root = os.path.abspath(os.path.join(_OUR_FOLDER, *[os.pardir] * 2))  # noqa: PTH100, PTH118 - as above
     if root not in sys.path:
         sys.path.append(root)
 
@@ -64,7 +64,7 @@ def _run(folder: Path, kind: str, command: list[str]) -> None:
 
 
 def _run_script(path: str) -> None:
-    """Run a script in a module ``__main__`` of its own that stays, unlike that of runpy, to the process's end."""
+    """Run a script in a new module ``__main__`` that lives, unlike that of runpy, until the process ends."""
     from importlib.machinery import SourceFileLoader
     from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""Command line of this interpreter, by which ranks are started the same way."""
+"""Command line of this interpreter, from which the command of the ranks is made."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """A command line of Python, in its parts.
+    """A parsed command line of Python.
 
     Attributes:
-        flags: The interpreter's own options, such as ``-u``.
-        kind: What ``target`` is.
+        flags: Options of the interpreter, such as ``-u``.
+        kind: The kind of ``target``.
         target: Path of the script, name of the module, or the code.
-        argv: What the program finds in ``sys.argv``.
+        argv: The ``sys.argv`` of the program.
     """
 
     flags: tuple[str, ...]
@@ -31,27 +31,27 @@ class Command:
     argv: tuple[str, ...] = ("",)
 
 
-def parse_command(words: Sequence[str]) -> Command:
-    """Take a command line apart as the interpreter does (https://docs.python.org/3/using/cmdline.html)."""
+def parse_command(arguments: Sequence[str]) -> Command:
+    """Parse a command line as the interpreter does (https://docs.python.org/3/using/cmdline.html)."""
     flags: list[str] = []
-    rest = list(words[1:])
-    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
-        word = rest.pop(0)
-        if word == "--check-hash-based-pycs":
-            flags += [word, rest.pop(0)]
+    remaining = list(arguments[1:])
+    while remaining and remaining[0].startswith("-") and remaining[0] not in ("-", "--"):
+        argument = remaining.pop(0)
+        if argument == "--check-hash-based-pycs":
+            flags += [argument, remaining.pop(0)]
             continue
-        alone, option, value = _split_options(word[1:])
+        alone, option, value = _split_options(argument[1:])
         flags += [f"-{alone}"] if alone else []
         if option in ("c", "m"):
-            target = value or rest.pop(0)
+            target = value or remaining.pop(0)
             kind: Literal["code", "module"] = "code" if option == "c" else "module"
-            return Command(flags=tuple(flags), kind=kind, target=target, argv=(f"-{option}", *rest))
+            return Command(flags=tuple(flags), kind=kind, target=target, argv=(f"-{option}", *remaining))
         if option:
-            flags += [f"-{option}", value or rest.pop(0)]
-    rest = rest[1:] if rest[:1] == ["--"] else rest
-    if not rest or rest[0] == "-":
+            flags += [f"-{option}", value or remaining.pop(0)]
+    remaining = remaining[1:] if remaining[:1] == ["--"] else remaining
+    if not remaining or remaining[0] == "-":
         return Command(flags=tuple(flags), kind="interactive")
-    return Command(flags=tuple(flags), kind="script", target=rest[0], argv=tuple(rest))
+    return Command(flags=tuple(flags), kind="script", target=remaining[0], argv=tuple(remaining))
 
 
 def interpreter_flags() -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def interpreter_flags() -> tuple[str, ...]:
 def rerun_command(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleType) -> Command:
     """Return the command that runs the user's script once more.
 
-    A debugger or coverage tool that runs the script stays out of it.
+    It does not include a debugger or coverage tool that runs the script.
 
     Args:
         orig_argv: The interpreter's command line.
@@ -79,19 +79,19 @@ def rerun_command(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleTyp
     if path is None or not Path(path).is_file() or hasattr(sys, "ps1"):
         raise LaunchError(
             "start_method='popen' runs the script once more in each rank, and this is no script but a notebook, an "
-            "interactive session or 'python -c': take a strategy that `dstrat strategies` shows as notebook-safe, or "
+            "interactive session or 'python -c': use a strategy that `dstrat strategies` shows as notebook-safe, or "
             "start_method='fork'"
         )
-    own = command.kind == "script" and Path(command.target).name == Path(path).name
-    argv = command.argv if own else tuple(argv)  # its own may have been changed since
+    runs_main = command.kind == "script" and Path(command.target).name == Path(path).name
+    argv = command.argv if runs_main else tuple(argv)  # as started: the script may have changed sys.argv since
     return Command(flags=command.flags, kind="script", target=str(Path(path).absolute()), argv=_join_hydra_job(argv))
 
 
 def _join_hydra_job(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the arguments with which a rank uses the folder of the hydra job that this process runs.
+    """Return the arguments with the output folder of the hydra job that this process runs.
 
-    Hydra names a folder after the second at which it was made, so that each rank would have another one.  Of a sweep
-    the ranks run all jobs, as this process ends after the first one.
+    Hydra names a folder after the current second, so that each rank would create another one.  In a sweep the ranks
+    run all jobs, because this process ends after the first one.
     """
     module = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
@@ -100,7 +100,7 @@ def _join_hydra_job(argv: tuple[str, ...]) -> tuple[str, ...]:
     mode = job.get("mode")  # since hydra 1.2
     if mode is not None and mode.name == "MULTIRUN":
         return (*argv, _hydra_value("sweep.dir", Path(job.runtime.cwd, job.sweep.dir)))
-    # Without a subfolder for the values, which would be written by each rank.
+    # Without the subfolder of the configuration, which each rank would write.
     return (*argv, _hydra_value("run.dir", job.runtime.output_dir), "hydra.output_subdir=null")
 
 
@@ -110,7 +110,7 @@ def _hydra_value(name: str, value: object) -> str:
 
 
 def _split_options(letters: str) -> tuple[str, str, str]:
-    """Split ``uWerror`` into what stands alone, the option that takes a value, and the value."""
+    """Split ``uWerror`` into the options without a value, the option with a value, and the value."""
     for position, letter in enumerate(letters):
         if letter in "cmWX":
             return _repeatable(letters[:position]), letter, letters[position + 1 :]
@@ -118,5 +118,5 @@ def _split_options(letters: str) -> tuple[str, str, str]:
 
 
 def _repeatable(letters: str) -> str:
-    """Drop what makes no sense for a rank: staying interactive, and skipping the file's first line."""
+    """Drop the options that make no sense for a rank: ``-i`` (interactive) and ``-x`` (skip the first line)."""
     return letters.replace("i", "").replace("x", "")

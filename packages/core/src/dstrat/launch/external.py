@@ -23,12 +23,12 @@ T = TypeVar("T")
 class ExternalLauncher(Launcher):
     """Calls the function in this process, which is a rank already: started by dstrat, torchrun or a scheduler.
 
-    In a rank that dstrat has started the first exception of the function ends the process, so that no ``except`` of
-    the script lets this rank go on while the others wait for it.  Under torchrun the exception is also left where
-    torchrun looks for it.
+    In a rank that dstrat has started, the first exception of the function ends the process.  An ``except`` in the
+    script could otherwise let this rank continue while its peers wait for it.  Under torchrun the exception is also
+    written to torchrun's error file.
 
     Args:
-        environ: The environment, to be asked whether torchrun wants to know of errors.
+        environ: The environment, in which torchrun names its error file.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -46,7 +46,7 @@ class ExternalLauncher(Launcher):
         if "TORCHELASTIC_ERROR_FILE" in self.environ:
             from torch.distributed.elastic.multiprocessing.errors import record
 
-            return cast("T", record(function)(*args, **kwargs))  # None only where there is no function
+            return cast("T", record(function)(*args, **kwargs))  # None only without a function
         return function(*args, **kwargs)
 
 
@@ -66,46 +66,48 @@ def _launch_in(rank: ThisRank, launch: int, call: Callable[[], T]) -> T:
         raise
 
 
-# Launch history of a program, which ranks that re-run it replay.
+# Launch history of a program
+#
+# Ranks that re-run the script pass all launches before theirs, and those that failed raise the same error again.
 
 
 _begun: list[int] = []
-_failed: dict[int, bytes] = {}  # pickled, for an exception keeps alive whatever its traceback has seen
+_failed: dict[int, bytes] = {}  # pickled, because an exception keeps its traceback's frames alive
 _started_for: list[int] = []
 _FILE = "history.pickle"
 
 
 def next_launch() -> int:
-    """Return the number of the launch that begins now, from 0, and count on."""
+    """Return the number of the launch that begins now, from 0, and count it."""
     _begun.append(len(_begun))
     return _begun[-1]
 
 
 def is_replaying() -> bool:
-    """Return whether this process re-runs a program, and has yet to reach the launch that it was started for."""
+    """Return whether this process re-runs a program, and has not yet reached the launch that it was started for."""
     return any(launch >= len(_begun) for launch in _started_for)
 
 
 def record_failure(launch: int, error: BaseException) -> None:
-    """Remember how a launch ended."""
+    """Record the error of a launch."""
     try:
         _failed[launch] = pickle.dumps(error)
-    except Exception:  # noqa: BLE001 - an exception of the user's, of which the text has to do
+    except Exception:  # noqa: BLE001 - the user's exception cannot be pickled; its text can
         _failed[launch] = pickle.dumps(LaunchError(f"{type(error).__name__}: {text_of(error)}"))
 
 
 def past_failure(launch: int) -> BaseException | None:
-    """Return what a launch has raised in the process that started this rank."""
+    """Return the error of a launch in the process that started this rank; None if it succeeded."""
     return pickle.loads(_failed[launch]) if launch in _failed else None  # noqa: S301 - written by record_failure
 
 
 def save(folder: Path) -> None:
-    """Write which launch this is and what has failed before, for ranks that re-run the program up to it."""
+    """Write the number of this launch and the earlier failures, for ranks that re-run the program up to it."""
     (folder / _FILE).write_bytes(pickle.dumps((_begun[-1], _failed)))
 
 
 def load(folder: Path) -> None:
-    """Take over what had failed in the process that started this rank."""
+    """Read the number of the launch and the earlier failures of the process that started this rank."""
     launch, failed = pickle.loads((folder / _FILE).read_bytes())  # noqa: S301 - written by our own supervisor
     _started_for.append(launch)
     _failed.update(failed)

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dstrat.errors import LaunchError, RankFailedError
-from dstrat.launch.progress import waits_for_others
+from dstrat.launch.progress import waits_for_peers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import FrameType, TracebackType
 
 
-FailureKind = Literal["own", "lost", "timeout"]
-"""A failure of the rank's own, a lost connection to a peer, or a peer that did not answer in time."""
+FailureKind = Literal["error", "lost", "timeout"]
+"""An error of the rank itself, a lost connection to a peer, or a timeout while it waited for a peer."""
 
 _LOST = re.compile(
     r"connection (reset|closed) by peer|connection refused|broken pipe|socket closed|recvValue failed|"
@@ -46,10 +46,10 @@ class Failure:
     """An exception that ended a rank.
 
     Attributes:
-        kind: Whether a peer was the reason.
+        kind: Whether the rank itself or a peer was the cause.
         error: Name of the exception's class.
-        message: What it says.
-        traceback: The rank's own traceback, as text.
+        message: The exception's text.
+        traceback: The rank's traceback, as text.
         time_ns: When it was caught, nanoseconds since the epoch.
     """
 
@@ -67,13 +67,13 @@ class Failure:
 
 
 def kind_of(error: BaseException) -> FailureKind:
-    """Return whether a rank failed by itself, or because a peer was gone or late.
+    """Classify the error of a rank: its own, a lost connection, or a timeout.
 
-    torch raises RuntimeError or a subclass of it (torch.distributed.DistError) for both, so that the text tells them
-    apart, where communication raised it.  Whatever was raised while such an error was handled follows from it.
+    torch raises RuntimeError or a subclass of it (torch.distributed.DistError) for the last two.  Only the text
+    distinguishes them.  An error that was raised while one of these was handled is classified like it.
     """
     link: BaseException | None = error
-    seen: set[int] = set()  # as ``raise error from error`` makes a circle
+    seen: set[int] = set()  # ``raise error from error`` makes a cycle
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         if isinstance(link, RuntimeError) and _is_raised_by_communication(link):
@@ -82,13 +82,13 @@ def kind_of(error: BaseException) -> FailureKind:
             if _LOST.search(text_of(link)):
                 return "lost"
         link = link.__context__ if link.__cause__ is None else link.__cause__
-    return "own"
+    return "error"
 
 
 def _is_raised_by_communication(error: BaseException) -> bool:
-    """Return whether native code raised an error, such as Gloo or NCCL, or Python code that communicates.
+    """Return whether an error comes from native code, such as Gloo or NCCL, or from Python code that communicates.
 
-    A ``raise`` of the user's or of a DataLoader may have the same text.
+    A ``raise`` in the user's code or in a DataLoader may have the same text.
     """
     trace = error.__traceback__
     if trace is None:
@@ -96,17 +96,17 @@ def _is_raised_by_communication(error: BaseException) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
-    # A frame that Cython has made up has no instructions.
+    # A frame that Cython made up has no instructions.
     if not 0 <= trace.tb_lasti < len(code.co_code) or dis.opname[code.co_code[trace.tb_lasti]] not in (
         "RAISE_VARARGS",
         "RERAISE",
     ):
-        return True  # the innermost Python frame called what raised it
+        return True  # not a ``raise``: native code that the innermost Python frame called
     return any(folder in code.co_filename for folder in _COMMUNICATION)
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an exception says, also where saying it raises."""
+    """Return the text of an exception, also where its ``__str__`` raises."""
     try:
         return str(error)
     except Exception as other:  # noqa: BLE001 - __str__ of any class may raise anything
@@ -114,12 +114,14 @@ def text_of(error: BaseException) -> str:
 
 
 def write_failure(folder: Path, error: BaseException) -> None:
-    """Leave an exception of this process in the job's folder; a file that exists is complete."""
+    """Write an exception of this process to the job's folder; a file that exists is complete."""
     failure = Failure(
         kind=kind_of(error),
         error=_class_name(type(error)),
         message=text_of(error),
-        traceback="".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__))).rstrip(),
+        traceback="".join(
+            traceback.format_exception(type(error), error, _user_traceback(error.__traceback__))
+        ).rstrip(),
         time_ns=time.time_ns(),
     )
     path = _path(folder, os.getpid())
@@ -127,12 +129,12 @@ def write_failure(folder: Path, error: BaseException) -> None:
     try:
         unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8", errors="backslashreplace")
         unfinished.replace(path)
-    except FileNotFoundError:  # somebody has removed the folder, as the supervisor is going to say
+    except FileNotFoundError:  # the folder was removed; the supervisor reports that
         sys.stderr.write(f"{failure.traceback}\n")
 
 
 def read_failure(folder: Path, pid: int) -> Failure | None:
-    """Return what a process has left in the job's folder, if anything."""
+    """Return the failure that a process wrote to the job's folder; None where there is none."""
     try:
         return Failure(**json.loads(_path(folder, pid).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -144,7 +146,7 @@ def _path(folder: Path, pid: int) -> Path:
 
 
 def _class_name(error: type[BaseException]) -> str:
-    """Return the class as a traceback shows it."""
+    """Return the name of a class as a traceback shows it."""
     return (
         error.__qualname__
         if error.__module__ in ("builtins", "__main__")
@@ -152,8 +154,8 @@ def _class_name(error: type[BaseException]) -> str:
     )
 
 
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the outermost frames, which belong to the launcher."""
+def _user_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the launcher's frames, which are the outermost."""
     link = trace
     while link is not None and _is_ours(link.tb_frame):
         link = link.tb_next
@@ -164,28 +166,29 @@ def _is_ours(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_OUR_FOLDER) or frame.f_globals.get("__name__") in _STARTERS
 
 
-# Primary failure of a job, and the error that names its rank.
+# Primary failure of a job
 
 
-_HINTS: dict[int, str] = {
+_SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: " (perhaps because the machine ran out of memory)",
     signal.SIGBUS: " (perhaps because /dev/shm is full)",
 }
+_NO_STACK = "(not available)"
 _FRAME = re.compile(r'^ *File "(.*)", line ', re.MULTILINE)
 _LAUNCH_ERROR = f"{LaunchError.__module__}.{LaunchError.__qualname__}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnd:
-    """How a rank ended, or that it is about to.
+    """The end of a rank, or its failure if it has not ended yet.
 
     Attributes:
         rank: Its global rank.
-        exit_code: Negative for a signal; None when it has left a failure and not yet ended.
-        failure: The exception that it left, if any.
+        exit_code: Negative for a signal; None when it has written a failure and not yet ended.
+        failure: The exception that it wrote, if any.
         time_ns: When it failed, or when its end was noticed; nanoseconds since the epoch.
-        was_set_up: Whether it came as far as running anything of the user's.
-        stack: Its stack at a crash, if it left one.
+        was_set_up: Whether it reached the user's code.
+        stack: Its stack at a crash, if it wrote one.
     """
 
     rank: int
@@ -197,102 +200,102 @@ class RankEnd:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it ended in any other way than well."""
+        """Whether it raised, or exited with another code than 0."""
         return self.failure is not None or self.exit_code != 0
 
     @property
-    def remoteness(self) -> int:
-        """How far it probably is from the cause: 0 is a cause, 2 surely follows from another rank's failure."""
+    def failure_order(self) -> int:
+        """Distance from the cause: 0 is a cause, 1 may be one, 2 follows from another rank's failure."""
         if self.failure is not None:
-            return 0 if self.failure.kind == "own" else 2
+            return 0 if self.failure.kind == "error" else 2
         return 1 if self.exit_code == -signal.SIGABRT else 0  # NCCL aborts a process that has lost its peers
 
 
-def first_failure(ends: Sequence[RankEnd]) -> RankEnd:
-    """Return the rank that most probably caused the failure of all others."""
-    return min((end for end in ends if end.is_failure), key=lambda end: (end.remoteness, end.time_ns))
+def primary_failure(ends: Sequence[RankEnd]) -> RankEnd:
+    """Return the end of the rank that most probably caused the failure of the job."""
+    return min((end for end in ends if end.is_failure), key=lambda end: (end.failure_order, end.time_ns))
 
 
 def hung_rank(ends: Sequence[RankEnd], running: Mapping[int, str], world_size: int) -> int | None:
-    """Return the rank that the others have waited for in vain, if that was it.
+    """Return the rank for which the others waited until they timed out; None where that was not the cause.
 
     Args:
         ends: The ranks of this machine that have ended.
         running: The stacks of those that have not, by rank.
-        world_size: Ranks of the whole job.
+        world_size: Number of ranks in the job.
     """
     failures = [end for end in ends if end.is_failure]
-    if any(end.remoteness < 2 for end in failures):
+    if any(end.failure_order < 2 for end in failures):
         return None
     if not any(end.failure and end.failure.kind == "timeout" for end in failures):
         return None
-    # A rank that waits for others is not the one that they wait for; that one may be on another machine.
-    elsewhere = [rank for rank in running if not waits(running[rank])]
-    if not elsewhere and len(ends) + len(running) < world_size:
+    # A rank that waits in a collective is not the one that blocks it; that one may be on another machine.
+    blocking = [rank for rank in running if not waits(running[rank])]
+    if not blocking and len(ends) + len(running) < world_size:
         return None
-    return min(elsewhere or running, default=None)
+    return min(blocking or running, default=None)
 
 
 def early_exit(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """Return the rank that ended well while others still needed it, if that was why they failed."""
-    if any(end.is_failure and end.remoteness < 2 for end in ends):
+    """Return the rank whose exit with code 0 made its peers fail; None where there is another cause."""
+    if any(end.is_failure and end.failure_order < 2 for end in ends):
         return None
     return min((end for end in ends if not end.is_failure), key=lambda end: end.time_ns, default=None)
 
 
 def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_size: int) -> LaunchError:
-    """Return the error that tells the user which rank failed, and how.
+    """Return the error that names the primary failure of a job.
 
     Args:
-        ends: The ranks that have ended, at least one of them badly.
+        ends: The ranks that have ended, at least one of them with a failure.
         running: The stacks of the ranks that had to be ended, by rank.
-        world_size: Ranks of the whole job.
+        world_size: Number of ranks in the job.
     """
-    first = first_failure(ends)
+    primary = primary_failure(ends)
     hung = hung_rank(ends, running, world_size)
-    left = early_exit(ends)
-    if hung is not None and (left is None or not waits(running[hung])):
-        stack = running[hung] or "(it gave none)"
+    exited = early_exit(ends)
+    if hung is not None and (exited is None or not waits(running[hung])):
+        stack = running[hung] or _NO_STACK
         return RankFailedError(
-            f"rank {hung} of {world_size} hung: {_waited(first)}. Its stack when it was ended:\n\n{stack}"
-            f"\n\n{_raised(first)}{_other_stacks(hung, running)}",
+            f"rank {hung} of {world_size} hung: {_describe_wait(primary)}. Its stack when it was ended:\n\n{stack}"
+            f"\n\n{_traceback_of(primary)}{_other_stacks(hung, running)}",
             rank=hung,
             rank_traceback=stack,
         )
-    if left is not None:
+    if exited is not None:
         return RankFailedError(
-            f"rank {left.rank} of {world_size} exited with code 0 before the others had ended: {_waited(first)}"
-            f"\n\n{_raised(first)}",
-            rank=left.rank,
+            f"rank {exited.rank} of {world_size} exited with code 0 before the others had ended: "
+            f"{_describe_wait(primary)}\n\n{_traceback_of(primary)}",
+            rank=exited.rank,
             exit_code=0,
         )
-    if first.failure is not None and first.failure.error == _LAUNCH_ERROR:
-        return LaunchError(first.failure.message)  # raised by the launcher itself, in the rank
-    text = first.failure.traceback if first.failure is not None else first.stack
-    message = f"rank {first.rank} of {world_size} {_what_happened(first)}{_circumstances(first, running)}"
+    if primary.failure is not None and primary.failure.error == _LAUNCH_ERROR:
+        return LaunchError(primary.failure.message)  # raised by the launcher itself, in the rank
+    text = primary.failure.traceback if primary.failure is not None else primary.stack
+    message = f"rank {primary.rank} of {world_size} {_describe_end(primary)}{_running_ranks(primary, running)}"
     return RankFailedError(
         f"{message}\n\n{text}" if text else message,
-        rank=first.rank,
-        exit_code=1 if first.failure is not None else first.exit_code,  # it may not have ended yet
+        rank=primary.rank,
+        exit_code=1 if primary.failure is not None else primary.exit_code,  # it may not have ended yet
         rank_traceback=text,
     )
 
 
 def hang_error(idle: Mapping[int, float], running: Mapping[int, str], world_size: int) -> RankFailedError:
-    """Return the error for ranks of which some have done nothing for too long, while the others waited.
+    """Return the error for a job in which some ranks were idle for too long, while their peers waited.
 
     Args:
-        idle: Limits in seconds of the ranks that did nothing, by rank.
-        running: The stacks of all ranks that run, by rank.
-        world_size: Ranks of the whole job.
+        idle: Limits in seconds of the idle ranks, by rank.
+        running: The stacks of all running ranks, by rank.
+        world_size: Number of ranks in the job.
     """
-    elsewhere = [rank for rank in running if rank in idle and not waits(running[rank])]
-    hung = elsewhere or [rank for rank in running if rank in idle] or list(running)
-    waiting = [rank for rank in running if rank not in hung]
-    others = f", and {_ranks(waiting)} waited" if waiting else ""
-    stacks = [f"Stack of rank {rank}:\n\n{running[rank] or '(it gave none)'}" for rank in (*hung, *waiting)]
+    blocking = [rank for rank in running if rank in idle and not waits(running[rank])]
+    hung = blocking or [rank for rank in running if rank in idle] or list(running)
+    peers = [rank for rank in running if rank not in hung]
+    peers_note = f", and {_ranks(peers)} waited" if peers else ""
+    stacks = [f"Stack of rank {rank}:\n\n{running[rank] or _NO_STACK}" for rank in (*hung, *peers)]
     return RankFailedError(
-        f"{_ranks(hung)} of {world_size} hung: nothing was done for {max(idle.values()):g} s{others}. If this is "
+        f"{_ranks(hung)} of {world_size} hung: no progress for {max(idle.values()):g} s{peers_note}. If this is "
         "normal, pass timeout=timedelta(minutes=...) to the strategy.\n\n" + "\n\n".join(stacks),
         rank=hung[0],
         rank_traceback=running[hung[0]],
@@ -303,47 +306,48 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _waited(end: RankEnd) -> str:
-    """Return that a rank waited in vain for the one that the sentence is about."""
-    assert end.failure is not None  # noqa: S101 - only a failure tells that a rank has waited
-    return f"rank {end.rank} waited for it in vain ({end.failure.headline})"
+def _describe_wait(end: RankEnd) -> str:
+    """Return the clause about a rank that failed because it waited for another one."""
+    assert end.failure is not None  # noqa: S101 - an exit code alone does not show that a rank waited
+    verb = "timed out waiting for it" if end.failure.kind == "timeout" else "lost the connection"
+    return f"rank {end.rank} {verb} ({end.failure.headline})"
 
 
 def _other_stacks(hung: int, running: Mapping[int, str]) -> str:
     return "".join(f"\n\nStack of rank {rank}:\n\n{stack}" for rank, stack in running.items() if rank != hung)
 
 
-def _raised(end: RankEnd) -> str:
+def _traceback_of(end: RankEnd) -> str:
     assert end.failure is not None  # noqa: S101 - as above
-    return f"What rank {end.rank} raised:\n\n{end.failure.traceback}"
+    return f"Traceback of rank {end.rank}:\n\n{end.failure.traceback}"
 
 
 def waits(stack: str, *, is_busy: bool = False) -> bool:
-    """Return whether a rank whose stacks these are, as faulthandler writes them, waits for others.
+    """Return whether a rank waits for its peers in a collective.
 
     Args:
-        stack: Empty, or without the main thread, where the rank has not written it yet.
+        stack: Its stacks, as faulthandler writes them; empty, or without the main thread, if not written yet.
         is_busy: Whether the rank uses a processor.
     """
     _, current, main = stack.rpartition("Current thread")
     files = _FRAME.findall(main) if current else []
-    return waits_for_others(files, is_busy=is_busy)
+    return waits_for_peers(files, is_busy=is_busy)
 
 
-def _what_happened(end: RankEnd) -> str:
+def _describe_end(end: RankEnd) -> str:
     if end.failure is not None:
         return f"failed: {end.failure.headline}"
     code = end.exit_code
     if code is not None and code < 0:
-        return f"was killed by {_signal_name(-code)}{_HINTS.get(-code, '')}"
+        return f"was killed by {_signal_name(-code)}{_SIGNAL_HINTS.get(-code, '')}"
     if not end.was_set_up:
-        return f"exited with code {code} before it could run anything: is its reason printed above?"
+        return f"exited with code {code} before it ran anything: see its output above"
     return f"exited with code {code}"
 
 
-def _circumstances(first: RankEnd, running: Mapping[int, str]) -> str:
-    """Return what may have broken the connection, where no rank has failed by itself."""
-    if first.remoteness < 2 or not running:
+def _running_ranks(primary: RankEnd, running: Mapping[int, str]) -> str:
+    """Return the ranks that may have broken the connection, where no rank failed by itself."""
+    if primary.failure_order < 2 or not running:
         return ""
     return f"\n(rank {', '.join(map(str, running))} was still running)"
 

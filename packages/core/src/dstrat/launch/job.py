@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 
 
 JOB_VARIABLE = "DSTRAT_JOB"
-"""Names the job's folder; every process of a job has it, also those that a rank has started."""
+"""Path of the job's folder, in the environment of every process of a job, including children of ranks."""
 PID_VARIABLE = "DSTRAT_RANK_PID"
-"""The process id of the rank itself, set by it; its own children are not ranks."""
+"""Process id of the rank, set by it: its children inherit the environment and are not ranks."""
 STORE_FILE = "store"
-"""Name of the file in the job's folder through which its ranks meet, where all are on this machine."""
+"""Name of the rendezvous file in the job's folder, if all ranks are on this machine."""
 STOP_FILE = "stop"
-"""Name of the file in the job's folder that holds the number of the signal by which it was asked to stop."""
+"""Name of the file in the job's folder with the number of the signal that stops the job."""
 
 LOOPBACK = "127.0.0.1"
 
 _LAST_PORT = 65535
-_PORT_CURE = "unset MASTER_PORT, and a free port is found, or choose another"
+_PORT_HINT = "unset MASTER_PORT to use a free port, or choose another"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """The local part of a job.
+    """A job on this machine.
 
     Attributes:
-        folder: Where its processes leave files for each other.
-        num_processes: Ranks on this machine.
-        num_nodes: Machines.
-        node_rank: This machine.
+        folder: Folder for the files that its processes exchange.
+        num_processes: Number of ranks on this machine.
+        num_nodes: Number of machines.
+        node_rank: Index of this machine.
         address: Host name or address of the machine with rank 0.
-        port: Where rank 0 listens, or may listen, where the ranks meet through a file.
-        environ: What the user has set in the environment.
+        port: Port on which rank 0 listens; reserved and unused if the ranks meet through a file.
+        environ: The user's environment.
     """
 
     folder: Path
@@ -61,17 +61,17 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all machines."""
+        """Number of ranks on all machines."""
         return self.num_processes * self.num_nodes
 
     def global_rank(self, local_rank: int) -> int:
-        """Return the rank in the whole job."""
+        """Return the global rank of a local rank."""
         return self.node_rank * self.num_processes + local_rank
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
-        """Return a rank's whole environment: what the user has set, and what the job sets."""
+        """Return the environment of a rank: the user's, and the variables of the job."""
         environ = {**os.environ, **self.environ}
-        environ.pop(PID_VARIABLE, None)  # of the rank that this job may have been started by
+        environ.pop(PID_VARIABLE, None)  # of the rank that started this job, in a nested job
         defaults = {"OMP_NUM_THREADS": str(threads_per_rank(self.num_processes))}
         if self.num_nodes == 1:
             defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback_interface())
@@ -92,12 +92,12 @@ class Job:
 
 @contextlib.contextmanager
 def open_job(*, num_processes: int, num_nodes: int, environ: Mapping[str, str]) -> Iterator[Job]:
-    """Make the folder and find the meeting point of a job; both are gone when the block ends.
+    """Create the folder and reserve the port of a job; both are released when the block ends.
 
     Raises:
-        LaunchError: The port that ``MASTER_PORT`` asks for is none, or is taken.
+        LaunchError: ``MASTER_PORT`` is not a port, or is in use.
     """
-    nested = JOB_VARIABLE in environ  # then MASTER_PORT and the others are those of the rank that started us
+    nested = JOB_VARIABLE in environ  # then MASTER_PORT is that of the rank that starts this job
     with contextlib.ExitStack() as stack:
         if num_nodes == 1:
             reserved = stack.enter_context(_reserve(0 if nested else _port(environ)))
@@ -118,10 +118,10 @@ def open_job(*, num_processes: int, num_nodes: int, environ: Mapping[str, str]) 
 
 @contextlib.contextmanager
 def _locked_folder() -> Iterator[Path]:
-    """Make the folder of a job, where its files can be locked, as the ranks do that meet there.
+    """Create the folder of a job, on a file system with locks, which the rendezvous through a file needs.
 
     Raises:
-        LaunchError: Neither the folder of temporary files nor shared memory has locks.
+        LaunchError: Neither the folder of temporary files nor shared memory supports locks.
     """
     for parent in (tempfile.gettempdir(), "/dev/shm"):  # noqa: S108 - the folder is made for this user only
         try:
@@ -131,7 +131,7 @@ def _locked_folder() -> Iterator[Path]:
         try:
             locked = os.open(folder, os.O_RDONLY)
             try:
-                # A cleaner of temporary files leaves locked folders alone, see tmpfiles.d(5).
+                # Cleaners of temporary files skip locked folders, see tmpfiles.d(5).
                 fcntl.flock(locked, fcntl.LOCK_SH)
             except OSError:  # some file systems of clusters
                 continue
@@ -149,7 +149,7 @@ def _locked_folder() -> Iterator[Path]:
 
 
 def threads_per_rank(num_processes: int) -> int:
-    """Return how many threads each rank may use so that together they fill the processors, and no more."""
+    """Return the number of threads for each rank, so that all ranks together have one per processor."""
     try:
         usable = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -158,18 +158,18 @@ def threads_per_rank(num_processes: int) -> int:
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    """Return the port that the user has set, 0 where there is none."""
+    """Return the port that the user has set, 0 if none."""
     value = environ.get("MASTER_PORT", "0")
     if not re.fullmatch("[0-9]{1,5}", value) or int(value) > _LAST_PORT:
-        raise LaunchError(f"MASTER_PORT is {value!r}, and must be a port, from 1 to {_LAST_PORT}: {_PORT_CURE}")
+        raise LaunchError(f"MASTER_PORT is {value!r}, and must be a port, from 1 to {_LAST_PORT}: {_PORT_HINT}")
     return int(value)
 
 
 def _reserve(port: int) -> socket.socket:
-    """Hold a port of the loopback, without listening, so that no other program is given it; 0 takes any free one.
+    """Bind a loopback port, without listening, so that no other program gets it; 0 for any free one.
 
-    The ranks meet through a file, and a script may still open a process group of its own by ``MASTER_PORT``, which
-    torch and this socket can share (SO_REUSEADDR).
+    The ranks meet through a file.  A script may still open another process group with ``MASTER_PORT``, which torch
+    and this socket can share (SO_REUSEADDR).
     """
     reserved = socket.socket()
     try:
@@ -178,7 +178,7 @@ def _reserve(port: int) -> socket.socket:
     except OSError as error:
         reserved.close()
         reason = os.strerror(error.errno or 0)
-        raise LaunchError(f"MASTER_PORT is {port}, and that port cannot be used ({reason}): {_PORT_CURE}") from None
+        raise LaunchError(f"MASTER_PORT is {port}, and that port cannot be used ({reason}): {_PORT_HINT}") from None
     return reserved
 
 
@@ -187,30 +187,30 @@ def _loopback_interface() -> str:
     return next((name for name in ("lo", "lo0") if name in names), names[0])
 
 
-# Sending objects between a job and its ranks through files.
+# Objects exchanged between a job and its ranks, through files
 
 
-_DEEPEST = 8
+_MAX_DEPTH = 8
 
 
 def write_payload(path: Path, payload: object) -> None:
     """Write an object for another process of the same job.
 
-    Tensors are copied, never shared: ranks that share parameters on the CPU would train each other's.
+    Tensors are copied, never shared: ranks that shared parameters on the CPU would overwrite each other's.
 
     Raises:
-        Exception: Whatever the object's own pickling raises.
+        Exception: Any error of the object's pickling.
     """
     torch = sys.modules.get("torch")
     with path.open("wb") as file:
         if torch is None:
             pickle.dump(payload, file, protocol=pickle.HIGHEST_PROTOCOL)
-        else:  # keeps tensors that share memory together, and writes their bytes as they are
+        else:  # preserves shared storages, and writes their bytes without a copy
             torch.save(payload, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def read_payload(path: Path) -> Any:
-    """Read what another process of the same job has written."""
+    """Read an object that another process of the same job has written."""
     with path.open("rb") as file:
         if file.read(2) == b"PK":
             import torch
@@ -221,24 +221,24 @@ def read_payload(path: Path) -> Any:
         return pickle.load(file)  # noqa: S301 - our own process wrote it into a folder that only we can read
 
 
-def unpicklable_part(parts: Mapping[str, object]) -> str:
-    """Return in words the innermost thing that cannot be pickled, such as ``module.loss (function)``.
+def describe_unpicklable(objects: Mapping[str, object]) -> str:
+    """Return a description of the innermost object that cannot be pickled, such as ``module.loss (function)``.
 
     Args:
-        parts: Objects by the names that the user has for them, one of which cannot be pickled.
+        objects: Objects by the names that users know, at least one of which cannot be pickled.
     """
-    path, found = "", None
-    names: Iterable[tuple[str, object]] = parts.items()
-    for _ in range(_DEEPEST):
-        culprit = next(((name, part) for name, part in names if not _can_pickle(part)), None)
-        if culprit is None:
+    path, innermost = "", None
+    children: Iterable[tuple[str, object]] = objects.items()
+    for _ in range(_MAX_DEPTH):
+        failing = next(((name, child) for name, child in children if not _can_pickle(child)), None)
+        if failing is None:
             break
-        path, found = path + culprit[0], culprit[1]
-        names = _parts(found)
-    return f"{path} ({type(found).__name__})"
+        path, innermost = path + failing[0], failing[1]
+        children = _children_of(innermost)
+    return f"{path} ({type(innermost).__name__})"
 
 
-def _parts(payload: object) -> Iterator[tuple[str, object]]:
+def _children_of(payload: object) -> Iterator[tuple[str, object]]:
     if isinstance(payload, dict):
         yield from ((f"[{key!r}]", value) for key, value in payload.items())
     elif isinstance(payload, list | tuple | set | frozenset):
@@ -251,9 +251,9 @@ def _parts(payload: object) -> Iterator[tuple[str, object]]:
         yield from ((f".{key}", value) for key, value in getattr(payload, "__dict__", {}).items())
 
 
-def _can_pickle(part: object) -> bool:
+def _can_pickle(payload: object) -> bool:
     try:
-        pickle.dumps(part)
+        pickle.dumps(payload)
     except Exception:  # noqa: BLE001 - __reduce__ and __getstate__ of any class may raise anything
         return False
     return True

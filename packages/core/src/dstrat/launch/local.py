@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 from dstrat.errors import LaunchError, RankFailedError, RequestError
 from dstrat.interfaces.launcher import Launcher
 from dstrat.launch import command, external, processes, rank
-from dstrat.launch.job import Job, open_job, read_payload, unpicklable_part
+from dstrat.launch.job import Job, describe_unpicklable, open_job, read_payload
 from dstrat.launch.processes import RankProcess, StartMethod
 from dstrat.launch.signals import Interrupts, Watchdog
 from dstrat.launch.supervisor import Supervisor
@@ -25,23 +25,22 @@ T = TypeVar("T")
 
 
 class LocalLauncher(Launcher):
-    """Starts one process per local rank, all of them children that the calling process watches.
+    """Starts one process per local rank, and supervises them from the calling process.
 
-    The calling process becomes their supervisor: it runs no rank itself, and so it is there when one fails.  A rank
-    that raises, dies or hangs ends the whole job, and the error names it.  With ``"popen"`` the ranks run the user's
-    script once more, so that ``launch`` never returns here: when the script has ended in all ranks it raises
-    ``SystemExit(0)``.
+    The calling process runs no rank itself, so it survives the failure of any.  A rank that raises, dies or hangs
+    ends the job, and the error names it.  With ``"popen"`` the ranks run the user's script once more, and ``launch``
+    never returns here: it raises ``SystemExit(0)`` when the script has ended in all ranks.
 
     Args:
-        num_processes: Ranks on this machine.
+        num_processes: Number of ranks on this machine.
         start_method: ``"popen"`` runs the script once more in each rank.  The others run only the function:
             ``"spawn"`` in fresh interpreters, ``"forkserver"`` in copies of a process that has loaded torch, and
             ``"fork"`` in copies of this one, where each is limited to one thread.
-        num_nodes: Machines; with more than one, the script is started on each, with ``MASTER_ADDR``, ``MASTER_PORT``
-            and ``NODE_RANK`` in the environment.
-        environ: The environment; the ranks find out from it what the user has set.
-        grace: Seconds between asking a rank to end and killing it.
-        stop_grace: Seconds for all ranks to stop in order, after the first SIGINT, SIGTERM or SIGHUP.
+        num_nodes: Number of machines; with more than one, the user starts the script on each, with ``MASTER_ADDR``,
+            ``MASTER_PORT`` and ``NODE_RANK`` in the environment.
+        environ: The user's environment, which the ranks inherit.
+        grace: Seconds between SIGTERM and SIGKILL for a rank that is ended.
+        stop_grace: Seconds for all ranks to stop after their current step, after the first SIGINT, SIGTERM or SIGHUP.
     """
 
     def __init__(
@@ -81,14 +80,14 @@ class LocalLauncher(Launcher):
         except BaseException as error:
             external.record_failure(launch, error)
             if isinstance(error, LaunchError | KeyboardInterrupt):
-                error.with_traceback(None)  # where the supervisor was says nothing
+                error.with_traceback(None)  # the supervisor's frames are noise
             if isinstance(error, RankFailedError) and self.reruns_the_script:
                 show_without_stack(error)
             raise
 
     def _launch(self, call: partial[T]) -> Any:
         with (
-            Interrupts() as interrupts,  # first: a signal before the watchdog is there would leave the folder
+            Interrupts() as interrupts,  # first: a signal before the watchdog has started would leak the folder
             open_job(num_processes=self.num_processes, num_nodes=self.num_nodes, environ=self.environ) as job,
             Watchdog(job.folder) as watchdog,
         ):
@@ -102,7 +101,7 @@ class LocalLauncher(Launcher):
     def _prepare(
         self, job: Job, call: partial[T], interrupts: Interrupts, watchdog: Watchdog
     ) -> Callable[[int], RankProcess]:
-        """Do what can fail before any process is there; return what starts a local rank."""
+        """Do everything that can fail before a process is started, and return the function that starts a rank."""
         if self.start_method == "popen":
             script = command.rerun_command(sys.orig_argv, sys.argv, sys.modules["__main__"])
             external.save(job.folder)
@@ -135,17 +134,17 @@ class LocalLauncher(Launcher):
         except OSError as error:
             supervisor.end_all()
             rank = f"local rank {len(ranks)} of {self.num_processes}"
-            raise LaunchError(f"{rank} cannot be started: {error}{_cure(error)}") from None
+            raise LaunchError(f"{rank} cannot be started: {error}{_hint(error)}") from None
         supervisor.run()
 
     def _write_function(self, job: Job, call: partial[T]) -> None:
         try:
-            rank.leave_function(job.folder, call)
+            rank.write_function(job.folder, call)
         except Exception as error:  # noqa: BLE001 - __reduce__ of any class may raise anything
             raise _pickle_error(call, self.start_method, error) from None
 
     def _result(self, job: Job) -> Any:
-        """Return what rank 0 has left; on other machines than its own there is nothing."""
+        """Return the result that rank 0 wrote; None on other machines."""
         if job.node_rank != 0:
             return None
         try:
@@ -156,14 +155,14 @@ class LocalLauncher(Launcher):
 
 
 def _pickle_error(call: partial[Any], start_method: str, error: Exception) -> LaunchError:
-    parts = {
+    objects = {
         "the function": call.func,
         **{f"argument {position}": argument for position, argument in enumerate(call.args)},
         **{f"argument {name!r}": argument for name, argument in call.keywords.items()},
     }
     return LaunchError(
         f"start_method={start_method!r} sends the function and its arguments to new processes, and "
-        f"{unpicklable_part(parts)} cannot be pickled ({error}): make it where it is used, define it at the "
+        f"{describe_unpicklable(objects)} cannot be pickled ({error}): make it where it is used, define it at the "
         "top of a module, or choose start_method='fork' or 'popen'"
     )
 
@@ -177,32 +176,32 @@ def _refuse_cuda() -> None:
         )
 
 
-def _cure(error: OSError) -> str:
+def _hint(error: OSError) -> str:
     if "AF_UNIX" not in str(error):
         return ""
-    return ": a socket is made in the folder of temporary files, whose name is too long; set TMPDIR to a shorter one"
+    return ": the path of a socket in the folder of temporary files is too long; set TMPDIR to a shorter path"
 
 
-# Showing what a rank failed of without the stack of the process that only watched over the ranks.
+# Uncaught failures, shown without the supervisor's stack
 
 
 def show_without_stack(error: RankFailedError) -> None:
-    """Let an error that nobody catches be shown by its message alone, which has the rank's own traceback.
+    """Install an excepthook that shows this error, if uncaught, by its message, which has the rank's traceback.
 
-    Where the ranks run the script again, the process that started them stands in its first call, and they may have
-    failed in a later one.  An error that is caught leaves nothing behind when it is gone.
+    With ``start_method="popen"`` the supervisor never gets past its first call of ``launch``, while a rank may have
+    failed in a later one: the supervisor's stack would mislead.  The hook is removed with the error object.
     """
-    show_others = sys.excepthook
+    previous_hook = sys.excepthook
 
     def show(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         if value is failed():
             sys.stderr.write(f"{kind.__module__}.{kind.__qualname__}: {value}\n")
         else:
-            show_others(kind, value, traceback)
+            previous_hook(kind, value, traceback)
 
     def restore(_: object) -> None:
         if sys.excepthook is show:
-            sys.excepthook = show_others
+            sys.excepthook = previous_hook
 
     failed = weakref.ref(error, restore)
     sys.excepthook = show

@@ -26,7 +26,7 @@ from dstrat.launch.progress import (
     has_ended,
     read_activities,
     read_activity_of_this_process,
-    waits_for_others,
+    waits_for_peers,
 )
 from dstrat.launch.rank import this_rank
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-# Of the ranks that wait.  If all of a thousand looked at each other, the store would be overloaded.
+# Of the ranks that wait.  If all of a thousand read the states of all, the store would be overloaded.
 _NUM_OBSERVERS = 4  # of the job
-_NUM_LOCAL_OBSERVERS = 2  # of each machine: nobody else sees soon that a process there is stopped or gone
+_NUM_LOCAL_OBSERVERS = 2  # of each machine: only they see soon that a process there has stopped or ended
 _NUM_STACKS = 16
 _STORE_TIMEOUT = timedelta(seconds=30)
 _ENDING_SECONDS = 1.0
@@ -47,12 +47,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState:
-    """What a rank publishes of itself, once in each period.
+    """The state that a rank publishes once in each period.
 
     Attributes:
-        number: Counts the periods; a rank whose number stays as it is does not respond.
-        idle_seconds: For how long it has been idle, without progress.
-        is_waiting: Whether it waits for others in a collective.
+        number: Counts the periods; a rank whose number does not change is unresponsive.
+        idle_seconds: How long it has been idle, without progress.
+        waits_in_collective: Whether it waits for its peers in a collective.
         has_ended: Whether it has left the run.
         machine: Name of the machine and of its process ids, which other ranks there can look up.
         pid: Its process id there.
@@ -60,47 +60,47 @@ class RankState:
 
     number: int = 0
     idle_seconds: float = 0.0
-    is_waiting: bool = False
+    waits_in_collective: bool = False
     has_ended: bool = False
     machine: str = ""
     pid: int = 0
 
 
 def find_hung_ranks(states: Mapping[int, RankState], unresponsive: set[int], limit: float) -> list[int]:
-    """Return the ranks that hold up a job, in ascending order; none while any rank is at work.
+    """Return the ranks that block a job, in ascending order; empty while any rank is at work.
 
-    Ranks that do not wait for others hold them up; where all wait, their collectives do not match.
+    Ranks that wait in no collective block the others.  Where all wait, their collectives do not match.
 
     Args:
-        states: Of all ranks, by rank.
-        unresponsive: Ranks whose state has not changed for long, and that do nothing as far as can be seen.
-        limit: Seconds.
+        states: The states of all ranks, by rank.
+        unresponsive: Ranks whose state has not changed for long, and that have no visible activity.
+        limit: Seconds of idleness after which a rank hangs.
     """
     running = {rank: state for rank, state in states.items() if not state.has_ended}
     idle = [rank for rank, state in running.items() if rank in unresponsive or state.idle_seconds > limit]
-    if not idle or any(rank not in idle and not state.is_waiting for rank, state in running.items()):
+    if not idle or any(rank not in idle and not state.waits_in_collective for rank, state in running.items()):
         return []
-    # What an unresponsive rank did last is no longer true.
-    blocking = [rank for rank in idle if rank in unresponsive or not running[rank].is_waiting]
+    # The last state of an unresponsive rank is out of date.
+    blocking = [rank for rank in idle if rank in unresponsive or not running[rank].waits_in_collective]
     return sorted(blocking or idle)
 
 
 class PeerWatch(threading.Thread):
-    """The watch of a rank over itself and its peers where no supervisor sees them: under torchrun or a scheduler.
+    """Thread that watches its rank and the peers where there is no supervisor: under torchrun or a scheduler.
 
-    Until the job's store is open, and where it does not respond, a rank sees only itself.  Then it leaves as much time
-    as a collective takes, as others may be at work.  A thread cannot watch while its process is stopped, or while
-    native code keeps Python's lock.  Then peers on the same machine look whether the process does anything; peers
-    elsewhere leave it as much time as a collective takes.
+    Until the job's store is open, and when it does not respond, a rank sees only itself.  It then waits for the
+    timeout of a collective, because peers may be at work.  The thread cannot run while its process is stopped, or
+    while native code holds the GIL.  Peers on the same machine then read the activity of the process; peers on other
+    machines wait for the timeout of a collective.
 
-    A few observers read the states of all ranks.  A rank that waits and is no observer looks only when one of them
-    suspects it, because observers cannot end it, and it is to end with its stack.
+    A few observers read the states of all ranks.  Any other rank that waits reads them only when an observer suspects
+    it: observers cannot end another rank, and each is to end with its stack.
 
     Args:
         limit: Seconds of idleness after which the job ends if no rank is at work.
-        longest: Seconds that a collective waits for other ranks.
-        rank: Its global rank.
-        local_rank: Its rank on its machine.
+        longest: Timeout of a collective, in seconds.
+        rank: The global rank.
+        local_rank: The rank on this machine.
         size: Number of ranks.
     """
 
@@ -146,34 +146,43 @@ class PeerWatch(threading.Thread):
             self._number += 1
 
     def _restart(self) -> None:
-        """Begin anew, after progress or after the whole job was stopped and continued."""
+        """Restart all timers, after progress or after the job was stopped and continued."""
         self._last_beat = time.monotonic()
         self._timer.restart()
         self._changes.clear()
         self._peer_timers.clear()
 
-    def _state(self, *, idle_seconds: float = 0.0, is_waiting: bool = False) -> RankState:
+    def _state(self, *, idle_seconds: float = 0.0, waits_in_collective: bool = False) -> RankState:
         machine, pid = this_machine(), os.getpid()
         return RankState(
-            number=self._number, idle_seconds=idle_seconds, is_waiting=is_waiting, machine=machine, pid=pid
+            number=self._number,
+            idle_seconds=idle_seconds,
+            waits_in_collective=waits_in_collective,
+            machine=machine,
+            pid=pid,
         )
 
     def _look(self, idle_seconds: float) -> None:
         """Publish the state of this rank, and end the job if it hangs."""
         stack = traceback.extract_stack(sys._current_frames()[self._main])  # noqa: SLF001 - there is no other way
         files = [frame.filename for frame in reversed(stack)]
-        is_waiting = waits_for_others(files, is_busy=idle_seconds < self._limit)
+        waits_in_collective = waits_for_peers(files, is_busy=idle_seconds < self._limit)
         silent_seconds = time.monotonic() - self._last_beat
-        has_stack = silent_seconds > self._limit / 2 and (is_waiting or idle_seconds > self._limit / 2)
-        self._publish(self._state(idle_seconds=idle_seconds, is_waiting=is_waiting), stack if has_stack else None)
+        has_stack = silent_seconds > self._limit / 2 and (waits_in_collective or idle_seconds > self._limit / 2)
+        self._publish(
+            self._state(idle_seconds=idle_seconds, waits_in_collective=waits_in_collective),
+            stack if has_stack else None,
+        )
         if self._store is None:
-            # A store that has failed was of a rank that is gone, and then nobody is at work for this one.
+            # A store that failed belonged to a rank that has ended; no peer is at work then.
             limit = self._limit if self._store_failed else self._longest
-            if idle_seconds > limit + MARGIN and not is_waiting:
+            if idle_seconds > limit + MARGIN and not waits_in_collective:
                 self._end({self._rank: _format(stack)}, limit)
-        # Before the limit, so that it is known since when a peer has not responded.
+        # From before the limit, to know since when a peer has not responded.
         elif silent_seconds > 2 * self._timer.period and (
-            not is_waiting or self._is_observer or (idle_seconds > self._limit + MARGIN and self._is_suspected())
+            not waits_in_collective
+            or self._is_observer
+            or (idle_seconds > self._limit + MARGIN and self._is_suspected())
         ):
             self._look_at_peers()
 
@@ -184,7 +193,7 @@ class PeerWatch(threading.Thread):
             if stack is not None:
                 store.set(f"stack {self._rank}", _format(stack))
             store.set(f"state {self._rank}", json.dumps(asdict(state)))
-        except RuntimeError:  # rank 0 may be gone, and the store with it
+        except RuntimeError:  # rank 0, which serves the store, may have ended
             self._store, self._store_failed = None, True
 
     def _open_store(self) -> Store | None:
@@ -195,7 +204,7 @@ class PeerWatch(threading.Thread):
         return self._store
 
     def _is_suspected(self) -> bool:
-        """Return whether an observer took this rank to hang; only a reason to look, as that may be long ago."""
+        """Return whether an observer reported this rank as hung; that may be out of date."""
         try:
             return self._store is not None and self._store.check([f"suspect {self._rank}"])
         except RuntimeError:
@@ -203,17 +212,17 @@ class PeerWatch(threading.Thread):
             return False
 
     def _look_at_peers(self) -> None:
-        """End this rank if it hangs, or if it waits for ranks that hang and that cannot end by themselves."""
+        """End this rank if it hangs, or if it waits for hung ranks that cannot end by themselves."""
         try:
             states = self._read_states()
             unresponsive = self._find_unresponsive(states)
             hung = find_hung_ranks(states, unresponsive, self._limit + MARGIN)
             responsive = [rank for rank in hung if rank not in unresponsive]
             assert self._store is not None  # noqa: S101 - the states came from it
-            # Each rank that hangs ends by itself, as the launcher may end no other rank than the one that failed.
+            # Each hung rank ends itself, as the launcher may end no other rank than the one that failed.
             if self._rank in responsive or (hung and not responsive):
-                waiting = [rank for rank, state in states.items() if rank not in hung and not state.has_ended]
-                reported = [*islice(hung, _NUM_STACKS), *islice(waiting, _NUM_STACKS)]
+                peers = [rank for rank, state in states.items() if rank not in hung and not state.has_ended]
+                reported = [*islice(hung, _NUM_STACKS), *islice(peers, _NUM_STACKS)]
                 is_first = self._store.add("reports", 1) == 1
                 self._end(self._read_stacks(reported) if is_first else {}, self._limit, hung)
             for rank in responsive:
@@ -222,7 +231,7 @@ class PeerWatch(threading.Thread):
             self._store, self._store_failed = None, True
 
     def _find_unresponsive(self, states: Mapping[int, RankState]) -> set[int]:
-        """Return the peers that publish nothing more, and that do nothing as far as can be seen."""
+        """Return the peers that no longer publish their state and have no visible activity."""
         now = time.monotonic()
         for rank, state in states.items():
             if rank not in self._changes or self._changes[rank][0] != state.number:
@@ -248,7 +257,7 @@ class PeerWatch(threading.Thread):
     def _read_states(self) -> dict[int, RankState]:
         assert self._store is not None  # noqa: S101 - only called where it is open
         store, keys = self._store, {rank: f"state {rank}" for rank in range(self._size)}
-        if not store.check(list(keys.values())):  # getting one that is not there would wait
+        if not store.check(list(keys.values())):  # getting a missing key would block
             keys = {rank: key for rank, key in keys.items() if store.check([key])}
         values = store.multi_get(list(keys.values()))
         states = {rank: RankState(**json.loads(value)) for rank, value in zip(keys, values, strict=True)}
@@ -264,13 +273,13 @@ class PeerWatch(threading.Thread):
         return stacks
 
     def _end(self, stacks: dict[int, str], limit: float, hung: list[int] | None = None) -> None:
-        """Print which ranks hang, with their stacks where there are any, and end this process."""
+        """Print the hung ranks, with their stacks if any, and end this process."""
         idle = dict.fromkeys(hung or [self._rank], limit)
         message = str(hang_error(idle, stacks or dict.fromkeys(idle, ""), self._size))
         if stacks:
             sys.stderr.write(f"{message}\n")
         else:
-            # Until another rank has reported: it may need the store of this one, and a launcher ends it with this one.
+            # Let another rank report first: it may need this rank's store, and its end makes the launcher end all.
             time.sleep(MARGIN)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -286,12 +295,14 @@ class PeerWatch(threading.Thread):
 
 
 def _format(stack: traceback.StackSummary) -> str:
-    """Return the stack as faulthandler writes those of ranks that dstrat has started."""
+    """Return the stack in the format of faulthandler, which ranks started by dstrat use."""
     lines = [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(stack)]
     return "\n".join(["Current thread (most recent call first):", *lines])
 
 
-# Ranks that have ended, as torchrun takes an exit with code 0 for a success and names only those that it leaves behind
+# Ranks that exited early
+#
+# torchrun takes an exit with code 0 for a success, and names only the ranks that fail because of it.
 
 
 def name_ended_ranks(error: BaseException) -> None:

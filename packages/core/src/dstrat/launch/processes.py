@@ -1,4 +1,4 @@
-"""Starting the ranks of a job, by each of the start methods."""
+"""Start methods of ranks: popen, spawn, forkserver and fork."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class RankProcess:
 
 def start_script(job: Job, local_rank: int, script: command.Command) -> RankProcess:
     """Start a rank that runs the user's script once more."""
-    words = [script.kind, script.target, *script.argv]
-    return _start_interpreter(job, local_rank, script.flags, words, directory=_first_directory())
+    arguments = [script.kind, script.target, *script.argv]
+    return _start_interpreter(job, local_rank, script.flags, arguments, directory=_first_directory())
 
 
 def start_spawned(job: Job, local_rank: int) -> RankProcess:
@@ -56,9 +56,9 @@ def start_spawned(job: Job, local_rank: int) -> RankProcess:
 def start_served(job: Job, local_rank: int) -> RankProcess:
     """Let multiprocessing's fork server start a rank that runs the function in the job's folder."""
     context = multiprocessing.get_context("forkserver")
-    # Once the server runs this has no effect; torch._dynamo is what the first optimizer loads.
+    # Has no effect if the server runs already.  The first optimizer imports torch._dynamo, which takes long.
     context.set_forkserver_preload([name for name in ("torch", "torch._dynamo", __name__) if name in sys.modules])
-    # The environment is passed as the server may have been started with another one.
+    # The environment is passed, because the server may have been started with another one.
     arguments = (job.folder, job.rank_environment(local_rank), os.getpid())
     process = context.Process(target=_run_served, args=arguments)
     with hidden_main():
@@ -69,12 +69,12 @@ def start_served(job: Job, local_rank: int) -> RankProcess:
 def start_forked(
     job: Job, local_rank: int, call: Callable[[], object], interrupts: Interrupts, watchdog: Watchdog
 ) -> RankProcess:
-    """Fork a rank off this process."""
+    """Start a rank as a fork of this process."""
     process = multiprocessing.get_context("fork").Process(
         target=_run_forked, args=(job, local_rank, call, interrupts, watchdog, os.getpid())
     )
     with warnings.catch_warnings(), _no_garbage_collection():
-        # A parent with torch always has threads; that those which matter are not used is _run_forked's care.
+        # A process with torch always has threads, of which Python warns; _run_forked avoids using them.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     return _rank_process(job, local_rank, process)
@@ -82,9 +82,10 @@ def start_forked(
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep a forked rank from freeing this process's garbage before :func:`_run_forked` has put it aside.
+    """Disable garbage collection until :func:`_run_forked` has frozen the objects that the fork inherits.
 
-    What is freed there may wait for threads that were not copied: a process group does, and hangs or crashes.
+    The destructor of an inherited object may wait for a thread that fork does not copy: that of a process group hangs
+    or crashes.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -96,14 +97,14 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _start_interpreter(
-    job: Job, local_rank: int, flags: tuple[str, ...], words: list[str], directory: str | None
+    job: Job, local_rank: int, flags: tuple[str, ...], arguments: list[str], directory: str | None
 ) -> RankProcess:
     process = subprocess.Popen(  # noqa: S603 - it is the command that the user has started
-        [sys.executable, *flags, str(_BOOTSTRAP), str(job.folder), str(os.getpid()), *words],
+        [sys.executable, *flags, str(_BOOTSTRAP), str(job.folder), str(os.getpid()), *arguments],
         env=job.rank_environment(local_rank),
         cwd=directory,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # a session: a background group that writes to the terminal can be stopped by it
+        start_new_session=True,  # not only a group: the terminal may stop a background group that writes to it
     )
     return RankProcess(rank=job.global_rank(local_rank), pid=process.pid, poll=process.poll)
 
@@ -127,18 +128,18 @@ def _run_forked(
     watchdog.let_go()
     _replace_environment(job.rank_environment(local_rank))
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(1)  # the parent's thread pool is not there any more, and using it would hang
+        torch.set_num_threads(1)  # fork does not copy the threads of the parent's pool, and using it would hang
     rank.enter_rank(job.folder, runs_script=False, parent=parent)
-    sys.exit(rank.exit_code_of(job.folder, lambda: rank.return_result(job.folder, call())))
+    sys.exit(rank.exit_code_of(job.folder, lambda: rank.write_result(job.folder, call())))
 
 
 def _run_served(folder: Path, environ: dict[str, str], supervisor: int) -> None:
     os.setsid()
-    # The fork server lives on where another copy of the supervisor keeps its pipe open.
+    # The fork server outlives the supervisor if another copy of that holds the pipe open.
     rank.die_with_supervisor(supervisor)
     _replace_environment(environ)
     if torch := sys.modules.get("torch"):
-        # It was read when torch was loaded, by the server; "4,2" is for nested parallel regions.
+        # torch read it when the server imported torch; "4,2" is for nested parallel regions.
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"].partition(",")[0]))
     rank.enter_rank(folder, runs_script=False, parent=None)
     sys.exit(rank.exit_code_of(folder, lambda: rank.run_function(folder)))
@@ -151,9 +152,9 @@ def _replace_environment(environ: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def hidden_main() -> Iterator[None]:
-    """Keep multiprocessing from importing the user's script in a new process.
+    """Prevent multiprocessing from importing the user's script in a new process.
 
-    A rank does it itself, after it has been set up, so that a script that fails there leaves its traceback.
+    A rank imports it itself, after its set-up, so that a failure of the script is reported with its traceback.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -164,6 +165,6 @@ def hidden_main() -> Iterator[None]:
 
 
 def _first_directory() -> str | None:
-    """Return where the interpreter was started, as the script will change the directory once more if it did so."""
+    """Return the directory in which the interpreter was started: a script that has changed it will do so again."""
     directory = multiprocessing.process.ORIGINAL_DIR  # type: ignore[attr-defined]  # not in typeshed
     return directory if directory and Path(directory).is_dir() else None

@@ -1,9 +1,9 @@
 """Hang detection: a job ends when its ranks make no progress and none of them is at work.
 
-A rank *beats* whenever all ranks have agreed on something between batches, about twice a second.  It is *silent* where
-it has not beaten since the last look, and *idle* where it has neither used a processor nor read, written or sent
-anything since.  A job *hangs* when a rank has been idle for the limit, and each other rank is idle too or waits for
-others in a collective.  So a rank that computes or loads data may take as long as it likes, whatever others do.
+A rank *beats* whenever all ranks have agreed on something between batches, about twice a second.  It is *silent* if
+it has not beaten since the last look, and *idle* if it has neither used a processor nor read, written or sent
+anything since.  A job *hangs* when a rank has been idle for the limit, and each other rank is idle too or waits in a
+collective.  So a rank that computes or loads data may take any time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 _IDLE_SHARE = 0.05  # of one processor; the threads of 24 Gloo groups that wait take 0.03
 _IDLE_RATE = 50_000  # bytes in a second of files; a progress bar that is redrawn writes a thousand
-_IDLE_NETWORK_RATE = 500_000  # bytes in a second of the machine, on which others may chat
-MARGIN = 1.0  # seconds; a collective of others that ends by the same timeout says more
-_PATIENCE = 5.0  # seconds that a waiting rank leaves to the one that it waits for, so that this one is named
+_IDLE_NETWORK_RATE = 500_000  # bytes in a second of the machine, which other jobs use too
+MARGIN = 1.0  # seconds; a peer's collective that ends by the same timeout reports more
+_PATIENCE = 5.0  # seconds that a rank in a collective waits longer than the hung one, so that the hung one is named
 PAUSE = 5.0  # seconds between two looks after which the watcher itself was stopped: a frozen container, Ctrl-Z
 
 _beats: list[Callable[[], None]] = []  # of the run in this process, if it is watched
@@ -38,13 +38,14 @@ _beats: list[Callable[[], None]] = []  # of the run in this process, if it is wa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """What a process and those that it has started have done until now.
+    """Resources that a process and its descendants have used until now.
 
     Attributes:
         time: When this was read, in seconds of the monotonic clock.
-        seconds: Of processors, used or waited for: on a machine that has too much to do, work is no idleness.
-        num_bytes: Read from files and written to them; sockets are not among these.
-        num_network_bytes: Received and sent by the whole machine, but for the loopback.
+        seconds: Processor time, used or waited for: on an overloaded machine a rank that waits for a processor is
+            not idle.
+        num_bytes: Bytes read from files and written to them, without sockets.
+        num_network_bytes: Bytes received and sent by the machine, without the loopback.
     """
 
     time: float
@@ -53,9 +54,9 @@ class Activity:
     num_network_bytes: int
 
     def is_idle_since(self, before: Activity) -> bool:
-        """Return whether next to nothing was done between two readings."""
+        """Return whether the process was idle between two readings."""
         duration = self.time - before.time
-        # Both may have become less, where a process has ended: that is something too.
+        # Both shrink when a descendant ends; that is activity too.
         return (
             abs(self.seconds - before.seconds) < _IDLE_SHARE * duration
             and abs(self.num_bytes - before.num_bytes) < _IDLE_RATE * duration
@@ -64,36 +65,36 @@ class Activity:
 
 
 def read_activities(pids: Iterable[int]) -> dict[int, Activity]:
-    """Return the activity of processes by process id; nothing of those that it cannot be known of (macOS, debugged)."""
+    """Return the activity of processes by process id, without those that hide it (on macOS, or in a debugger)."""
     children, seconds = _read_processes()
     families = {pid: [pid, *_descendants(pid, children)] for pid in pids if pid in seconds and _can_be_watched(pid)}
     return {pid: _sum(family, seconds) for pid, family in families.items()}
 
 
 def read_activity_of_this_process() -> Activity | None:
-    """Return the activity of this process but for the calling thread, which only looks."""
+    """Return the activity of this process without the calling thread, which is the watch itself."""
     children, seconds = _read_processes()
     pid = os.getpid()
     if pid not in seconds or not _can_be_watched(pid):
         return None
-    others = _sum(_descendants(pid, children), seconds)
+    descendants = _sum(_descendants(pid, children), seconds)
     this_thread = f"/proc/{pid}/task/{threading.get_native_id()}"
     delay = _seconds_waited_for_processors(pid) - _delay_of(this_thread)
     return replace(
-        others,
-        seconds=others.seconds + delay + time.process_time() - time.thread_time(),
-        num_bytes=others.num_bytes + _bytes_of(f"/proc/{pid}") - _bytes_of(this_thread),
+        descendants,
+        seconds=descendants.seconds + delay + time.process_time() - time.thread_time(),
+        num_bytes=descendants.num_bytes + _bytes_of(f"/proc/{pid}") - _bytes_of(this_thread),
     )
 
 
 def descendants_of(pids: Iterable[int]) -> list[int]:
-    """Return the processes that others have started, and those that these have."""
+    """Return the children of processes, their children, and so on."""
     children, _ = _read_processes()
     return [descendant for pid in pids for descendant in _descendants(pid, children)]
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process has ended, also where its parent has not taken note of that yet."""
+    """Return whether a process has ended, also if its parent has not yet reaped it."""
     if state := _read_stat(str(pid))[:1]:
         return state[0] in (b"Z", b"X")
     try:
@@ -106,9 +107,9 @@ def has_ended(pid: int) -> bool:
 
 
 def _read(path: str) -> bytes:
-    """Return a file of the system; nothing where it is not there (any more), or not for this user."""
+    """Return the content of a system file; empty where it is missing or this user may not read it."""
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 - of which hundreds are read at a time
+        with open(path, "rb") as file:  # noqa: PTH123 - hundreds are read at a time, and Path is slower
             return file.read()
     except OSError:
         return b""
@@ -116,13 +117,13 @@ def _read(path: str) -> bytes:
 
 def _list(path: str) -> list[str]:
     try:
-        return os.listdir(path)  # noqa: PTH208 - names of hundreds of numbers
+        return os.listdir(path)  # noqa: PTH208 - hundreds of entries, and Path is slower
     except OSError:
         return []
 
 
 def _read_processes() -> tuple[dict[int, list[int]], dict[int, float]]:
-    """Return the children of all processes and their seconds of processors, by process id."""
+    """Return the children and the processor seconds of all processes, by process id."""
     children: dict[int, list[int]] = {}
     seconds: dict[int, float] = {}
     for name in filter(str.isdigit, _list("/proc")):
@@ -133,12 +134,12 @@ def _read_processes() -> tuple[dict[int, list[int]], dict[int, float]]:
 
 
 def _read_stat(pid: str) -> list[bytes]:
-    """Return what the system has of a process, from its state on (proc(5)); nothing where there is none."""
-    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # before is its program's name, with any bytes
+    """Return the fields of a process from its state on, see proc(5); empty where there is no such process."""
+    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # the program's name before may have any bytes
 
 
 def _can_be_watched(pid: int) -> bool:
-    """Return whether a process has counts of what it reads, and is not stopped by a debugger."""
+    """Return whether the system counts the bytes that a process reads, and no debugger stops it."""
     is_traced = re.search(rb"TracerPid:\s*[1-9]", _read(f"/proc/{pid}/status"))
     return bool(_read(f"/proc/{pid}/io")) and not is_traced
 
@@ -169,7 +170,7 @@ def _delay_of(thread: str) -> float:
 
 
 def _bytes_of(process: str) -> int:
-    counted = (b"rchar", b"wchar", b"read_bytes", b"write_bytes")  # the last two have what goes through mapped files
+    counted = (b"rchar", b"wchar", b"read_bytes", b"write_bytes")  # the last two count mapped files too
     lines = _read(f"{process}/io").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(counted))
 
@@ -181,10 +182,10 @@ def _network_bytes() -> int:
 
 
 class IdleTimer:
-    """The time since a process has last shown that it does not hang.
+    """Timer of a process's idleness.
 
     Args:
-        limit: Seconds after which it is taken to hang.
+        limit: Seconds of idleness after which the process hangs.
     """
 
     def __init__(self, limit: float) -> None:
@@ -193,14 +194,14 @@ class IdleTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew, as after the process was stopped and continued."""
+        """Restart at 0, as after the process was stopped and continued."""
         self._previous: Activity | None = None
         self._since = 0.0
 
     def update(self, activity: Activity | None) -> float:
-        """Take one more reading of the process's activity, and return for how many seconds it has been idle."""
+        """Record a reading of the process's activity, and return for how many seconds it has been idle."""
         previous, self._previous = self._previous, activity
-        if activity is None:  # nobody can say
+        if activity is None:  # unreadable
             return 0.0
         longest_pause = 2 * self.period + PAUSE
         if previous is None or activity.time - previous.time > longest_pause or not activity.is_idle_since(previous):
@@ -209,7 +210,7 @@ class IdleTimer:
 
 
 def beat() -> None:
-    """Note progress of the run in this process; costs next to nothing where nobody watches it."""
+    """Note progress of the run in this process; nearly free where no watch is open."""
     for note in _beats:
         note()
 
@@ -218,21 +219,21 @@ def beat() -> None:
 def watched_for_hangs(
     limit: timedelta | None, *, longest: timedelta | None, rank: int, local_rank: int, size: int
 ) -> Iterator[None]:
-    """Let this rank's part of a job end when it hangs in a ``with`` block.
+    """Watch for hangs of the job within a ``with`` block, and end it then.
 
-    The supervisor watches ranks that it has started; others watch each other.
+    The supervisor watches the ranks that it has started; other ranks watch each other.
 
     Args:
-        limit: How long it may be idle without progress; None is as long as it likes.
-        longest: How long a collective waits for other ranks.
-        rank: Its global rank.
+        limit: How long a rank may be idle without progress; None for any time.
+        longest: Timeout of a collective.
+        rank: The global rank of this process.
         local_rank: Its rank on its machine.
         size: Number of ranks.
     """
     if limit is None or size == 1:
         yield
         return
-    from dstrat.launch.rank import this_rank  # not needed by runs of one process
+    from dstrat.launch.rank import this_rank  # only runs of several processes need it
 
     started = this_rank()
     limits = (limit.total_seconds(), max(limit, longest or limit).total_seconds())
@@ -252,12 +253,12 @@ def watched_for_hangs(
 
 
 def progress_file(folder: Path, pid: int) -> Path:
-    """Return where a rank notes its progress; the file is there while a run is watched, and has its limit."""
+    """Return the path of a rank's progress file, which exists while a run is watched and holds its limits."""
     return folder / f"progress-{pid}"
 
 
 class _ProgressFile:
-    """The progress of a rank that dstrat has started: the file's time is that of the last beat."""
+    """File of a rank that dstrat has started, whose modification time is that of the last beat."""
 
     def __init__(self, path: Path, limit: float, longest: float) -> None:
         self._path = path
@@ -276,11 +277,11 @@ class _ProgressFile:
 
 
 class RankWatch:
-    """The supervisor's view of the progress of its ranks.
+    """Watch of the supervisor over the progress of its ranks.
 
     Args:
         folder: The job's folder.
-        spans_machines: Whether the job has ranks that cannot be seen from here, and that may be at work.
+        spans_machines: Whether the job has ranks on other machines, which may be at work unseen.
     """
 
     def __init__(self, folder: Path, *, spans_machines: bool) -> None:
@@ -294,7 +295,7 @@ class RankWatch:
         """Return the processes that have been idle for longer than their limit, with that limit.
 
         Args:
-            pids: The ranks that run.
+            pids: The running ranks.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -306,19 +307,19 @@ class RankWatch:
         return {pid: self._timers[pid].limit for pid in silent if idle[pid] > self._timers[pid].limit + MARGIN}
 
     def restart(self) -> None:
-        """Begin anew, after all ranks were stopped and continued."""
+        """Restart all timers, after all ranks were stopped and continued."""
         for timer in self._timers.values():
             timer.restart()
 
     def _is_silent(self, pid: int) -> bool:
-        """Return whether a rank is in a run that is watched, and has not noted a beat since the last look."""
+        """Return whether a rank is in a watched run, and has not beaten since the last look."""
         path = progress_file(self._folder, pid)
         try:
             time_ns = path.stat().st_mtime_ns
             if pid not in self._timers:
                 limit, longest = map(float, path.read_text().split())
                 self._timers[pid] = IdleTimer(longest + _PATIENCE if self._spans_machines else limit)
-        except OSError:  # it is in no run
+        except OSError:  # no file: it is in no run
             self._timers.pop(pid, None)
             return False
         if self._beats.get(pid) != time_ns:
@@ -328,31 +329,31 @@ class RankWatch:
         return True
 
 
-def waits_for_others(innermost_files: Iterable[str], *, is_busy: bool = False) -> bool:
-    """Return whether a rank waits for others in a collective.
+def waits_for_peers(innermost_files: Iterable[str], *, is_busy: bool = False) -> bool:
+    """Return whether a rank waits for its peers in a collective.
 
     Args:
         innermost_files: The files of its main thread's frames, the innermost first.
-        is_busy: Whether it uses a processor; then a backward pass is no sign of waiting.
+        is_busy: Whether it uses a processor; then a backward pass does not mean that it waits.
     """
-    folders = _waiting_folders()
+    folders = _folders_of_waits()
     if is_busy:
         folders = tuple(folder for folder in folders if "autograd" not in folder)
     return any(file.startswith(folders) for file in islice(innermost_files, _INNERMOST))
 
 
-_INNERMOST = 3  # frames: torch's logger of collectives and our reduction may stand between
+_INNERMOST = 3  # frames: torch's logger of collectives and our reduction may be further in
 
 
 @cache
-def _waiting_folders() -> tuple[str, ...]:
-    """Return the beginnings of paths of what waits for others."""
+def _folders_of_waits() -> tuple[str, ...]:
+    """Return the prefixes of the paths of code that waits for peers."""
     torch = importlib.util.find_spec("torch")  # does not import it
     assert torch is not None  # noqa: S101 - core requires it
     assert torch.origin is not None  # noqa: S101 - likewise
     ours, theirs = Path(__file__).parents[1], Path(torch.origin).parent
     folders = [theirs / "distributed", theirs / "autograd", ours / "parallel"]
-    # On a GPU a collective returns at once, and who reads its result waits.
+    # On a GPU a collective returns at once, and the code that reads its result waits.
     return (
         *(os.path.join(folder, "") for folder in folders),  # noqa: PTH118 - the end of a folder's name
         *map(str, (ours / "interfaces" / "strategy.py", ours / "training" / "loops" / "votes.py")),

@@ -1,4 +1,4 @@
-"""Life of a rank around the user's function or script."""
+"""State of a rank in its process: set-up, files for the supervisor, function and result."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import LaunchError, MisuseError
 from dstrat.launch.failures import write_failure
-from dstrat.launch.job import JOB_VARIABLE, PID_VARIABLE, read_payload, unpicklable_part, write_payload
+from dstrat.launch.job import JOB_VARIABLE, PID_VARIABLE, describe_unpicklable, read_payload, write_payload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from functools import partial
 
 STACK_SIGNAL = signal.SIGQUIT
-"""On this signal a rank writes the stacks of its threads into its stack file, and goes on."""
+"""Signal on which a rank writes the stacks of its threads to its stack file, and continues."""
 
 _FUNCTION_FILE = "function.pickle"
 _MAIN_FILE = "main.json"
@@ -38,8 +38,8 @@ class ThisRank:
 
     Attributes:
         folder: The job's folder.
-        runs_script: Whether the rank runs the whole script, or one function.
-        imports_main: Whether the script is being imported now, so that the function can be found in it.
+        runs_script: Whether the rank runs the script, or only one function.
+        imports_main: Whether the script is being imported, which the function's pickle may need.
     """
 
     folder: Path
@@ -51,24 +51,24 @@ _this_rank: ThisRank | None = None
 
 
 def this_rank() -> ThisRank | None:
-    """Return the state of this process as a rank; None where it is not one that dstrat has started."""
+    """Return the state of this rank; None if dstrat did not start this process as one."""
     return _this_rank
 
 
 def enter_rank(folder: Path, *, runs_script: bool, parent: int | None) -> None:
-    """Make this process a rank: it dies with its parent, and shows its stack when asked.
+    """Set up this process as a rank, which dies with its parent and writes its stack on a signal.
 
     Args:
         folder: The job's folder.
-        runs_script: Whether it is going to run the whole script.
-        parent: The process that has started it; None where only the watchdog tells that the supervisor is gone.
+        runs_script: Whether it is going to run the user's script.
+        parent: The process that has started it; None if that is not the supervisor.
     """
-    global _this_rank  # noqa: PLW0603 - what this process is cannot be passed through the user's script
+    global _this_rank  # noqa: PLW0603 - the user's script runs in between, and cannot pass it on
     _die_with(parent)
     _this_rank = ThisRank(folder=folder, runs_script=runs_script)
     os.environ[JOB_VARIABLE] = str(folder)
     os.environ[PID_VARIABLE] = str(os.getpid())
-    # Sockets of multiprocessing, as of a DataLoader's workers: their folder would stay where a process is killed.
+    # For sockets of multiprocessing, such as those of a DataLoader: a killed process would leave their folder behind.
     process.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]  # noqa: SLF001 - no other way
     stacks = stack_file(folder, os.getpid()).open("ab", buffering=0)  # to append, as the supervisor empties it
     faulthandler.enable(stacks)
@@ -76,29 +76,29 @@ def enter_rank(folder: Path, *, runs_script: bool, parent: int | None) -> None:
 
 
 def stack_file(folder: Path, pid: int) -> Path:
-    """Return where a rank writes its stacks; the file is there as soon as the rank is set up."""
+    """Return the path of a rank's stack file, which exists as soon as the rank is set up."""
     return folder / f"stack-{pid}.txt"
 
 
 def signal_file(folder: Path, pid: int) -> Path:
-    """Return where a rank notes a signal by which it was asked to stop."""
+    """Return the path of the file in which a rank records a stop signal that it received."""
     return folder / f"signal-{pid}"
 
 
 def note_signal(number: int) -> None:
-    """Leave the supervisor a note that this rank was asked to stop, as whoever asked may not have asked all ranks."""
+    """Record for the supervisor that this rank received a stop signal, which may not have reached all ranks."""
     if _this_rank is not None:
         with contextlib.suppress(OSError):
             signal_file(_this_rank.folder, os.getpid()).write_text(str(number))
 
 
 def result_file(folder: Path) -> Path:
-    """Return where rank 0 leaves what the function has returned."""
+    """Return the path of the file with the function's result, which rank 0 writes."""
     return folder / "result.pickle"
 
 
 def exit_code_of(folder: Path, run: Callable[[], object]) -> int:
-    """Run something, and turn whatever escapes into an exit code and a file in the job's folder."""
+    """Run a function, and return the exit code; an exception is written to the job's folder."""
     try:
         run()
     except KeyboardInterrupt:
@@ -107,38 +107,38 @@ def exit_code_of(folder: Path, run: Callable[[], object]) -> int:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
         write_failure(folder, error)
-    except BaseException as error:  # noqa: BLE001 - the supervisor tells the user
+    except BaseException as error:  # noqa: BLE001 - the supervisor reports it
         write_failure(folder, error)
     else:
         return 0
     return 1
 
 
-def leave_function(folder: Path, call: partial[Any]) -> None:
-    """Leave a function and its arguments for the ranks, and how they find the script that it may be defined in.
+def write_function(folder: Path, call: partial[Any]) -> None:
+    """Write a function, its arguments and the location of the script for the ranks.
 
     Raises:
-        Exception: Whatever the pickling of something raises.
+        Exception: Any error of the pickling.
     """
     write_payload(folder / _FUNCTION_FILE, (call.func, call.args, call.keywords))
     main = spawn.get_preparation_data("rank")
-    main.pop("authkey")  # secret, and of use only to processes that talk through multiprocessing
+    main.pop("authkey")  # secret, and needed only for connections of multiprocessing
     (folder / _MAIN_FILE).write_text(json.dumps(main))
 
 
 def run_function(folder: Path) -> None:
-    """Import the user's script as multiprocessing does, then run the function that the supervisor has left."""
+    """Import the user's script as multiprocessing does, then run the function that the supervisor has written."""
     rank = this_rank()
     assert rank is not None  # noqa: S101 - enter_rank comes first
     rank.imports_main = True
     spawn.prepare(json.loads((folder / _MAIN_FILE).read_text()))
     rank.imports_main = False
     function, args, kwargs = read_payload(folder / _FUNCTION_FILE)
-    return_result(folder, function(*args, **kwargs))
+    write_result(folder, function(*args, **kwargs))
 
 
-def return_result(folder: Path, result: object) -> None:
-    """Leave the function's result for the supervisor, in rank 0.
+def write_result(folder: Path, result: object) -> None:
+    """Write the function's result for the supervisor, in rank 0.
 
     Raises:
         MisuseError: It cannot be pickled.
@@ -150,7 +150,7 @@ def return_result(folder: Path, result: object) -> None:
     except Exception as error:
         raise MisuseError(
             f"the function's result cannot be sent back to the process that launched it, because "
-            f"{unpicklable_part({'result': result})} cannot be pickled: {error}"
+            f"{describe_unpicklable({'result': result})} cannot be pickled: {error}"
         ) from error
 
 
@@ -164,7 +164,7 @@ def main_guard_error() -> LaunchError:
 
 
 def die_with_supervisor(pid: int) -> None:
-    """Kill this process and its group when another process ends, of which it is no child."""
+    """Kill this process and its group when the supervisor ends, which is not its parent."""
     if not hasattr(os, "pidfd_open"):
         return
     try:
@@ -185,8 +185,8 @@ def die_with_supervisor(pid: int) -> None:
 
 
 def _die_with(parent: int | None) -> None:
-    """Let the kernel end this process when its parent dies, in whatever way."""
+    """Make the kernel kill this process when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if parent is not None and os.getppid() != parent:  # it died before the kernel knew
+    if parent is not None and os.getppid() != parent:  # it died before prctl
         os._exit(1)

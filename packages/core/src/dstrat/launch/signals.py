@@ -22,14 +22,14 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """The signals to stop that have arrived within a ``with`` block, instead of their usual effect.
+    """Recorder of the stop signals that arrive within a ``with`` block, instead of their default effect.
 
-    Ignored signals stay ignored (``nohup``).  Only a program's main thread can do this; in another thread the signals
-    keep their effect.
+    Ignored signals stay ignored (``nohup``).  Python sets handlers in the main thread only; in another thread the
+    signals have their usual effect.
 
     Attributes:
-        received: The signals, in the order in which they came.
-        pauses: Whether Ctrl-Z asks to stop the processes of the job until they are continued.
+        received: The signals, in the order of arrival.
+        pauses: Whether Ctrl-Z has arrived, which stops the processes of the job until they are continued.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Interrupts:
         self.restore()
 
     def restore(self) -> None:
-        """Give the signals the effect that they had before; a forked rank does this first."""
+        """Restore the previous handlers; a forked rank does this first."""
         while self._previous:
             signal.signal(*self._previous.popitem())
 
@@ -63,11 +63,11 @@ class Interrupts:
 
 
 def leave_lost_terminal() -> None:
-    """Send what this process prints nowhere, where its terminal is gone: writing to it would raise OSError."""
+    """Redirect the output of this process to the null device if its terminal is closed; writing would raise OSError."""
     for descriptor in (1, 2):
         try:
             is_lost = stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor)
-        except OSError:  # it is closed
+        except OSError:  # closed
             continue
         if is_lost:
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -75,11 +75,11 @@ def leave_lost_terminal() -> None:
             os.close(nowhere)
 
 
-# A process that ends the ranks when their supervisor is gone and can do nothing any more.
+# Watchdog that ends the ranks when their supervisor has died
 
 
 # Reads the process groups, one in a line, until the pipe from the supervisor breaks.
-# What has left its group is known by its environment, where the system shows that.
+# Processes that have left their group are found by their environment, where the system shows that.
 _SCRIPT = """
 while read -r group; do groups="$groups -$group"; done
 kill -KILL $groups
@@ -91,17 +91,17 @@ rm -rf "$1"
 
 
 class Watchdog:
-    """A shell of its own session that waits for the supervisor's end, however it comes.
+    """Shell in a separate session that waits for the end of the supervisor, also by SIGKILL.
 
-    The kernel's parent-death signal ends the ranks sooner, yet it exists on Linux only, and neither reaches what the
-    ranks have started nor a rank whose parent is a fork server.
+    The kernel's parent-death signal ends the ranks sooner.  But it exists on Linux only, and reaches neither children
+    of the ranks nor a rank whose parent is a fork server.
 
     Args:
-        folder: The job's folder, to be removed in the end.
+        folder: The job's folder, which the watchdog removes at the end.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._shell = subprocess.Popen(  # noqa: S603 - nothing of the user's is in it
+        self._shell = subprocess.Popen(  # noqa: S603 - a constant script
             ["/bin/sh", "-c", _SCRIPT, "dstrat-watchdog", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -121,15 +121,15 @@ class Watchdog:
         self._shell.wait()
 
     def guard(self, group: int) -> None:
-        """End this process group too."""
+        """Add a process group that the watchdog is to end."""
         assert self._shell.stdin is not None  # noqa: S101 - it is a pipe
         try:
             self._shell.stdin.write(f"{group}\n".encode())
             self._shell.stdin.flush()
-        except BrokenPipeError:  # somebody ended the watchdog: the supervisor itself still ends the ranks
+        except BrokenPipeError:  # the watchdog was killed: the supervisor itself still ends the ranks
             return
 
     def let_go(self) -> None:
-        """Close this process's end of the pipe; a forked rank does it, as it must not keep the watchdog waiting."""
+        """Close this process's end of the pipe; a forked rank must, as the watchdog waits for all ends."""
         assert self._shell.stdin is not None  # noqa: S101 - it is a pipe
         self._shell.stdin.close()

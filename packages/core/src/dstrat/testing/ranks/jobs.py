@@ -124,7 +124,7 @@ def _remoteness(end: Ended) -> tuple[int, int]:
     """Order failures: a rank's own first, then those without a word, then those that follow from another's."""
     if end.report is None:
         return (1, 0)
-    return (0 if end.report.kind == "own" else 2, end.report.time_ns)
+    return (0 if end.report.kind == "error" else 2, end.report.time_ns)
 
 
 def _values(ended: Sequence[Ended], seconds: float) -> list[Any]:

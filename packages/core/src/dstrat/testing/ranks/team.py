@@ -210,7 +210,7 @@ class Report:
     value: Any = None
     failure: str = ""
     headline: str = ""
-    kind: FailureKind = "own"
+    kind: FailureKind = "error"
     time_ns: int = 0
     is_as_before: bool = False
 

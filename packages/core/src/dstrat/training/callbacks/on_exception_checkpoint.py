@@ -71,7 +71,7 @@ class OnExceptionCheckpoint(Callback):
         try:
             if isinstance(exception, Interrupted | Terminated):
                 self._save_together(trainer, exception)
-            elif isinstance(exception, Exception) and kind_of(exception) == "own":
+            elif isinstance(exception, Exception) and kind_of(exception) == "error":
                 self._save_alone(trainer, exception)
         except Exception as error:  # noqa: BLE001 - the exception that ended the run is the one to be raised
             _log.error("OnExceptionCheckpoint could not save after %s: %s", type(exception).__name__, error)

@@ -16,7 +16,7 @@ from dstrat.data.division import take_indices
 from dstrat.data.limits import limit_of, round_to_items
 from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader
 from dstrat.errors import MisuseError
-from dstrat.launch.job import unpicklable_part
+from dstrat.launch.job import describe_unpicklable
 from dstrat.training.hooks import hook_of
 from dstrat.training.loops.batches import batch_mover, device_batches, device_to_copy_ahead_to, prefetching_strategy
 from dstrat.training.loops.steps import bind_step, count_arguments, requires_arguments
@@ -179,7 +179,7 @@ class EvaluationLoop:
         try:
             everyone = [strategy.broadcast(self._outputs, src=rank) for rank in readers]
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            part = unpicklable_part({"predictions": self._outputs})
+            part = describe_unpicklable({"predictions": self._outputs})
             raise MisuseError(
                 f"predictions go to every process, and {part} cannot be pickled: let predict_step return tensors, or "
                 "pass return_predictions=False and write them with a PredictionWriter"
