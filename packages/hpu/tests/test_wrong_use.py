@@ -173,9 +173,7 @@ def engine(monkeypatch):
 
 
 def test_fp8_is_refused_where_layers_are_sharded(engine):
-    with pytest.raises(
-        ConflictError, match=r"'hpu_fsdp' .* cannot run with precision 'fp8', only with"
-    ):
+    with pytest.raises(ConflictError, match=r"'hpu_fsdp' .* cannot run with precision 'fp8', only with"):
         plan(strategy="hpu_fsdp", accelerator="hpu", devices=2, precision="fp8")
 
 

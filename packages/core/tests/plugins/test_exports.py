@@ -76,7 +76,14 @@ __getattr__, __dir__ = lazy_exports(__name__, {"Quick": "dstrat.strategies:Fast"
 def test_a_package_offers_the_class_of_another_under_its_name(site):
     record = site.component("quick", target="acme.strategy:Fast", requires=("acme>=1",))
     site.add("zenith", record, __init__=ALIASING)
-    code = f"{TAKE}\nimport zenith\ntry:\n    found = zenith.Quick.__module__\nexcept Exception as e:\n    found = str(e)\nfound"
+    code = """
+import zenith
+try:
+    found = zenith.Quick.__module__
+except Exception as error:
+    found = str(error)
+found
+"""
     assert "needs acme>=1, which is not installed" in site.ask(code)
     site.add("acme", site.component(target="acme.strategy:Fast"), strategy=STRATEGY)
     assert site.ask(code) == "acme.strategy"
