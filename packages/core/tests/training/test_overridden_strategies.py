@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dstrat import SingleDeviceStrategy, TrainModule
+from dstrat import Launcher, OwnLoop, SingleDeviceStrategy, TrainModule, build
 from dstrat.errors import MisuseError
 
 
@@ -121,3 +121,24 @@ def test_an_overridden_training_step_calls_the_module_itself(quiet_trainer):
                 return self.module.training_step(*args, **kwargs)
 
     assert fit(quiet_trainer, Custom())
+
+
+class CountingLauncher(Launcher):
+    launched = 0
+
+    def launch(self, function, *args, **kwargs):
+        self.launched += 1
+        return function(*args, **kwargs)
+
+
+def test_a_strategy_brings_its_own_launcher(quiet_trainer):
+    launcher = CountingLauncher()
+
+    class Custom(SingleDeviceStrategy):
+        @property
+        def launcher(self):
+            return launcher
+
+    assert fit(quiet_trainer, Custom())
+    assert OwnLoop(build(strategy=Custom(), accelerator="cpu")).launch(lambda loop: loop.world_size) == 1
+    assert launcher.launched == 2

@@ -19,6 +19,9 @@ class Launcher(ABC):
         class HereLauncher(Launcher):
             def launch(self, function, *args, **kwargs):
                 return function(*args, **kwargs)
+
+    A strategy that overrides its property ``launcher`` is launched by the one that this returns, in a Trainer and in an
+    own loop.
     """
 
     @property

@@ -245,7 +245,10 @@ class Strategy(ABC):
 
     @property
     def launcher(self) -> Launcher | None:
-        """What starts the processes; None when everything runs in this one."""
+        """What starts the processes; None when everything runs in this one.
+
+        It follows from the plan.  A strategy with a launcher of its own overrides this property.
+        """
         return self.parts.launcher
 
     def precision_for(self, flag: str) -> Precision | None:  # noqa: ARG002 - most strategies have none of their own

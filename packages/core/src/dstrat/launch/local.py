@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_STOP_SECONDS = "DSTRAT_STOP_SECONDS"
+
 
 class LocalLauncher(Launcher):
     """Starts one process per local rank, and supervises them from the calling process.
@@ -40,7 +42,11 @@ class LocalLauncher(Launcher):
             ``MASTER_PORT`` and ``NODE_RANK`` in the environment.
         environ: The user's environment, which the ranks inherit.
         grace: Seconds between SIGTERM and SIGKILL for a rank that is ended.
-        stop_grace: Seconds for all ranks to stop after their current step, after the first SIGINT, SIGTERM or SIGHUP.
+        stop_grace: Seconds for all ranks to stop after their current step, after the first SIGINT, SIGTERM or SIGHUP;
+            None takes them from ``DSTRAT_STOP_SECONDS`` in the environment, 30 by default.
+
+    Raises:
+        RequestError: There is no such start method, or the environment has no number of seconds.
     """
 
     def __init__(
@@ -51,7 +57,7 @@ class LocalLauncher(Launcher):
         num_nodes: int = 1,
         environ: Mapping[str, str] = os.environ,
         grace: float = 1.5,
-        stop_grace: float = 30.0,
+        stop_grace: float | None = None,
     ) -> None:
         if start_method not in get_args(StartMethod):
             raise RequestError(f"start_method {start_method!r} is not one of {', '.join(get_args(StartMethod))}")
@@ -60,7 +66,7 @@ class LocalLauncher(Launcher):
         self.num_nodes = num_nodes
         self.environ = environ
         self.grace = grace
-        self.stop_grace = stop_grace
+        self.stop_grace = _stop_seconds(environ) if stop_grace is None else stop_grace
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "environ": dict(self.environ)}  # os.environ itself cannot be pickled
@@ -152,6 +158,20 @@ class LocalLauncher(Launcher):
         except FileNotFoundError:
             message = f"rank 0 of {job.world_size} exited with code 0 before the function had returned"
             raise RankFailedError(message, rank=0, exit_code=0) from None
+
+
+def _stop_seconds(environ: Mapping[str, str]) -> float:
+    text = environ.get(_STOP_SECONDS, "30")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise RequestError(
+            f"{_STOP_SECONDS}={text!r} is no number of seconds: set it to how long ranks may take to stop and "
+            "save a checkpoint after a signal, such as 120, or unset it"
+        )
+    return seconds
 
 
 def _pickle_error(call: partial[Any], start_method: str, error: Exception) -> LaunchError:

@@ -96,10 +96,10 @@ class _GatherWithGradients(torch.autograd.Function):
         return summed[dist.get_rank(ctx.group)], None
 
 
-def broadcast_object(obj: T, *, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+def broadcast_object(obj: T, *, src: int = 0) -> T:
     """Return the source rank's object (which must pickle) on every rank."""
     objects = [obj]
-    dist.broadcast_object_list(objects, src=src, group=group)
+    dist.broadcast_object_list(objects, src=src)
     return objects[0]
 
 

@@ -37,10 +37,8 @@ _job_stores: list[dist.Store] = []  # likewise
 _clusters: list[ClusterEnvironment] = []  # likewise
 
 
-def open_process_group(
-    cluster: ClusterEnvironment, *, backend: str, timeout: timedelta, pg_options: object | None = None
-) -> dist.Store:
-    """Open the default process group, or join the one that the user has opened already.
+def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: timedelta) -> dist.Store:
+    """Open the default process group, or join the one that the user has opened already, with options of a backend too.
 
     A group that is opened here is open in all ranks when this returns, so that any of them may close it.
 
@@ -48,7 +46,6 @@ def open_process_group(
         cluster: Says where rank 0 listens, and which rank this is.
         backend: Name of the ``torch.distributed`` backend.
         timeout: How long a rank waits for the others: here, and in each collective.
-        pg_options: The backend's own options.
 
     Returns:
         The store that all ranks share, under a prefix of its own for this opening.
@@ -72,7 +69,6 @@ def open_process_group(
             rank=cluster.global_rank,
             world_size=cluster.world_size,
             timeout=timeout,
-            pg_options=pg_options,
         )
         # Gloo fails in a rank that still connects when another one closes.
         _meet(store, cluster, timeout, "open the process group")

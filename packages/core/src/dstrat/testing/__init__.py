@@ -13,8 +13,9 @@ A package's tests need no more than this::
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
     from dstrat.testing.accelerator import AcceleratorSuite as AcceleratorSuite
@@ -33,23 +34,5 @@ _HOMES = {
     "StrategySuite": "dstrat.testing.strategy.suite",
 }
 
-__all__ = [
-    "AcceleratorSuite",
-    "CheckpointIOSuite",
-    "ClusterEnvironmentSuite",
-    "PluginSuite",
-    "PrecisionSuite",
-    "StrategySuite",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
