@@ -189,7 +189,7 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         """Load the whole state, which each rank has; collective."""
         names = load_by_names(self.model, {f"module.{name}": value for name, value in state.items()})
         missing, left_over = ([name.removeprefix("module.") for name in side] for side in names)
-        check_names(self.module, missing, left_over, strict=strict, tells=self.is_global_zero)
+        check_names(self.module, missing, left_over, strict=strict, logs=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer on global rank 0, and an empty dict on the others; collective."""

@@ -166,7 +166,7 @@ def _check_all_names(strategy: Strategy, targets: Mapping[str, Any], found: Mapp
     for rank in range(strategy.world_size):  # a strategy may give each of them another part of the module
         names |= strategy.broadcast(set(targets), src=rank)
     missing, left_over = sorted(names - found.keys()), sorted(found.keys() - names)
-    check_names(strategy.module, missing, left_over, strict=strict, tells=strategy.is_global_zero)
+    check_names(strategy.module, missing, left_over, strict=strict, logs=strategy.is_global_zero)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def apply_to_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     Goes into mappings, lists, tuples, named tuples and dataclasses, also frozen ones and subclasses, and keeps their
     types; everything else is returned as it is, and so is whatever the function leaves unchanged.
     """
-    return _apply(batch, _part, function, lambda other: other)
+    return _apply(batch, _classify, function, lambda other: other)
 
 
 def numbers_to_tensors(batch: Any, device: torch.device) -> Any:
@@ -47,13 +47,13 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     Raises:
         MisuseError: Something in the batch holds tensors and cannot be moved.
     """
-    if _is_there(batch, device):
+    if _is_on_device(batch, device):
         return batch
 
     def move(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device, non_blocking=tensor.is_pinned())
 
-    return _apply(batch, _movable_part, move, lambda other: _move_object(other, device))
+    return _apply(batch, _classify_movable, move, lambda other: _move_object(other, device))
 
 
 def mover_to(device: torch.device) -> Callable[[Any], Any]:
@@ -87,10 +87,10 @@ def pin_memory(batch: Any) -> Any:
         is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
         return tensor.pin_memory() if is_plain else tensor
 
-    return _apply(batch, _movable_part, pin, lambda other: other)
+    return _apply(batch, _classify_movable, pin, lambda other: other)
 
 
-class _Part(enum.Enum):
+class _NodeKind(enum.Enum):
     """What can be found in a batch."""
 
     TENSOR = enum.auto()
@@ -102,81 +102,81 @@ class _Part(enum.Enum):
 
 
 _NUMBERS = (bool, int, float, complex)
-_TENSOR, _PLAIN, _SEQUENCE, _MAPPING = _Part.TENSOR, _Part.PLAIN, _Part.SEQUENCE, _Part.MAPPING
+_TENSOR, _PLAIN, _SEQUENCE, _MAPPING = _NodeKind.TENSOR, _NodeKind.PLAIN, _NodeKind.SEQUENCE, _NodeKind.MAPPING
 
 
 @lru_cache(maxsize=1024)
-def _part(kind: type) -> _Part:
+def _classify(cls: type) -> _NodeKind:
     """Return what objects of a class are."""
     from torch import Tensor
 
-    if issubclass(kind, Tensor):
-        return _Part.TENSOR
-    if kind in {str, bytes, int, float, complex, bool, type(None)}:
-        return _Part.PLAIN
-    if issubclass(kind, list | tuple):
-        return _Part.SEQUENCE
-    if issubclass(kind, Mapping):
-        return _Part.MAPPING
-    return _Part.DATACLASS if dataclasses.is_dataclass(kind) else _Part.OBJECT
+    if issubclass(cls, Tensor):
+        return _NodeKind.TENSOR
+    if cls in {str, bytes, int, float, complex, bool, type(None)}:
+        return _NodeKind.PLAIN
+    if issubclass(cls, list | tuple):
+        return _NodeKind.SEQUENCE
+    if issubclass(cls, Mapping):
+        return _NodeKind.MAPPING
+    return _NodeKind.DATACLASS if dataclasses.is_dataclass(cls) else _NodeKind.OBJECT
 
 
 @lru_cache(maxsize=1024)
-def _movable_part(kind: type) -> _Part:
+def _classify_movable(cls: type) -> _NodeKind:
     """Return the same for moving, where a collection with a method ``to`` knows best how to move itself."""
-    part = _part(kind)
-    own = part not in {_Part.TENSOR, _Part.PLAIN} and _own_to(kind) is not None
-    return _Part.OBJECT if own else part
+    node_kind = _classify(cls)
+    moves_itself = node_kind not in {_NodeKind.TENSOR, _NodeKind.PLAIN} and _to_method(cls) is not None
+    return _NodeKind.OBJECT if moves_itself else node_kind
 
 
-def _classify_numeric(kind: type) -> _Part:
+def _classify_numeric(cls: type) -> _NodeKind:
     """Return the same, where numbers are something to convert."""
-    return _Part.OBJECT if issubclass(kind, _NUMBERS) else _part(kind)  # type: ignore[arg-type]  # a class is hashable
+    return _NodeKind.OBJECT if issubclass(cls, _NUMBERS) else _classify(cls)  # type: ignore[arg-type]  # a class is hashable
 
 
-def _is_there(batch: Any, device: torch.device) -> bool:
+def _is_on_device(batch: Any, device: torch.device) -> bool:
     """Return whether a batch of tensors, in plain collections or not, is on the device as a whole."""
-    part = _movable_part(type(batch))  # type: ignore[arg-type]  # a class is hashable
-    if part is _TENSOR:
+    kind = _classify_movable(type(batch))  # type: ignore[arg-type]  # a class is hashable
+    if kind is _TENSOR:
         return bool(batch.device == device)
-    if part is _SEQUENCE:
+    if kind is _SEQUENCE:
         values = batch
-    elif part is _MAPPING:
+    elif kind is _MAPPING:
         values = batch.values()
     else:
-        return part is _PLAIN
+        return kind is _PLAIN
     for value in values:  # noqa: SIM110 - a generator expression takes twice as long
-        if not _is_there(value, device):
+        if not _is_on_device(value, device):
             return False
     return True
 
 
 def _apply(
     batch: Any,
-    part_of: Callable[[type], _Part],
+    classify: Callable[[type], _NodeKind],
     to_tensor: Callable[[Tensor], Any],
     to_object: Callable[[Any], Any],
 ) -> Any:
     """Apply a function to the tensors, and another to what is neither a tensor nor a collection."""
-    part = part_of(type(batch))
-    if part is _Part.TENSOR:
+    kind = classify(type(batch))
+    if kind is _NodeKind.TENSOR:
         return to_tensor(batch)
-    if part is _Part.PLAIN:
+    if kind is _NodeKind.PLAIN:
         return batch
-    if part is _Part.OBJECT:
+    if kind is _NodeKind.OBJECT:
         return to_object(batch)
-    names, values, rebuild = _opened(batch, part)
-    changed = [_apply(value, part_of, to_tensor, to_object) for value in values]
+    names, values, rebuild = _unpack(batch, kind)
+    changed = [_apply(value, classify, to_tensor, to_object) for value in values]
     if all(new is old for new, old in zip(changed, values, strict=True)):
         return batch
     return rebuild(batch, dict(zip(names, changed, strict=True)))
 
 
-def _opened(batch: Any, part: _Part) -> tuple[Sequence[Any], Sequence[Any], Callable[[Any, dict[Any, Any]], Any]]:
+def _unpack(batch: Any, kind: _NodeKind) -> tuple[Sequence[Any], Sequence[Any], Callable[[Any, dict[Any, Any]], Any]]:
     """Return the names of what a collection holds, the values, and what makes such a collection of others."""
-    if part is _Part.SEQUENCE:
+    if kind is _NodeKind.SEQUENCE:
         return range(len(batch)), batch, _rebuild_sequence
-    if part is _Part.MAPPING:
+    if kind is _NodeKind.MAPPING:
         return list(batch), list(batch.values()), _rebuild_mapping
     names = [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]
     return names, [getattr(batch, name) for name in names], _rebuild_dataclass
@@ -194,14 +194,14 @@ def _rebuild_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any
     if type(original) is dict:
         return values
     if not isinstance(original, MutableMapping):
-        return _constructed(original, values)
+        return _construct(original, values)
     copied = copy.copy(original)  # which keeps attributes and does not call the constructor, whatever that wants
     for key, value in values.items():
         copied[key] = value
     return copied
 
 
-def _constructed(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+def _construct(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     try:
         return type(original)(values)  # type: ignore[call-arg]  # by convention
     except TypeError as error:
@@ -220,9 +220,9 @@ def _rebuild_dataclass(original: Any, values: dict[str, Any]) -> Any:
 
 def _move_object(batch: Any, device: torch.device) -> Any:
     """Move what has a ``to`` of its own, and refuse what has none and holds tensors that are elsewhere."""
-    own = _own_to(type(batch))  # type: ignore[arg-type]  # a class is hashable
-    if own is not None:
-        options = {"non_blocking": True} if own.takes_non_blocking and device.type == "cuda" else {}
+    method = _to_method(type(batch))  # type: ignore[arg-type]  # a class is hashable
+    if method is not None:
+        options = {"non_blocking": True} if method.takes_non_blocking and device.type == "cuda" else {}
         try:
             moved = batch.to(device, **options)
         except (TypeError, ValueError) as error:
@@ -237,7 +237,7 @@ def _move_object(batch: Any, device: torch.device) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    return _part(type(value)) is _Part.TENSOR  # type: ignore[arg-type]  # a class is hashable
+    return _classify(type(value)) is _NodeKind.TENSOR  # type: ignore[arg-type]  # a class is hashable
 
 
 def _cannot_be_moved(batch: Any, reason: str) -> MisuseError:
@@ -249,20 +249,20 @@ def _cannot_be_moved(batch: Any, reason: str) -> MisuseError:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _OwnTo:
+class _ToMethod:
     """That a class has a method ``to``, and whether it takes ``non_blocking``."""
 
     takes_non_blocking: bool
 
 
 @lru_cache(maxsize=1024)
-def _own_to(kind: type) -> _OwnTo | None:
-    method = getattr(kind, "to", None)
+def _to_method(cls: type) -> _ToMethod | None:
+    method = getattr(cls, "to", None)
     if not callable(method):  # a named tuple's field may have that name too
         return None
     try:
         parameters = inspect.signature(method).parameters.values()
     except ValueError:  # written in C
-        return _OwnTo(takes_non_blocking=False)
+        return _ToMethod(takes_non_blocking=False)
     takes = any(parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return _OwnTo(takes_non_blocking=takes)
+    return _ToMethod(takes_non_blocking=takes)

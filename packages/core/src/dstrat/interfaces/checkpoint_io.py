@@ -112,6 +112,6 @@ class FlatShard:
         """Of the elements."""
         return self.local.dtype
 
-    def taken_from(self, whole: Tensor) -> Tensor:
+    def taken_from(self, tensor: Tensor) -> Tensor:
         """Return the elements of this shard out of a whole tensor of the same shape, flat, as a view if possible."""
-        return whole.reshape(-1)[self.start : self.start + self.local.numel()]
+        return tensor.reshape(-1)[self.start : self.start + self.local.numel()]

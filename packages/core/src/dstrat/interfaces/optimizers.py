@@ -108,15 +108,15 @@ def _read_sequence(returned: Sequence[Any]) -> Optimization:
         return Optimization(
             optimizers=tuple(map(_optimizer, optimizers)), schedulers=tuple(map(_scheduler, schedulers))
         )
-    parts = [_read(part) for part in returned]
+    results = [_read(item) for item in returned]
     return Optimization(
-        optimizers=tuple(optimizer for part in parts for optimizer in part.optimizers),
-        schedulers=tuple(scheduler for part in parts for scheduler in part.schedulers),
+        optimizers=tuple(optimizer for result in results for optimizer in result.optimizers),
+        schedulers=tuple(scheduler for result in results for scheduler in result.schedulers),
     )
 
 
-def _has_optimizer(part: Any) -> bool:
-    return _is_optimizer(part) or (isinstance(part, Mapping) and "optimizer" in part)
+def _has_optimizer(value: Any) -> bool:
+    return _is_optimizer(value) or (isinstance(value, Mapping) and "optimizer" in value)
 
 
 def _read_dict(returned: Mapping[str, Any]) -> Optimization:
@@ -132,50 +132,50 @@ def _read_dict(returned: Mapping[str, Any]) -> Optimization:
     return Optimization(optimizers=(optimizer,), schedulers=(config,))
 
 
-def _scheduler(given: Any) -> SchedulerConfig:
-    if isinstance(given, SchedulerConfig):
-        return given
-    if not isinstance(given, Mapping):
-        return SchedulerConfig(scheduler=given)
-    known = [field.name for field in fields(SchedulerConfig)]
-    unknown = sorted(set(given) - set(known))
-    if "scheduler" not in given or unknown:
+def _scheduler(value: Any) -> SchedulerConfig:
+    if isinstance(value, SchedulerConfig):
+        return value
+    if not isinstance(value, Mapping):
+        return SchedulerConfig(scheduler=value)
+    possible = [field.name for field in fields(SchedulerConfig)]
+    unknown = sorted(set(value) - set(possible))
+    if "scheduler" not in value or unknown:
         problem = f"has unknown keys {unknown}" if unknown else 'has no "scheduler"'
-        raise MisuseError(f"a scheduler's dict {problem}; possible keys are {', '.join(known)}")
-    return SchedulerConfig(**given)
+        raise MisuseError(f"a scheduler's dict {problem}; possible keys are {', '.join(possible)}")
+    return SchedulerConfig(**value)
 
 
 def _settle_monitor(config: SchedulerConfig) -> None:
     """Settle whether the scheduler takes the monitored value; it has no ``monitor`` afterwards where it does not."""
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-    name, asked = type(config.scheduler).__name__, config.reduce_on_plateau
+    name, requested = type(config.scheduler).__name__, config.reduce_on_plateau
     must_watch = isinstance(config.scheduler, ReduceLROnPlateau)
-    watches = asked is True or must_watch or not isinstance(config.scheduler, LRScheduler)
-    if config.monitor is None and (asked or must_watch):
+    watches = requested is True or must_watch or not isinstance(config.scheduler, LRScheduler)
+    if config.monitor is None and (requested or must_watch):
         raise MisuseError(
             f"{name} needs a value to watch: return "
             '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}} from configure_optimizers'
         )
-    if asked is False and must_watch:
+    if requested is False and must_watch:
         raise MisuseError(f"{name} takes the monitored value, and has reduce_on_plateau=False: leave it out")
-    if config.monitor is not None and asked is None and not watches:
+    if config.monitor is not None and requested is None and not watches:
         raise MisuseError(
             f"{name} takes no value, and has monitor={config.monitor!r}: leave it out, "
             "or pass reduce_on_plateau=True where its step takes one"
         )
-    if asked is False:
+    if requested is False:
         config.monitor = None
     config.reduce_on_plateau = config.monitor is not None
 
 
-def _optimizer(given: Any) -> Optimizer:
-    if not _is_optimizer(given):
-        raise MisuseError(f"configure_optimizers returned {given!r} where an optimizer is expected")
-    return given  # type: ignore[no-any-return]  # checked on the line above
+def _optimizer(value: Any) -> Optimizer:
+    if not _is_optimizer(value):
+        raise MisuseError(f"configure_optimizers returned {value!r} where an optimizer is expected")
+    return value  # type: ignore[no-any-return]  # checked on the line above
 
 
-def _is_optimizer(given: Any) -> bool:
+def _is_optimizer(value: Any) -> bool:
     from torch.optim import Optimizer
 
-    return isinstance(given, Optimizer)
+    return isinstance(value, Optimizer)

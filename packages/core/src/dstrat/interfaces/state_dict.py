@@ -21,59 +21,59 @@ _log = logging.getLogger(__name__)
 
 
 def load_by_names(
-    module: Module, state: Mapping[str, Any], *, what: str = "the weights"
+    module: Module, state: Mapping[str, Any], *, label: str = "the weights"
 ) -> tuple[list[str], list[str]]:
     """Load the weights that a module has; return the names of those that are missing, and of those left over.
 
     Args:
         module: On any device.
         state: Tensors by name.
-        what: What they are called in messages.
+        label: What they are called in messages.
 
     Raises:
         CheckpointError: Shapes differ.
     """
     try:
-        found = module.load_state_dict(state, strict=False)
+        result = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
         reasons = "; ".join(line.strip().rstrip(".") for line in str(error).splitlines()[1:]) or str(error)
-        raise CheckpointError(f"{what} do not fit {type(module).__name__}: {reasons}") from error
-    missing, left_over = found or ((), ())  # some modules' own load_state_dict returns nothing
-    return list(missing), list(left_over)
+        raise CheckpointError(f"{label} do not fit {type(module).__name__}: {reasons}") from error
+    missing, unexpected = result or ((), ())  # some modules' own load_state_dict returns nothing
+    return list(missing), list(unexpected)
 
 
 def check_names(
     module: Module,
     missing: Iterable[str],
-    left_over: Iterable[str],
+    unexpected: Iterable[str],
     *,
     strict: bool,
-    what: str = "the weights",
+    label: str = "the weights",
     advice: str = "set strict_loading = False on it",
-    tells: bool = True,
+    logs: bool = True,
 ) -> None:
     """Raise an error where weights are missing or left over, or tell of it.
 
     Args:
         module: What they were loaded into.
         missing: Names that the module has alone.
-        left_over: Names that the state has alone.
+        unexpected: Names that the state has alone.
         strict: Whether they are an error; otherwise they are logged.
-        what: What the weights are called in messages.
+        label: What the weights are called in messages.
         advice: What lets the others be loaded.
-        tells: Whether this process logs.
+        logs: Whether this process logs.
 
     Raises:
         CheckpointError: There are some, and it is strict.
     """
-    sides = (("missing", list(missing)), ("left over", list(left_over)))
-    found = [f"{side} {listed(names)}" for side, names in sides if names]
-    if not found:
+    sides = (("missing", list(missing)), ("left over", list(unexpected)))
+    mismatches = [f"{side} {listed(names)}" for side, names in sides if names]
+    if not mismatches:
         return
-    message = f"{what} do not fit {type(module).__name__}: {'; '.join(found)}"
+    message = f"{label} do not fit {type(module).__name__}: {'; '.join(mismatches)}"
     if strict:
         raise CheckpointError(f"{message}. Make the module as it was trained, or {advice} to load the others")
-    if tells:
+    if logs:
         _log.warning("%s; the others are loaded", message)
 
 
@@ -95,9 +95,9 @@ def misfit(module: Module, targets: Mapping[str, Any], state: Mapping[str, Any],
                 f"the module's has {tuple(target.shape)}"
             )
     missing = [name for name in targets if name not in state]
-    left_over = [name for name in state if name not in targets]
+    unexpected = [name for name in state if name not in targets]
     try:
-        check_names(module, missing, left_over, strict=strict)
+        check_names(module, missing, unexpected, strict=strict)
     except CheckpointError as error:
         return str(error)
     return None
@@ -119,8 +119,8 @@ def groups_misfit(optimizer: Optimizer, groups: Sequence[Sequence[Any]], saved: 
     if list(map(len, groups)) == list(map(len, saved)):
         return None
     return (
-        f"the optimizer's state in the checkpoint is of {_described(saved)}, and {type(optimizer).__name__} has "
-        f"{_described(groups)} here"
+        f"the optimizer's state in the checkpoint is of {_describe(saved)}, and {type(optimizer).__name__} has "
+        f"{_describe(groups)} here"
     )
 
 
@@ -130,7 +130,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def _described(groups: Sequence[Sequence[Any]]) -> str:
+def _describe(groups: Sequence[Sequence[Any]]) -> str:
     sizes = [str(len(group)) for group in groups]
     if len(sizes) == 1:
         return f"1 group of {sizes[0]} parameter{'s' * (sizes != ['1'])}"
@@ -162,32 +162,37 @@ def load_named_state(optimizer: Optimizer, module: Module, state: Mapping[str, A
     Raises:
         CheckpointError: The state is of other parameters, or has them in other groups.
     """
-    own, saved = _group_names(optimizer, module), [list(group["params"]) for group in state["param_groups"]]
-    _check_groups(optimizer, module, own, saved)
-    numbers = {name: index for index, name in enumerate(chain.from_iterable(own))}
+    current, saved = _group_names(optimizer, module), [list(group["params"]) for group in state["param_groups"]]
+    _check_groups(optimizer, module, current, saved)
+    numbers = {name: index for index, name in enumerate(chain.from_iterable(current))}
     optimizer.load_state_dict(
         {
             "state": {numbers[name]: entry for name, entry in state["state"].items()},
             "param_groups": [
                 {**group, "params": [numbers[name] for name in names]}  # in the order here, which torch goes by
-                for group, names in zip(state["param_groups"], own, strict=True)
+                for group, names in zip(state["param_groups"], current, strict=True)
             ],
         }
     )
 
 
-def _check_groups(optimizer: Optimizer, module: Module, own: list[list[str]], saved: list[list[str]]) -> None:
-    here, there = set(chain.from_iterable(own)), set(chain.from_iterable(saved))
-    missing, unknown = sorted(here - there), sorted(there - here)
-    if unknown or missing:
+def _check_groups(optimizer: Optimizer, module: Module, current: list[list[str]], saved: list[list[str]]) -> None:
+    current_names, saved_names = set(chain.from_iterable(current)), set(chain.from_iterable(saved))
+    missing, unexpected = sorted(current_names - saved_names), sorted(saved_names - current_names)
+    if unexpected or missing:
         raise CheckpointError(
             f"the optimizer's state in the checkpoint is of other parameters than those of {type(module).__name__}: "
-            f"missing are {listed(missing) or 'none'}; left over are {listed(unknown) or 'none'}"
+            f"missing are {listed(missing) or 'none'}; left over are {listed(unexpected) or 'none'}"
         )
-    found = groups_misfit(optimizer, own, saved)
-    if found is not None:
-        raise CheckpointError(found)
-    moved = [name for names, others in zip(own, saved, strict=True) for name in names if name not in set(others)]
+    mismatch = groups_misfit(optimizer, current, saved)
+    if mismatch is not None:
+        raise CheckpointError(mismatch)
+    moved = [
+        name
+        for names, saved_group in zip(current, saved, strict=True)
+        for name in names
+        if name not in set(saved_group)
+    ]
     if moved:
         raise CheckpointError(
             f"the optimizer's state in the checkpoint has parameters in other groups than {type(optimizer).__name__} "
@@ -203,6 +208,6 @@ def _group_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
 
 def _names(optimizer: Optimizer, module: Module) -> list[str]:
     """Return the name of each parameter of an optimizer, in its order."""
-    known = {id(parameter): name.replace(_COMPILED, "") for name, parameter in module.named_parameters()}
+    names = {id(parameter): name.replace(_COMPILED, "") for name, parameter in module.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [known.get(id(parameter), f"<parameter {index}>") for index, parameter in enumerate(parameters)]
+    return [names.get(id(parameter), f"<parameter {index}>") for index, parameter in enumerate(parameters)]

@@ -210,7 +210,7 @@ class Strategy(ABC):
         Raises:
             MisuseError: Nothing was made of it.
         """
-        given = {}
+        from_constructor = {}
         for field in dataclasses.fields(Parts):
             value = getattr(self.given_parts, field.name)
             if isinstance(value, str | type):
@@ -220,8 +220,8 @@ class Strategy(ABC):
                         "dstrat.build construct parts from an alias or a class"
                     )
             elif value is not None:
-                given[field.name] = value
-        self.parts = dataclasses.replace(parts, **given)
+                from_constructor[field.name] = value
+        self.parts = dataclasses.replace(parts, **from_constructor)
 
     @property
     def accelerator(self) -> Accelerator:
@@ -605,8 +605,8 @@ class Strategy(ABC):
         Raises:
             CheckpointError: It does not fit the module.
         """
-        missing, left_over = load_by_names(self.module, state)
-        check_names(self.module, missing, left_over, strict=strict, tells=self.is_global_zero)
+        missing, unexpected = load_by_names(self.module, state)
+        check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer; collective."""
@@ -622,8 +622,8 @@ class Strategy(ABC):
             groups, saved = (
                 [group["params"] for group in side] for side in (optimizer.param_groups, state["param_groups"])
             )
-            if (found := groups_misfit(optimizer, groups, saved)) is not None:
-                raise CheckpointError(found)
+            if (mismatch := groups_misfit(optimizer, groups, saved)) is not None:
+                raise CheckpointError(mismatch)
         optimizer.load_state_dict(dict(state))
 
     def sharded_module_state(self) -> dict[str, Any]:
@@ -695,13 +695,13 @@ class Strategy(ABC):
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(path)
 
-    def _present(self, part: T | None, name: str) -> T:
-        if part is None:
+    def _present(self, value: T | None, name: str) -> T:
+        if value is None:
             raise MisuseError(
                 f"{type(self).__name__} has no {name} yet: give it to the constructor, "
                 "or let a Trainer complete the strategy first"
             )
-        return part
+        return value
 
 
 def _check_signature(cls: type[Strategy], name: str, arguments: str) -> None:

@@ -69,7 +69,7 @@ def state_after_one_step(optimizer: Optimizer, group: int, like: Tensor) -> dict
     """
     parameter = torch.zeros(2, dtype=like.dtype, device=like.device, requires_grad=True)
     try:
-        return dict(_stepped(optimizer, group, [parameter], [[torch.zeros_like(parameter)]]).state[parameter])
+        return dict(_step_copy(optimizer, group, [parameter], [[torch.zeros_like(parameter)]]).state[parameter])
     except Exception:  # noqa: BLE001 - whatever a stranger's optimizer raises; then nothing is known of it
         return {}
 
@@ -99,7 +99,7 @@ def how_division_fails(
         with warnings.catch_warnings(), torch.random.fork_rng([] if device.type == "cpu" else [device]):
             warnings.simplefilter("ignore")
             once, again, divided = (
-                _outcome(optimizer, number, values, gradients, cut) for cut in (_whole, _whole, divide)
+                _run_probe(optimizer, number, values, gradients, cut) for cut in (_undivided, _undivided, divide)
             )
         if isinstance(once, Exception) or isinstance(again, Exception) or not _same(once, again):
             continue
@@ -110,20 +110,20 @@ def how_division_fails(
     return None
 
 
-def _whole(tensor: Tensor) -> list[Tensor]:
+def _undivided(tensor: Tensor) -> list[Tensor]:
     return [tensor.clone()]
 
 
-def _outcome(
+def _run_probe(
     optimizer: Optimizer, group: int, values: Tensor, gradients: Sequence[Tensor], cut: Divide
 ) -> Tensor | Exception:
     """Return by how much the values have changed, or what was raised."""
     parameters = [piece.requires_grad_() for piece in cut(values)]
     try:
-        _stepped(optimizer, group, parameters, [cut(gradient) for gradient in gradients])
+        _step_copy(optimizer, group, parameters, [cut(gradient) for gradient in gradients])
         pieces = [piece.detach() for piece in parameters]
-        whole = [piece.full_tensor() if hasattr(piece, "full_tensor") else piece for piece in pieces]
-        return torch.cat([piece.flatten() for piece in whole]) - values.flatten()
+        full = [piece.full_tensor() if hasattr(piece, "full_tensor") else piece for piece in pieces]
+        return torch.cat([piece.flatten() for piece in full]) - values.flatten()
     except Exception as error:  # noqa: BLE001 - whatever a stranger's optimizer raises
         return error
 
@@ -132,7 +132,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= _TOLERANCE * one.abs().max())
 
 
-def _stepped(
+def _step_copy(
     optimizer: Optimizer, group: int, parameters: list[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> Optimizer:
     """Return a copy of the optimizer that has stepped other parameters, once for each of the gradients."""

@@ -76,20 +76,20 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
     return store
 
 
-def wait_for_all_ranks(deed: str) -> None:
+def wait_for_all_ranks(action: str) -> None:
     """Return when all ranks of the open process group have come here; collective, and at once where none is open.
 
     It opens no connection, so that it can follow the opening of further groups: Gloo fails, or hangs, in a rank that
     still connects when another one closes.
 
     Args:
-        deed: What a rank that is missing did not do, such as "open the device mesh"; each may be named once in a job.
+        action: What a rank that is missing did not do, such as "open the device mesh"; each may be named once in a job.
 
     Raises:
         LaunchError: Some did not come within the timeout of the group; the message names them.
     """
     for store, cluster in zip(_job_stores, _clusters, strict=True):
-        _meet(store, cluster, group_timeout(), deed)
+        _meet(store, cluster, group_timeout(), action)
 
 
 def clone_job_store(prefix: str, timeout: timedelta) -> dist.Store | None:
@@ -180,7 +180,7 @@ def _open_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
 _CURE = "see what it does, or give the strategy a longer timeout=timedelta(...)"
 
 
-def _meet(store: dist.Store, cluster: ClusterEnvironment, timeout: timedelta, deed: str) -> None:
+def _meet(store: dist.Store, cluster: ClusterEnvironment, timeout: timedelta, action: str) -> None:
     """Wait until all ranks have come here.
 
     Torch's own waiting neither names the ranks that are missing nor returns when a signal arrives.
@@ -189,15 +189,15 @@ def _meet(store: dist.Store, cluster: ClusterEnvironment, timeout: timedelta, de
         store: What the ranks share.
         cluster: Says which rank this is.
         timeout: How long the others may take.
-        deed: What those that are missing did not do.
+        action: What those that are missing did not do.
 
     Raises:
         LaunchError: Some did not come in time.
     """
     rank, size = cluster.global_rank, cluster.world_size
-    all_came = f"all {deed}"
-    store.set(f"{rank} {deed}", f"{os.getpid()} {this_machine()}")
-    if store.add(f"number {deed}", 1) == size:
+    all_came = f"all {action}"
+    store.set(f"{rank} {action}", f"{os.getpid()} {this_machine()}")
+    if store.add(f"number {action}", 1) == size:
         store.set(all_came, "")
     deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE
     longest = 0.01 + 1e-4 * size  # so that the store is not asked more than 10,000 times in a second
@@ -205,10 +205,10 @@ def _meet(store: dist.Store, cluster: ClusterEnvironment, timeout: timedelta, de
         if (number := cluster.stop_signal) is not None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         if time.monotonic() > deadline:
-            missing = [str(other) for other in range(size) if not store.check([f"{other} {deed}"])]
+            missing = [str(other) for other in range(size) if not store.check([f"{other} {action}"])]
             ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
             raise LaunchError(
-                f"timed out waiting for {ranks} of {size}, which did not {deed} within "
+                f"timed out waiting for {ranks} of {size}, which did not {action} within "
                 f"{timeout.total_seconds():g} s: {_CURE}"
             )
         time.sleep(pause)

@@ -42,6 +42,6 @@ class SeparateModules(Module):
         if not isinstance(owner, Module):
             return tuple(self.children())
         if id(owner) not in self._used:  # found once, as every part is looked at
-            used = tuple(child for child in self.children() if any(part is owner for part in child.modules()))
+            used = tuple(child for child in self.children() if any(submodule is owner for submodule in child.modules()))
             self._used[id(owner)] = owner, used or tuple(self.children())
         return self._used[id(owner)][1]

@@ -169,7 +169,7 @@ class ParallelStrategy(Strategy):
         self.take_from_first_rank([*self.module.parameters(), *self.module.buffers()])
 
     def synchronize_batchnorm(self) -> None:
-        layers = [name for name, part in self.module.named_modules() if isinstance(part, _BatchNorm)]
+        layers = [name for name, layer in self.module.named_modules() if isinstance(layer, _BatchNorm)]
         if layers and self.root_device.type == "cpu":
             raise RequestError(
                 f"sync_batchnorm=True cannot work on the accelerator 'cpu', where torch has no SyncBatchNorm, and the "
@@ -238,20 +238,20 @@ class SynchronizedNorm:
     """
 
     def __init__(self, module: Module) -> None:
-        self._places = [
+        self._replaced = [
             (parent, name, layer)
             for parent in module.modules()
             for name, layer in parent.named_children()
             if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
         ]
-        for parent, name, layer in self._places:
+        for parent, name, layer in self._replaced:
             parent.add_module(name, nn.SyncBatchNorm.convert_sync_batchnorm(layer))
 
     def undo(self) -> None:
         """Put the layers back, with the weights, statistics and mode that the training has left."""
-        for parent, name, layer in self._places:
+        for parent, name, layer in self._replaced:
             synchronized = parent.get_submodule(name)
             layer._parameters, layer._buffers = synchronized._parameters, synchronized._buffers  # noqa: SLF001 - all of both
             layer.training = synchronized.training
             parent.add_module(name, layer)
-        self._places = []
+        self._replaced = []

@@ -85,17 +85,17 @@ class Catalog:
         """
         self._check_strict()
         alias, at, owner = name.partition("@")
-        candidates = [offer for offer in self._all(kind) if alias in offer.names]
+        candidates = [candidate for candidate in self._all(kind) if alias in candidate.names]
         if at:
-            found = of_owner(kind, alias, owner, candidates)
+            offer = of_owner(kind, alias, owner, candidates)
         elif candidates:
-            found = choose(kind, alias, candidates, self.settings.preferred.get(alias))
+            offer = choose(kind, alias, candidates, self.settings.preferred.get(alias))
         else:
-            found = None
-        if found is None:
+            offer = None
+        if offer is None:
             names = {other: self._names(other) for other in KINDS}
-            raise miss(kind, alias, names, self._plugins, [offer.component for offer in self._all(kind)])
-        return found
+            raise miss(kind, alias, names, self._plugins, [candidate.component for candidate in self._all(kind)])
+        return offer
 
     def find_default(self, kind: Kind, alias: str) -> Offer:
         """Look up what the core uses where nobody asked for anything: its own, unless the user prefers another.
@@ -104,8 +104,8 @@ class Catalog:
         """
         self._check_strict()
         candidates = [offer for offer in self._all(kind) if alias in offer.names]
-        chosen = visible(candidates, self.settings.preferred.get(alias))
-        return chosen[0] if len(chosen) == 1 else self.find(kind, f"{alias}@{CORE}")
+        offers = visible(candidates, self.settings.preferred.get(alias))
+        return offers[0] if len(offers) == 1 else self.find(kind, f"{alias}@{CORE}")
 
     def offers(self, kind: Kind) -> tuple[Offer, ...]:
         """Return what can be used, sorted by alias and owner.
@@ -150,14 +150,14 @@ class Catalog:
         """
         offer = Offer(component=component, owner=THIS_PROCESS, version="")
         for name in offer.names:
-            taken = next((other for other in self._all(component.kind) if name in other.names), None)
-            if taken is not None and not override:
+            existing = next((other for other in self._all(component.kind) if name in other.names), None)
+            if existing is not None and not override:
                 raise InvalidComponentError(
-                    f"{kind_label(component.kind)} {name!r} is offered already, by {taken.owner_label}: "
+                    f"{kind_label(component.kind)} {name!r} is offered already, by {existing.owner_label}: "
                     "choose another name, or pass override=True to replace it in this process"
                 )
         load_class(offer)
-        self._registered = (*self._others(component.kind, component.alias), offer)
+        self._registered = (*self._registered_except(component.kind, component.alias), offer)
         return offer
 
     def unregister(self, kind: Kind, alias: str) -> None:
@@ -173,7 +173,7 @@ class Catalog:
                 f"{offer.title} was not registered in this process: uninstall {offer.owner}, "
                 f"or set {DISABLE}={offer.owner}"
             )
-        self._registered = self._others(kind, offer.component.alias)
+        self._registered = self._registered_except(kind, offer.component.alias)
 
     @property
     def fingerprint_lines(self) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ class Catalog:
         offers = (offer for offer in (*self._registered, *self._installed) if offer.component.kind == kind)
         return sorted(offers, key=lambda offer: (offer.component.alias, normalized(offer.owner)))
 
-    def _others(self, kind: Kind, alias: str) -> tuple[Offer, ...]:
+    def _registered_except(self, kind: Kind, alias: str) -> tuple[Offer, ...]:
         return tuple(
             offer for offer in self._registered if (offer.component.kind, offer.component.alias) != (kind, alias)
         )
@@ -259,20 +259,20 @@ def choose(kind: Kind, alias: str, candidates: Sequence[Offer], preferred: str |
     Raises:
         AmbiguousAliasError: Several distributions offer it and none is preferred, or the preferred one does not.
     """
-    left = visible(candidates, preferred)
-    if left[0].owner == THIS_PROCESS:
-        return left[0]
-    asked = f"{kind_label(kind)} {alias!r}"
-    if preferred is not None and normalized(left[0].owner) != preferred:
+    offers = visible(candidates, preferred)
+    if offers[0].owner == THIS_PROCESS:
+        return offers[0]
+    label = f"{kind_label(kind)} {alias!r}"
+    if preferred is not None and normalized(offers[0].owner) != preferred:
         raise AmbiguousAliasError(
-            f"{PREFER} wants {asked} from {preferred}, which does not offer it: it is offered by {_owners(candidates)}"
+            f"{PREFER} wants {label} from {preferred}, which does not offer it: it is offered by {_owners(candidates)}"
         )
-    if len(left) > 1:
-        first = left[0].owner
+    if len(offers) > 1:
+        first = offers[0].owner
         raise AmbiguousAliasError(
-            f"{asked} is offered by {_owners(candidates)}: write '{alias}@{first}', or set {PREFER}=\"{alias}={first}\""
+            f"{label} is offered by {_owners(candidates)}: write '{alias}@{first}', or set {PREFER}=\"{alias}={first}\""
         )
-    return left[0]
+    return offers[0]
 
 
 def of_owner(kind: Kind, alias: str, owner: str, candidates: Sequence[Offer]) -> Offer | None:

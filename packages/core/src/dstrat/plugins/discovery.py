@@ -30,23 +30,23 @@ def discover(settings: PluginSettings) -> tuple[Plugin, ...]:
 
     The order depends on names only: distribution, entry point, value.
     """
-    declarations = sorted(read_declarations(), key=lambda found: normalized(found.name))
-    plugins = (plugin for found in declarations for plugin in _plugins_of(found, settings))
+    declarations = sorted(read_declarations(), key=lambda declaration: normalized(declaration.name))
+    plugins = (plugin for declaration in declarations for plugin in _plugins_of(declaration, settings))
     return tuple(_reject_repetitions(plugins))
 
 
-def _plugins_of(found: Declaration, settings: PluginSettings) -> Iterator[Plugin]:
-    if found.problem is not None:
-        yield _failed(_declared(found, EntryPoint("?", "?", ENTRY_POINT_GROUP)), found.problem)
-    spoken = [entry for entry in found.entry_points if entry.group == ENTRY_POINT_GROUP]
-    for entry in spoken or found.entry_points:
-        yield _judged(_declared(found, entry), entry, settings)
+def _plugins_of(declaration: Declaration, settings: PluginSettings) -> Iterator[Plugin]:
+    if declaration.problem is not None:
+        yield _failed(_declared(declaration, EntryPoint("?", "?", ENTRY_POINT_GROUP)), declaration.problem)
+    supported = [entry for entry in declaration.entry_points if entry.group == ENTRY_POINT_GROUP]
+    for entry in supported or declaration.entry_points:
+        yield _load_if_enabled(_declared(declaration, entry), entry, settings)
 
 
-def _declared(found: Declaration, entry: EntryPoint) -> Plugin:
+def _declared(declaration: Declaration, entry: EntryPoint) -> Plugin:
     return Plugin(
-        distribution=found.name,
-        version=found.version,
+        distribution=declaration.name,
+        version=declaration.version,
         entry_point=entry.name,
         group=entry.group,
         value=entry.value,
@@ -54,16 +54,16 @@ def _declared(found: Declaration, entry: EntryPoint) -> Plugin:
     )
 
 
-def _judged(plugin: Plugin, entry: EntryPoint, settings: PluginSettings) -> Plugin:
+def _load_if_enabled(plugin: Plugin, entry: EntryPoint, settings: PluginSettings) -> Plugin:
     if normalized(plugin.distribution) in settings.disabled:
         return replace(plugin, state="disabled", reason=f"named by {DISABLE}")
     if plugin.group != ENTRY_POINT_GROUP:
         reason = f"it speaks {plugin.group}, and this dstrat speaks {ENTRY_POINT_GROUP}: upgrade the older of the two"
         return replace(plugin, state="unsupported", reason=reason)
-    return _loaded(plugin, entry)
+    return _load(plugin, entry)
 
 
-def _loaded(plugin: Plugin, entry: EntryPoint) -> Plugin:
+def _load(plugin: Plugin, entry: EntryPoint) -> Plugin:
     had_torch = "torch" in sys.modules
     started = time.perf_counter()
     try:
@@ -133,22 +133,22 @@ class Declaration:
 def read_declarations() -> Iterator[Declaration]:
     """Yield the distributions that declare plugins, each once, in no particular order."""
     seen: set[str] = set()
-    for found in distributions():
-        if not _declares_plugins(found):
+    for candidate in distributions():
+        if not _declares_plugins(candidate):
             continue
-        name, _ = _name_and_version(found)
+        name, _ = _name_and_version(candidate)
         if name not in seen:
             seen.add(name)
             active = _first_on_path(name)
             if active is None:
-                yield _declaration(found)
+                yield _declaration(candidate)
             elif _declares_plugins(active):
                 yield _declaration(active)
 
 
-def _declares_plugins(found: Distribution) -> bool:
+def _declares_plugins(candidate: Distribution) -> bool:
     try:
-        return f"[{_GROUP_PREFIX}" in (found.read_text(_FILE) or "")
+        return f"[{_GROUP_PREFIX}" in (candidate.read_text(_FILE) or "")
     except (OSError, ValueError):  # nobody can tell what is in it
         return False
 
@@ -161,19 +161,19 @@ def _first_on_path(name: str) -> Distribution | None:
         return None
 
 
-def _declaration(found: Distribution) -> Declaration:
-    name, version = _name_and_version(found)
+def _declaration(candidate: Distribution) -> Declaration:
+    name, version = _name_and_version(candidate)
     try:
-        entries = [entry for entry in found.entry_points if entry.group.startswith(_GROUP_PREFIX)]
+        entries = [entry for entry in candidate.entry_points if entry.group.startswith(_GROUP_PREFIX)]
     except Exception as error:  # noqa: BLE001 - malformed text raises TypeError or other things, by version of Python
         return Declaration(name=name, version=version, problem=error)
     entries.sort(key=lambda entry: (entry.group, entry.name, entry.value))
     return Declaration(name=name, version=version, entry_points=tuple(entries))
 
 
-def _name_and_version(found: Distribution) -> tuple[str, str]:
+def _name_and_version(candidate: Distribution) -> tuple[str, str]:
     """Read both from the header; ``Distribution.metadata`` parses the whole text as an e-mail each time."""
-    text = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
+    text = candidate.read_text("METADATA") or candidate.read_text("PKG-INFO") or ""
     header = dict(line.split(": ", 1) for line in text.partition("\n\n")[0].splitlines() if ": " in line)
     return header.get("Name", "unknown"), header.get("Version", "")
 

@@ -51,11 +51,11 @@ def lazy_exports(
 
 
 def _import(home: str, name: str) -> Any:
-    module, _, name_there = home.partition(":")
+    module, _, attribute = home.partition(":")
     was_enabled = gc.isenabled()
     gc.disable()  # imported objects stay, and collecting among all that torch has made takes long
     try:
-        return getattr(import_module(module), name_there or name)
+        return getattr(import_module(module), attribute or name)
     finally:
         if was_enabled:
             gc.enable()

@@ -65,15 +65,15 @@ def _retired(kind: Kind, name: str, plugins: Sequence[Plugin]) -> str | None:
 
 def _not_installed(kind: Kind, name: str, requirement: str, plugins: Sequence[Plugin]) -> str:
     distribution = known_distribution(requirement)
-    asked = f"{kind_label(kind)} {name!r}"
+    label = f"{kind_label(kind)} {name!r}"
     installed = [plugin for plugin in plugins if normalized(plugin.distribution) == distribution]
     if not installed:
-        return f"{asked} comes with {distribution}, which is not installed: {pip_command(requirement)}"
+        return f"{label} comes with {distribution}, which is not installed: {pip_command(requirement)}"
     unusable = next((plugin for plugin in installed if plugin.state != "loaded"), None)
     if unusable is not None:
-        return f"{asked} comes with {unusable.label}, which {_STATES[unusable.state]} ({unusable.reason})"
+        return f"{label} comes with {unusable.label}, which {_STATES[unusable.state]} ({unusable.reason})"
     upgrade = pip_command(requirement, upgrade=True)
-    return f"{asked} comes with {distribution}, and the installed {installed[0].label} does not have it: {upgrade}"
+    return f"{label} comes with {distribution}, and the installed {installed[0].label} does not have it: {upgrade}"
 
 
 def _unknown(kind: Kind, name: str, names: Mapping[Kind, Iterable[str]], components: Sequence[Component]) -> str:
@@ -113,6 +113,6 @@ def _with_article(noun: str) -> str:
 
 def _broken(plugins: Sequence[Plugin], requirement: str = "") -> str:
     """List the plugins that might have offered it, had they worked."""
-    told = known_distribution(requirement)
-    broken = [f"{p.label}, {p.reason}" for p in plugins if p.is_broken and normalized(p.distribution) != told]
+    suggested = known_distribution(requirement)
+    broken = [f"{p.label}, {p.reason}" for p in plugins if p.is_broken and normalized(p.distribution) != suggested]
     return f" (plugins that do not work: {'; '.join(broken)})" if broken else ""

@@ -187,14 +187,14 @@ def _problem(text: str, offer: Offer) -> str | None:
 def named_import(module: str, distribution: str, *, seconds: float) -> Iterator[None]:
     """Say on stderr which plugin is being imported, where that takes longer than some seconds or is interrupted."""
     begun = f"dstrat: importing {module} of {distribution}"
-    cure = f"{DISABLE}={distribution} leaves it out"
-    timer = threading.Timer(seconds, _say, [f"{begun} has taken {seconds:g} s and goes on; {cure}"])
+    hint = f"{DISABLE}={distribution} leaves it out"
+    timer = threading.Timer(seconds, _say, [f"{begun} has taken {seconds:g} s and goes on; {hint}"])
     timer.daemon = True
     timer.start()
     try:
         yield
     except KeyboardInterrupt:
-        _say(f"{begun} was interrupted; {cure}")
+        _say(f"{begun} was interrupted; {hint}")
         raise
     finally:
         timer.cancel()
@@ -227,13 +227,13 @@ def load_class(offer: Offer) -> type[Any]:
         BrokenComponentError: It cannot be imported, is not a complete class of its kind, or contradicts its record.
     """
     target = offer.component.target
-    found = _imported(offer, target) if isinstance(target, str) else target
-    problem = _target_problem(found, offer.component.kind)
+    loaded = _import_target(offer, target) if isinstance(target, str) else target
+    problem = _target_problem(loaded, offer.component.kind)
     if problem is not None:
         raise BrokenComponentError(f"{offer.title} cannot be used: {offer.component.target_name} {problem}")
-    if (difference := contradiction(offer.component, found)) is not None:
+    if (difference := contradiction(offer.component, loaded)) is not None:
         raise BrokenComponentError(f"{offer.title} cannot be used: its record {difference}")
-    return found
+    return loaded
 
 
 def is_of_kind(value: object, kind: Kind) -> bool:
@@ -241,7 +241,7 @@ def is_of_kind(value: object, kind: Kind) -> bool:
     return isinstance(value, type) and issubclass(value, _attribute(_INTERFACES[kind]))
 
 
-def _imported(offer: Offer, target: str) -> Any:
+def _import_target(offer: Offer, target: str) -> Any:
     try:
         with named_import(target, offer.owner, seconds=_SLOW_IMPORT):
             return _attribute(target)
@@ -257,11 +257,11 @@ def _attribute(target: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _target_problem(found: Any, kind: Kind) -> str | None:
-    if not isinstance(found, type):
-        return f"is not a class but {type(found).__name__} {found!r}"
+def _target_problem(target: Any, kind: Kind) -> str | None:
+    if not isinstance(target, type):
+        return f"is not a class but {type(target).__name__} {target!r}"
     interface = _attribute(_INTERFACES[kind])
-    if not issubclass(found, interface):
+    if not issubclass(target, interface):
         return f"is not a subclass of {interface.__name__}, which every {kind_label(kind)} must be"
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    missing = sorted(getattr(target, "__abstractmethods__", ()))
     return f"does not implement {', '.join(missing)}" if missing else None

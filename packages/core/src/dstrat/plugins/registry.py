@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=type)
 
-_GIVEN_OTHERWISE = frozenset({"kind", "alias", "target", "summary", "options"})
-_FACTS = tuple(field.name for field in fields(Component) if field.name not in _GIVEN_OTHERWISE)
+_OTHER_ARGUMENTS = frozenset({"kind", "alias", "target", "summary", "options"})
+_FACTS = tuple(field.name for field in fields(Component) if field.name not in _OTHER_ARGUMENTS)
 
 
 class RegistryItem(Mapping[str, Any]):
@@ -210,10 +210,10 @@ def _component(
     unknown = sorted(set(facts) - set(_FACTS))
     if unknown:
         raise InvalidComponentError(f"facts {unknown} of {kind} {alias!r} do not exist: there are {', '.join(_FACTS)}")
-    known = inherited_record(get_catalog(), kind, cls, init_params)
-    if known is not None:
-        known = facts_of_subclass(dataclasses.replace(known, options=init_params), cls)
-    inherited = {name: getattr(known, name) for name in _FACTS} if known else {}
+    base = inherited_record(get_catalog(), kind, cls, init_params)
+    if base is not None:
+        base = facts_of_subclass(dataclasses.replace(base, options=init_params), cls)
+    inherited = {name: getattr(base, name) for name in _FACTS} if base else {}
     return Component(
         kind=kind,
         alias=alias,

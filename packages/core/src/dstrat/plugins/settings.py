@@ -109,7 +109,7 @@ def _preferences(items: list[str]) -> dict[str, str]:
 
 
 def _preference(item: str) -> tuple[str, str]:
-    alias, separator, owner = (part.strip() for part in item.partition("="))
+    alias, separator, owner = (text.strip() for text in item.partition("="))
     if not (alias and separator and owner):
         raise RequestError(
             f"{item!r} in {PREFER} is not understood: write alias=distribution, "

@@ -31,11 +31,11 @@ def parse_devices(devices: Devices, *, everything: int, limit: int, name: str) -
     """
     if limit == 0:
         raise DeviceError(f"devices={devices!r} cannot be had: this machine has no {name} device that torch can use")
-    meant = _read(devices)
-    if isinstance(meant, list):
-        _check_indices(meant, devices, limit, name)
-        return meant
-    count = everything if meant == -1 else meant
+    requested = _read(devices)
+    if isinstance(requested, list):
+        _check_indices(requested, devices, limit, name)
+        return requested
+    count = everything if requested == -1 else requested
     if count < 1:
         raise DeviceError(f"devices={devices!r} is not a number of {name} devices: {_FORMS}")
     if count > limit:
@@ -49,28 +49,28 @@ def _read(devices: object) -> int | list[int]:
     """Return a number of devices (-1 for all) or a list of indices."""
     if isinstance(devices, str):
         return _read_text(devices)
-    number = _whole_number(devices)
+    number = _integer(devices)
     if number is not None:
         return number
     if isinstance(devices, Iterable) and not isinstance(devices, bytes | dict | set):
-        indices = [_whole_number(index) for index in devices]
-        found = [index for index in indices if index is not None]
-        if len(found) == len(indices):
-            return found
+        indices = [_integer(index) for index in devices]
+        integers = [index for index in indices if index is not None]
+        if len(integers) == len(indices):
+            return integers
     raise DeviceError(f"devices={devices!r} makes no sense: {_FORMS}")
 
 
 def _read_text(text: str) -> int | list[int]:
     if text.strip() == "auto":
         return -1
-    parts = text.removesuffix(",").split(",")
-    if not all(_NUMBER.fullmatch(part) for part in parts):
+    items = text.removesuffix(",").split(",")
+    if not all(_NUMBER.fullmatch(item) for item in items):
         raise DeviceError(f"devices={text!r} makes no sense: {_FORMS}")
-    numbers = [int(part) for part in parts]
+    numbers = [int(item) for item in items]
     return numbers if "," in text else numbers[0]
 
 
-def _whole_number(value: object) -> int | None:
+def _integer(value: object) -> int | None:
     if isinstance(value, bool):
         return None
     try:

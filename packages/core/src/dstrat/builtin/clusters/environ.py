@@ -12,7 +12,7 @@ from dstrat.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_WHOLE_NUMBER = re.compile(r"[0-9]{1,18}")
+_INTEGER = re.compile(r"[0-9]{1,18}")
 _FIRST_PORT, _NUM_PORTS = 15000, 15000  # below the ports that Linux (32768) and Kubernetes (30000) hand out
 
 
@@ -47,7 +47,7 @@ class Variables:
             ClusterError: It is missing, not a whole number, or too small.
         """
         value = self.text(name)
-        if not _WHOLE_NUMBER.fullmatch(value) or int(value) < minimum:
+        if not _INTEGER.fullmatch(value) or int(value) < minimum:
             raise ClusterError(f"{name} is {value!r}, and must be a whole number from {minimum} upwards: {self.cure}")
         return int(value)
 
@@ -72,4 +72,4 @@ def port_of_job(job: str, step: str = "0") -> int:
 
 
 def _number(name: str) -> int:
-    return int(name) if _WHOLE_NUMBER.fullmatch(name) else zlib.crc32(name.encode(errors="surrogateescape"))
+    return int(name) if _INTEGER.fullmatch(name) else zlib.crc32(name.encode(errors="surrogateescape"))

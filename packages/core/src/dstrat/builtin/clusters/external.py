@@ -107,13 +107,13 @@ class ExternalEnvironment(ClusterEnvironment):
         _ = self.main_address, self.main_port
 
     def _check_sizes(self, num_devices: int, num_nodes: int) -> None:
-        for name, running, wanted in (
+        for name, running, required in (
             (self.names.world_size, self.world_size, num_devices * num_nodes),
             (self.names.local_size, self.local_size, num_devices),
         ):
-            if running not in (wanted, None):
+            if running not in (required, None):
                 raise ClusterError(
-                    f"{name} is {running}, and devices={num_devices} with num_nodes={num_nodes} needs {wanted}: "
+                    f"{name} is {running}, and devices={num_devices} with num_nodes={num_nodes} needs {required}: "
                     f"start with {self.start_command(num_devices=num_devices, num_nodes=num_nodes)}, "
                     "or ask for the devices and num_nodes that were started"
                 )

@@ -53,11 +53,11 @@ class LSFEnvironment(ExternalEnvironment):
         """The job's hosts, each as often as it has slots."""
         if self.environ.get("LSB_DJOB_RANKFILE"):
             return _read_rank_file(Path(self.environ["LSB_DJOB_RANKFILE"]))
-        words = self.variables.text("LSB_MCPU_HOSTS").split()
-        hosts, counts = words[::2], words[1::2]
+        fields = self.variables.text("LSB_MCPU_HOSTS").split()
+        hosts, counts = fields[::2], fields[1::2]
         if len(hosts) != len(counts) or not all(count.isdecimal() and len(count) < 7 for count in counts):
             raise ClusterError(
-                f"LSB_MCPU_HOSTS is {' '.join(words)!r}, and must be hosts and their slots in turn: "
+                f"LSB_MCPU_HOSTS is {' '.join(fields)!r}, and must be hosts and their slots in turn: "
                 "set MASTER_ADDR to the machine of rank 0"
             )
         return [host for host, count in zip(hosts, counts, strict=True) for _ in range(int(count))]

@@ -84,7 +84,7 @@ class SLURMEnvironment(ExternalEnvironment):
     def _check_sizes(self, num_devices: int, num_nodes: int) -> None:
         super()._check_sizes(num_devices, num_nodes)
         tasks = self.environ.get("SLURM_STEP_TASKS_PER_NODE", str(num_devices))
-        counts = {re.sub(r"\(x[0-9]+\)$", "", part) for part in tasks.split(",")}
+        counts = {re.sub(r"\(x[0-9]+\)$", "", count) for count in tasks.split(",")}
         for name, running, fits in (
             ("SLURM_NNODES", self._num_nodes, self._num_nodes == num_nodes),
             ("SLURM_STEP_TASKS_PER_NODE", tasks, counts == {str(num_devices)}),

@@ -305,5 +305,5 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], path: str | Path |
         CheckpointError: The weights do not fit.
     """
     what = f"the weights in {str(path)!r}"
-    missing, left_over = load_by_names(module, state, what=what)
-    check_names(module, missing, left_over, strict=strict, what=what, advice="pass strict=False")
+    missing, left_over = load_by_names(module, state, label=what)
+    check_names(module, missing, left_over, strict=strict, label=what, advice="pass strict=False")
