@@ -109,3 +109,21 @@ def test_docstrings_of_modules_are_noun_phrases(trees):
     clause = re.compile(r"(what|how|where|when|whether|who|whose|which|why)\b", re.IGNORECASE)
     documented = {name: ast.get_docstring(tree) or "" for name, tree in trees.items()}
     assert [name for name, text in documented.items() if clause.match(text)] == []
+
+
+def private_names(tree):
+    """Return the private attributes of other objects that a module touches."""
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {
+        node.attr
+        for node in attributes
+        if node.attr.startswith("_") and not node.attr.endswith("__") and ast.unparse(node.value) not in ("self", "cls")
+    }
+
+
+def test_deepspeeds_private_names_are_in_one_file(trees):
+    of_torch = {"_parameters", "_version", "_opt_called"}
+    touched = {name: private_names(tree) for name, tree in trees.items() if name.startswith("dstrat_deepspeed.")}
+    adapter = touched.pop("dstrat_deepspeed.internals")
+    assert {name: names - of_torch for name, names in touched.items() if names - of_torch} == {}
+    assert len(adapter) > 10

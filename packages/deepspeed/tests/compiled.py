@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from dstrat.errors import RequestError
-from dstrat_deepspeed.prerequisites import check_lockable, check_prerequisites
+from dstrat_deepspeed.runtime import check_lockable, check_prerequisites
 
 FOLDER_VARIABLE = "DSTRAT_TEST_EXTENSIONS"
 PARTS = {"cpu_adam": ("cpu_adam",), "async_io": ("pin_memory", "async_io")}

@@ -4,7 +4,7 @@ import pytest
 from deepspeed_fit import Model, fit
 
 from dstrat_deepspeed import DeepSpeedStrategy
-from dstrat_deepspeed.runtime import activation_checkpointing
+from dstrat_deepspeed.internals import activation_checkpointing
 
 NUMBER = {"activation_checkpointing": {"number_checkpoints": 2}}
 OPTIONS = {

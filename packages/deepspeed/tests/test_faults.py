@@ -8,7 +8,7 @@ from deepspeed_loop import Net, parts, start
 from torch import distributed, nn
 
 from dstrat_deepspeed import DeepSpeedStrategy
-from dstrat_deepspeed.restore_module import ModuleSnapshot
+from dstrat_deepspeed.user_module import ModuleSnapshot
 
 POINTS = ("configure_model", "configure_optimizers", "forward", "backward", "step")
 KEPT = []  # an exception that is being shown keeps all frames of its traceback

@@ -2,7 +2,7 @@
 
 import torch
 
-from dstrat_deepspeed.runtime import _compiled_when_called
+from dstrat_deepspeed.internals import compiled_when_called
 
 
 def twice(number):
@@ -12,7 +12,7 @@ def twice(number):
 def test_a_function_is_compiled_once_when_it_is_called_first(monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
-    late = _compiled_when_called(twice)
+    late = compiled_when_called(twice)
     assert compiled == []
     assert [late(1), late(2)] == [2, 4]
     assert compiled == [twice]
@@ -21,4 +21,4 @@ def test_a_function_is_compiled_once_when_it_is_called_first(monkeypatch):
 def test_a_part_of_a_function_that_is_compiled_is_not_compiled_by_itself(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.delattr(torch, "compile")
-    assert _compiled_when_called(twice)(1) == 2
+    assert compiled_when_called(twice)(1) == 2

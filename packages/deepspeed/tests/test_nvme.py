@@ -20,7 +20,7 @@ from dstrat.errors import CheckpointError, RequestError
 from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.native_checkpoint import find_files
 from dstrat_deepspeed.nvme import folder_in, mapped
-from dstrat_deepspeed.prerequisites import _may_lock_any
+from dstrat_deepspeed.runtime import _may_lock_any
 from dstrat_deepspeed.validation import check_state_buffers
 
 OPTIMIZER = {"offload_optimizer": True, "offload_optimizer_device": "nvme"}

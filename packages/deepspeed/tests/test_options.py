@@ -12,7 +12,7 @@ from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.config import Configuration, from_options
 from dstrat_deepspeed.options import read_options
-from dstrat_deepspeed.prerequisites import build_folder, is_compiled
+from dstrat_deepspeed.runtime import build_folder, is_compiled
 
 NO_SUCH = {
     r"loss_scale -1 is not possible: give a number from 0 on": {"loss_scale": -1},

@@ -16,9 +16,8 @@ from dstrat.errors import ConflictError, RequestError
 from dstrat.testing.ranks.team import LoopbackCluster
 from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.config import PATH_VARIABLE, Configuration, read_config
-from dstrat_deepspeed.prerequisites import build_folder, check_lockable, check_prerequisites
-from dstrat_deepspeed.runtime import load_deepspeed, log_level
-from dstrat_deepspeed.validation import check_named_optimizer
+from dstrat_deepspeed.optimizers import check_named_optimizer
+from dstrat_deepspeed.runtime import build_folder, check_lockable, check_prerequisites, load_deepspeed, log_level
 
 
 def refused(error, match, **options):
@@ -125,17 +124,13 @@ def test_an_optimizer_by_name_is_looked_at_when_the_strategy_receives_its_device
         DeepSpeedStrategy(config={"optimizer": {"type": "Lamb"}}).receive(parts())
 
 
-def test_a_lock_that_a_process_has_left(tmp_path):
+def test_a_lock_for_which_torch_would_wait_is_logged_with_what_to_do(tmp_path, caplog):
     environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     lock = build_folder("cpu_adam", environ) / "lock"
     lock.parent.mkdir(parents=True)
-    with lock.open("w"):  # by a process that lives
-        check_prerequisites("cpu_adam", "offload_optimizer", environ)
-    with pytest.raises(RequestError, match=r"has left a lock.*rm "):
-        check_prerequisites("cpu_adam", "offload_optimizer", environ)
-    lock.parent.rename(lock.parent.with_name("pin_memory"))  # which is compiled first for async_io
-    with pytest.raises(RequestError, match=r"has left a lock.*rm .*pin_memory"):
-        check_prerequisites("async_io", "offload_param on 'nvme'", environ)
+    lock.touch()
+    check_prerequisites("cpu_adam", "offload_optimizer", environ)
+    assert caplog.messages == [f"{lock} exists: a process is compiling, or was killed; if none is, rm {lock}"]
 
 
 def test_nvme_without_libaio(tmp_path):
@@ -320,10 +315,9 @@ def said_by(attempt):
 
 
 def during_training(cluster):
-    strategy = DeepSpeedStrategy(config={"train_micro_batch_size_per_gpu": 3})
+    strategy = DeepSpeedStrategy()
     start(strategy, Net(), parts(cluster))
     found = [
-        said_by(lambda: strategy.training_step((torch.ones(4, 6), torch.ones(4, 3)), 0)),
         said_by(lambda: strategy.clip_gradients(strategy.optimizers[0], 1.0, "value")),
         said_by(strategy.grad_norm),
     ]
@@ -332,8 +326,7 @@ def during_training(cluster):
 
 
 def test_what_shows_in_the_first_step(ranks):
-    batch, value, norm = ranks(during_training)[0]
-    assert "makes 3 samples in each batch of a rank, and the first batch of the training loader has 4" in batch
+    value, norm = ranks(during_training)[0]
     assert "gradient_clip_algorithm='value' is not possible with DeepSpeed" in value
     assert "the norm of the last gradients is not known" in norm
 

@@ -16,6 +16,7 @@ from dstrat.checkpoint.whole_state import (
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
 from dstrat.interfaces.state_dict import groups_misfit
 from dstrat.parallel.strategy import ParallelStrategy
+from dstrat_deepspeed import internals
 from dstrat_deepspeed.native_save import check_can_save_native, remove_native, save_native
 from dstrat_deepspeed.optimizer_state import PartitionedState
 from dstrat_deepspeed.partitions import partitions_of, shard_of_stage_3
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import TrainerLike
     from dstrat_deepspeed.config import Configuration
     from dstrat_deepspeed.engine import Engine
-    from dstrat_deepspeed.weight_changes import OutsideChanges
+    from dstrat_deepspeed.user_module import OutsideChanges
 
 
 _logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class CheckpointedStrategy(ParallelStrategy):
         names = partitioned.group_names
         agree_on(self, lambda: groups_misfit(optimizer, names, [group["params"] for group in state["param_groups"]]))
         named = name_parameters(state, names) if self.is_global_zero else {"state": {}, "param_groups": []}
-        shards = partitioned.parts
+        shards = partitioned.shards
 
         def shard(name: str, whole: Tensor) -> Tensor | FlatShard:
             like = shards.get(name)
@@ -134,7 +135,7 @@ class CheckpointedStrategy(ParallelStrategy):
         """Return the gradients that this rank has accumulated, where they wait for a step."""
         if not self.saves_gradients:
             return {}
-        gradients = waiting_gradients(self._ready_optimizer)
+        gradients = accumulated_gradients(self._wrapped_optimizer)
         if gradients and self.is_global_zero:
             _logger.info(
                 "the checkpoint is saved between the batches of one optimizer step: a run that continues it on %d "
@@ -148,9 +149,9 @@ class CheckpointedStrategy(ParallelStrategy):
         """Let the next backward pass accumulate onto the gradients that were saved."""
         gradients = state.get("gradients", {})
         if self.saves_gradients and state.get("stage") == self.stage:
-            put_back(self._ready_optimizer, gradients)
+            put_back_gradients(self._wrapped_optimizer, gradients)
             if gradients and self._engine is not None:
-                self._engine.has_put_back()
+                self._engine.expect_gradients()
         elif gradients and self.is_global_zero:
             _logger.warning(
                 "the checkpoint has gradients of stage %s between the batches of one optimizer step: with stage %d "
@@ -183,8 +184,8 @@ class CheckpointedStrategy(ParallelStrategy):
             remove_native(path)
 
     @property
-    def _ready_optimizer(self) -> Any:
-        """What DeepSpeed has made of the optimizer."""
+    def _wrapped_optimizer(self) -> Any:
+        """DeepSpeed's wrapper of the optimizer."""
         return None if self._engine is None else self._engine.engine.optimizer
 
     def _take_weights(self) -> None:
@@ -195,7 +196,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self._after_loading()
 
     def _after_loading(self) -> None:
-        gather_persistent(self._ready_optimizer)
+        gather_persistent(self._wrapped_optimizer)
         if self._changes is not None:
             self._changes.ignore()
 
@@ -204,22 +205,13 @@ class CheckpointedStrategy(ParallelStrategy):
         if self._changes is not None:
             self._changes.accept(moves=moves)
 
-    def _take_first_state(self) -> None:
-        """Give the partitions the state that the optimizer had of parameters, such as Adagrad's constructor makes."""
-        for optimizer in self.optimizers:
-            partitioned, names = self._partitioned(optimizer), self._names()
-            if partitioned is not None:
-                stepped = [parameter for parameter in self.module.parameters() if parameter in optimizer.state]
-                partitioned.begin_with({names[id(p)]: optimizer.state.pop(p) for p in stepped})
-
     def _names(self) -> dict[int, str]:
         return {id(parameter): name.replace("_orig_mod.", "") for name, parameter in self.module.named_parameters()}
 
     def _partitioned(self, optimizer: Optimizer) -> PartitionedState | None:
         """Return the state of partitions; None where the optimizer has the parameters themselves."""
         if self._state is None or self._state_of is not self._engine:
-            wrapped = self._ready_optimizer
-            partitions = partitions_of(wrapped, self._names())
+            partitions = partitions_of(self._wrapped_optimizer, self._names())
             if partitions is None:
                 return None
             self._state = PartitionedState(optimizer, partitions, self._group_names)
@@ -227,11 +219,11 @@ class CheckpointedStrategy(ParallelStrategy):
         return self._state
 
 
-# The state of a module whose parameters stage 3 has split, by its own names.
+# The state of a module whose parameters stage 3 has split
 
 
 def sharded_state(module: Module) -> dict[str, Any]:
-    """Return the state of a module, with what this rank holds in the place of parameters that are split."""
+    """Return the state of a module, with this rank's shards in place of parameters that are split."""
     state: dict[str, Any] = module.state_dict()
     shards: dict[int, FlatShard] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -250,52 +242,45 @@ def gather_persistent(optimizer: Any) -> None:
         persistent[0].all_gather(persistent)
 
 
-# The gradients that wait for a step of the optimizer, where each stage accumulates them.
-
+# Gradients that wait for a step of the optimizer, where each stage accumulates them
 
 _BY_PARAMETER = ("grad", "grad_accum")
 
 
-def waiting_gradients(optimizer: Any) -> dict[str, Any]:
-    """Return this rank's accumulated gradients, as it has them; empty where there are none.
+def accumulated_gradients(optimizer: Any) -> dict[str, Any]:
+    """Return this rank's gradients that wait for a step of stages 1 to 3, as it has them; empty where there are none.
 
     Args:
-        optimizer: What DeepSpeed has made of the user's optimizer, of stages 1 to 3.
+        optimizer: DeepSpeed's wrapper of the user's optimizer.
     """
-    if hasattr(optimizer, "fp32_groups_has_gradients"):
+    if hasattr(optimizer, "fp32_groups_has_gradients"):  # stage 1 with weights of 16 bits and gradients of 32
         computed = [list(group) for group in optimizer.fp32_groups_has_gradients]
-        return (
-            {"flat": list(optimizer.fp32_groups_gradients_flat), "computed": computed}
-            if any(map(any, computed))
-            else {}
-        )
-    batches = optimizer.micro_step_id + int(getattr(optimizer, "_epilogue_ran_this_backward", False))
-    if hasattr(optimizer, "grad_partitions_flat_buffer"):
+        flat = list(optimizer.fp32_groups_gradients_flat)
+        return {"flat": flat, "computed": computed} if any(map(any, computed)) else {}
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3
+        batches = internals.accumulated_batches(optimizer)
         return {"flat": optimizer.grad_partitions_flat_buffer, "batches": batches} if batches > 0 else {}
-    found: dict[str, Any] = {}
-    for key in _BY_PARAMETER:
-        found[key] = {
+    gradients: dict[str, Any] = {
+        key: {
             str(number): value
             for number, parameter in _parameters(optimizer)
             if (value := getattr(parameter, key, None)) is not None
         }
-    found["all"] = {str(group): list(value) for group, value in optimizer.all_grad_tensors.items() if value is not None}
-    found["flat"] = {
+        for key in _BY_PARAMETER
+    }
+    gradients["all"] = {str(group): list(v) for group, v in optimizer.all_grad_tensors.items() if v is not None}
+    gradients["flat"] = {
         str(group): value.flat_partition
         for group, value in optimizer.averaged_gradients.items()
         if getattr(value, "flat_partition", None) is not None
     }
-    found["cpu"] = {
-        str(number): value
-        for number, value in getattr(optimizer, "accumulated_grads_in_cpu", {}).items()
-        if number in optimizer._offload_accumulated_param_ids  # noqa: SLF001 - the others are of an earlier step
-    }
-    present = {key: value for key, value in found.items() if value}
+    gradients["cpu"] = {str(number): value for number, value in internals.accumulated_on_cpu(optimizer).items()}
+    present = {key: value for key, value in gradients.items() if value}
     return {**present, "batches": optimizer.micro_step_id} if present else {}
 
 
-def put_back(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Let the next backward pass or step have what :func:`waiting_gradients` returned.
+def put_back_gradients(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Let the next backward pass or step go on with the result of :func:`accumulated_gradients`.
 
     Args:
         optimizer: Of the same stage and number of ranks.
@@ -310,29 +295,22 @@ def put_back(optimizer: Any, saved: Mapping[str, Any]) -> None:
         return
     optimizer.micro_step_id = saved["batches"]
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
-        optimizer.grad_partitions_flat_buffer.copy_(saved["flat"])
-        optimizer.independent_gradient_partition_epilogue()  # or a step that comes before a backward pass lacks them
-        optimizer._epilogue_ran_this_backward = False  # noqa: SLF001 - that pass is counted already
+        internals.put_back_flat_gradients(optimizer, saved["flat"])
         return
     parameters = {str(number): parameter for number, parameter in _parameters(optimizer)}
     for key in _BY_PARAMETER:
         for number, value in saved.get(key, {}).items():
-            setattr(parameters[number], key, _near(value, parameters[number]))
+            setattr(parameters[number], key, value.to(parameters[number].device))
     for group, values in saved.get("all", {}).items():
-        like = optimizer.bit16_groups_flat[int(group)]
-        optimizer.all_grad_tensors[int(group)] = [_near(value, like) for value in values]
+        device = optimizer.bit16_groups_flat[int(group)].device
+        optimizer.all_grad_tensors[int(group)] = [value.to(device) for value in values]
     for group, value in saved.get("flat", {}).items():
-        optimizer._get_compact_grad_partition_buffer(int(group)).flat_partition.copy_(value)  # noqa: SLF001 - makes it
+        internals.put_back_partition(optimizer, int(group), value)
     for number, value in saved.get("cpu", {}).items():
-        optimizer.accumulated_grads_in_cpu[int(number)] = value
-        optimizer._offload_accumulated_param_ids.add(int(number))  # noqa: SLF001 - as when it was accumulated
+        internals.put_back_on_cpu(optimizer, int(number), value)
 
 
 def _parameters(optimizer: Any) -> Iterator[tuple[int, Any]]:
     for group in optimizer.bit16_groups:
         for parameter in group:
             yield optimizer.get_param_id(parameter), parameter
-
-
-def _near(value: Tensor, like: Tensor) -> Tensor:
-    return value.to(like.device)

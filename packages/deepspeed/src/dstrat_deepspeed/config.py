@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: options, the Trainer's settings, and the user's own over them."""
+"""DeepSpeed's configuration: options, the Trainer's settings, and the user's configuration over them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed.nvme import folder_in
+from dstrat_deepspeed.optimizers import check_named_optimizer, check_one_optimizer
 from dstrat_deepspeed.options import changed, possible_stage, read_options
 from dstrat_deepspeed.validation import (
     SIZES,
-    MicroBatch,
+    check_batch_size,
     check_can_offload,
     check_clipping,
     check_config,
-    check_named_optimizer,
-    check_one_optimizer,
     check_options,
     check_parts,
     check_ranks,
+    offload_devices,
+    set_micro_batch,
 )
 
 if TYPE_CHECKING:
@@ -39,39 +40,67 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-"""What a configuration says where the Trainer's setting is meant."""
+"""The value of a configuration for which the Trainer's setting is taken."""
+PATH_VARIABLE = "DSTRAT_DEEPSPEED_CONFIG_PATH"
+
+_logger = logging.getLogger(__name__)
+
+
+# Sources of a configuration: dict, JSON file, environment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """A value that the Trainer, or another part of the request, decides.
+class UserConfig:
+    """A configuration that the user has written.
 
     Attributes:
-        path: The keys of the configuration that lead to it.
-        value: What it is.
-        place: Where the user has set it, or not.
-        yields: Whether the user's configuration may say something else.
+        source: The name of its source, for error messages.
+        values: Its content.
     """
 
-    path: tuple[str, ...]
-    value: Any
-    place: str
-    yields: bool = False
+    source: str
+    values: dict[str, Any] = field(default_factory=dict)
 
 
-def zero_stage(options: Options, given: GivenConfig) -> int:
+def read_config(config: Mapping[str, Any] | str | Path | None, environ: Mapping[str, str]) -> UserConfig:
+    """Read the argument ``config``, or the file that ``DSTRAT_DEEPSPEED_CONFIG_PATH`` names; empty without both.
+
+    Raises:
+        RequestError: There is no such file, or it is not a JSON object.
+    """
+    if isinstance(config, Mapping):
+        return UserConfig(source="config", values=copy.deepcopy(dict(config)))
+    if config is not None and not isinstance(config, str | Path):
+        raise RequestError(f"config is of the type {type(config).__name__}: give a dict, or the path of a JSON file")
+    if config is None and not environ.get(PATH_VARIABLE):
+        return UserConfig(source="config")
+    path = Path(config or environ[PATH_VARIABLE])
+    source = f"config={str(path)!r}" if config is not None else f"{PATH_VARIABLE}={str(path)!r}"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{source} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise RequestError(f"{source} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise RequestError(f"{source} holds a JSON {type(values).__name__}, and a configuration is an object: {{...}}")
+    return UserConfig(source=source, values=values)
+
+
+# The configuration of the options
+
+
+def zero_stage(options: Options, user: UserConfig) -> int:
     """Return the stage of ZeRO: that of the user's configuration, or of the option.
 
     Raises:
         RequestError: There is no such stage.
     """
-    section = given.values.get("zero_optimization")
+    section = user.values.get("zero_optimization")
     if isinstance(section, dict) and section.get("stage", AUTO) != AUTO:
         stage = section["stage"]
-        return possible_stage(stage, f"{given.place} asks for stage {stage!r} of ZeRO")
-    if isinstance(section, dict) and given.values:
-        return options.zero.stage
-    return options.zero.stage if options.zero.zero_optimization else 0
+        return possible_stage(stage, f"{user.source} asks for stage {stage!r} of ZeRO")
+    return options.zero.stage if isinstance(section, dict) or options.zero.zero_optimization else 0
 
 
 def from_options(options: Options, stage: int) -> dict[str, Any]:
@@ -90,122 +119,45 @@ def from_options(options: Options, stage: int) -> dict[str, Any]:
 
 
 def _zero_section(options: Options, stage: int) -> dict[str, Any]:
-    zero = dataclasses.asdict(options.zero)
-    unlisted = {"stage", "zero_optimization", "zero_allow_untested_optimizer"}
-    section = {name: value for name, value in zero.items() if name not in unlisted}
+    zero, offload = dataclasses.asdict(options.zero), options.offload
+    for name in ("stage", "zero_optimization", "zero_allow_untested_optimizer"):
+        zero.pop(name)
     if stage != 3:
-        section.pop("sub_group_size")
-    if stage > 0 and options.offload.offload_optimizer:
-        section["offload_optimizer"] = _offload_optimizer(options)
-    if stage == 3 and options.offload.offload_parameters:
-        section["offload_param"] = _offload_parameters(options)
-    return section
+        zero.pop("sub_group_size")
+    if stage > 0 and offload.offload_optimizer:
+        zero["offload_optimizer"] = {
+            **_device_section(options, offload.offload_optimizer_device),
+            "buffer_count": offload.optimizer_buffer_count,
+        }
+    if stage == 3 and offload.offload_parameters:
+        zero["offload_param"] = {
+            **_device_section(options, offload.offload_params_device),
+            "buffer_count": offload.params_buffer_count,
+            "buffer_size": offload.params_buffer_size,
+            "max_in_cpu": offload.max_in_cpu,
+        }
+    return zero
 
 
-def _offload_optimizer(options: Options) -> dict[str, Any]:
-    offload = options.offload
-    section: dict[str, Any] = {
-        "device": offload.offload_optimizer_device,
-        "buffer_count": offload.optimizer_buffer_count,
-        "pin_memory": offload.pin_memory,
-    }
-    if offload.offload_optimizer_device == "nvme":
-        section["nvme_path"] = offload.nvme_path
-    return section
-
-
-def _offload_parameters(options: Options) -> dict[str, Any]:
-    offload = options.offload
-    section: dict[str, Any] = {
-        "device": offload.offload_params_device,
-        "buffer_count": offload.params_buffer_count,
-        "buffer_size": offload.params_buffer_size,
-        "max_in_cpu": offload.max_in_cpu,
-        "pin_memory": offload.pin_memory,
-    }
-    if offload.offload_params_device == "nvme":
-        section["nvme_path"] = offload.nvme_path
-    return section
-
-
-def settings_of(trainer: TrainerLike) -> list[Setting]:
-    """Return what the Trainer decides."""
-    accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-    return [
-        Setting(
-            path=("gradient_accumulation_steps",),
-            value=accumulate,
-            place=f"the Trainer's accumulate_grad_batches={accumulate!r}",
-        ),
-        Setting(
-            path=("gradient_clipping",), value=float(clip or 0.0), place=f"the Trainer's gradient_clip_val={clip!r}"
-        ),
-    ]
-
-
-def settings_of_precision(flag: str, options: Options) -> list[Setting]:
-    """Return what the precision decides: which 16 bits DeepSpeed itself computes in, and how it scales the loss."""
-    place = f"precision={flag!r}"
-    decided: dict[tuple[str, ...], Any] = {
-        ("bf16", "enabled"): flag == "bf16-true",
-        ("fp16", "enabled"): flag == "16-mixed",
-    }
-    if flag != "bf16-mixed":
-        decided["torch_autocast", "enabled"] = False
-    settings = [Setting(path=path, value=value, place=place) for path, value in decided.items()]
-    if flag == "16-mixed":
-        scale = dataclasses.asdict(options.loss_scale)
-        settings += [
-            Setting(path=("fp16", name), value=value, place=f"{name}={value!r}", yields=True)
-            for name, value in scale.items()
-        ]
-    return settings
-
-
-def merged(base: dict[str, Any], given: GivenConfig, settings: Iterable[Setting] = ()) -> dict[str, Any]:
-    """Return the whole configuration.
-
-    Args:
-        base: What follows from the options.
-        given: The user's, which is merged over it, section by section; the value ``"auto"`` changes nothing.
-        settings: What is decided elsewhere.
-
-    Raises:
-        ConflictError: The user's configuration contradicts a setting; both places are named.
-    """
-    values = dict(given.values)
-    if "bfloat16" in values:  # its name in earlier versions
-        values["bf16"] = values.pop("bfloat16")
-    config = _over(base, values)
-    for setting in settings:
-        _apply(config, setting, given.place)
-    return config
-
-
-def nvme_paths(config: dict[str, Any]) -> set[str]:
-    """Return the folders in which a configuration keeps what is in files."""
-    zero = config["zero_optimization"]
-    return {str(zero[section]["nvme_path"]) for section in _sections_in_files(zero)}
+def _device_section(options: Options, device: str) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": device, "pin_memory": options.offload.pin_memory}
+    return {**section, "nvme_path": options.offload.nvme_path} if device == "nvme" else section
 
 
 def files_in(folders: Mapping[str, str], config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with other folders for what is in files.
-
-    Parameters that are in files are let go after each use there, unless the configuration says how long they stay:
-    DeepSpeed has few buffers to read them into, and fails where it keeps all of them.
-    """
+    """Return a configuration with other folders for files."""
     zero = dict(config["zero_optimization"])
-    for section in _sections_in_files(zero):
-        path = str(zero[section]["nvme_path"])
-        zero[section] = {**zero[section], "nvme_path": folders.get(path, path)}
-        if section == "offload_param":
+    for name in _sections_in_files(config):
+        path = str(zero[name]["nvme_path"])
+        zero[name] = {**zero[name], "nvme_path": folders.get(path, path)}
+        if name == "offload_param":
+            # DeepSpeed has few buffers to read parameters into, and fails where it keeps all of them after their use.
             zero.setdefault("stage3_max_reuse_distance", 0)
     return {**config, "zero_optimization": zero}
 
 
-def _sections_in_files(zero: Mapping[str, Any]) -> list[str]:
-    sections = {name: zero.get(name) for name in ("offload_optimizer", "offload_param")}
-    return [name for name, values in sections.items() if isinstance(values, dict) and values.get("device") == "nvme"]
+def _sections_in_files(config: dict[str, Any]) -> list[str]:
+    return [name for name, device in offload_devices(config).items() if device == "nvme"]
 
 
 def without_boundaries(config: dict[str, Any]) -> dict[str, Any]:
@@ -218,45 +170,112 @@ def without_boundaries(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "managed_gradient_accumulation": False, "zero_optimization": zero}
 
 
-def _over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+# Settings of the Trainer and the precision, which the user's configuration may not contradict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """A value that the Trainer or the precision decides.
+
+    Attributes:
+        path: The keys of the configuration that lead to it.
+        value: The value.
+        source: The argument of the user's that it follows from, for error messages.
+        yields: Whether the user's configuration may have another value.
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    source: str
+    yields: bool = False
+
+
+def settings_of(trainer: TrainerLike) -> list[Setting]:
+    """Return the Trainer's settings."""
+    accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+    return [
+        Setting(
+            path=("gradient_accumulation_steps",),
+            value=accumulate,
+            source=f"the Trainer's accumulate_grad_batches={accumulate!r}",
+        ),
+        Setting(
+            path=("gradient_clipping",), value=float(clip or 0.0), source=f"the Trainer's gradient_clip_val={clip!r}"
+        ),
+    ]
+
+
+def settings_of_precision(flag: str, options: Options) -> list[Setting]:
+    """Return the precision's settings: the 16 bits that DeepSpeed itself computes in, and the scale of the loss."""
+    values: dict[tuple[str, ...], Any] = {
+        ("bf16", "enabled"): flag == "bf16-true",
+        ("fp16", "enabled"): flag == "16-mixed",
+    }
+    if flag != "bf16-mixed":
+        values["torch_autocast", "enabled"] = False
+    settings = [Setting(path=path, value=value, source=f"precision={flag!r}") for path, value in values.items()]
+    if flag == "16-mixed":
+        scale = dataclasses.asdict(options.loss_scale)
+        settings += [
+            Setting(path=("fp16", name), value=value, source=f"{name}={value!r}", yields=True)
+            for name, value in scale.items()
+        ]
+    return settings
+
+
+def merged(base: dict[str, Any], user: UserConfig, settings: Iterable[Setting] = ()) -> dict[str, Any]:
+    """Return the whole configuration.
+
+    Args:
+        base: The configuration of the options.
+        user: The user's, which is merged over it, section by section; the value ``"auto"`` changes nothing.
+        settings: Those of the Trainer and the precision.
+
+    Raises:
+        ConflictError: The user's configuration contradicts a setting; both sources are named.
+    """
+    values = dict(user.values)
+    if "bfloat16" in values:  # its name in earlier versions
+        values["bf16"] = values.pop("bfloat16")
+    config = _merge(base, values)
+    for setting in settings:
+        _apply(config, setting, user.source)
+    return config
+
+
+def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in values.items():
         if isinstance(value, str) and value == AUTO:
             continue
         below = result.get(key)
-        result[key] = _over(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
+        result[key] = _merge(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
     return result
 
 
-def _apply(config: dict[str, Any], setting: Setting, place: str) -> None:
+def _apply(config: dict[str, Any], setting: Setting, source: str) -> None:
     *sections, key = setting.path
     for name in sections:
         section = config.setdefault(name, {})
         if not isinstance(section, dict):
-            raise RequestError(f"{place} says {name}: {section!r}, and it must be a section: {{...}}")
+            raise RequestError(f"{source} says {name}: {section!r}, and it must be a section: {{...}}")
         config = section
     if key in config and config[key] != setting.value:
         if setting.yields:
             return
         raise ConflictError(
-            f"{place} says {'.'.join(setting.path)}: {config[key]!r}, and {setting.place} says otherwise: "
+            f"{source} says {'.'.join(setting.path)}: {config[key]!r}, and {setting.source} says otherwise: "
             "leave one of them out, or let both say the same"
         )
     config[key] = setting.value
 
 
-# DeepSpeed's configuration of a run, from options and the user's own.
-
-
-_logger = logging.getLogger(__name__)
-
-
 class Configuration:
-    """The options of a strategy, with the user's own configuration over them.
+    """The options of a strategy, with the user's configuration over them.
 
     Args:
         options: By name.
-        given: The argument ``config``.
+        config: The argument ``config``.
         batch_size: The argument ``logging_batch_size_per_gpu``.
 
     Attributes:
@@ -264,17 +283,18 @@ class Configuration:
         stage: Of ZeRO.
 
     Raises:
-        RequestError: There is no such option, or a value is none of its own.
+        RequestError: There is no such option, or it cannot have a value.
         ConflictError: Two options exclude each other.
     """
 
     def __init__(
-        self, options: Mapping[str, Any], given: Mapping[str, Any] | str | Path | None, batch_size: int | str
+        self, options: Mapping[str, Any], config: Mapping[str, Any] | str | Path | None, batch_size: int | str
     ) -> None:
         self.options = read_options(options)
-        self._given = read_config(given, os.environ)
-        self.stage = zero_stage(self.options, self._given)
-        self._micro_batch = MicroBatch(batch_size, self._given)
+        self._user = read_config(config, os.environ)
+        self.stage = zero_stage(self.options, self._user)
+        check_batch_size(batch_size)
+        self._batch_size = batch_size
         self._folders: dict[str, str] = {}
         check_options(self.options, self._known, self.stage)
         if self.options.checkpoints.load_full_weights:
@@ -282,122 +302,62 @@ class Configuration:
 
     @property
     def _known(self) -> dict[str, Any]:
-        """The configuration as far as it is known before a run: what is sharded, and where."""
-        return merged(from_options(self.options, self.stage), self._given)
+        """The configuration as far as it is known before a run."""
+        return merged(from_options(self.options, self.stage), self._user)
 
     def check_parts(self, parts: Parts) -> None:
-        """Check what it needs of the other parts, as far as they are known, and of this machine."""
+        """Check its requirements of the other components, as far as they are known, and of this machine."""
         if parts.precision_plugin is not None and parts.parallel_devices:
             check_parts(self.options, self._known, parts.precision_plugin.flag, parts.parallel_devices[0].type)
         check_can_offload(self._known, os.environ)
         if parts.parallel_devices:
-            check_named_optimizer(self._known, parts.parallel_devices[0].type, os.environ, self._given.place)
+            check_named_optimizer(self._known, parts.parallel_devices[0].type, os.environ, self._user.source)
 
     def check_ranks(self, world_size: int) -> None:
         """Check that the ranks can be divided as it says."""
-        check_ranks(self._known, world_size, self._given.place)
-
-    def check_batch(self, batch: Any) -> None:
-        """Compare the sizes that it states with a batch of the training."""
-        self._micro_batch.check(batch)
+        check_ranks(self._known, world_size, self._user.source)
 
     @contextmanager
-    def own_folders(self) -> Iterator[None]:
-        """Let what is in files be in folders of this run alone in a ``with`` block; they are removed at its end."""
+    def run_folders(self) -> Iterator[None]:
+        """Let files be in folders of this run alone in a ``with`` block; they are removed at its end."""
+        config = self._known
+        paths = {str(config["zero_optimization"][name]["nvme_path"]) for name in _sections_in_files(config)}
         with ExitStack() as made:
-            self._folders = {path: made.enter_context(folder_in(path)) for path in nvme_paths(self._known)}
+            self._folders = {path: made.enter_context(folder_in(path)) for path in paths}
             try:
                 yield
             finally:
                 self._folders = {}
 
     def of_creation(self, flag: str) -> dict[str, Any]:
-        """Return what stage 3 needs to know when layers are made, in a precision.
+        """Return the configuration for the creation of layers in stage 3, in a precision.
 
         Raises:
             RequestError: DeepSpeed does not take it.
             ConflictError: It contradicts the precision.
         """
-        known = merged(from_options(self.options, self.stage), self._given, settings_of_precision(flag, self.options))
+        known = merged(from_options(self.options, self.stage), self._user, settings_of_precision(flag, self.options))
         config = {key: value for key, value in files_in(self._folders, known).items() if key not in SIZES}
         config["train_micro_batch_size_per_gpu"] = 1
-        check_config(config, self._given.place)
+        check_config(config, self._user.source)
         return config
 
     def of_run(
         self, trainer: TrainerLike, optimizer: Optimizer | None, *, flag: str, world_size: int
     ) -> dict[str, Any]:
-        """Return the whole configuration of a run.
-
-        Args:
-            trainer: Its settings come before the user's configuration, which may not contradict them.
-            optimizer: What ``configure_optimizers`` has returned.
-            flag: Of the precision.
-            world_size: Number of ranks.
+        """Return the whole configuration of a run, in a precision.
 
         Raises:
             RequestError: DeepSpeed does not take it.
-            ConflictError: It contradicts something else; both places are named.
+            ConflictError: It contradicts the Trainer, the precision or the optimizer; both sources are named.
         """
         if trainer.gradient_clip_val is not None:
             check_clipping(trainer.gradient_clip_algorithm)
         settings = [*settings_of(trainer), *settings_of_precision(flag, self.options)]
-        config = files_in(self._folders, merged(from_options(self.options, self.stage), self._given, settings))
-        self._micro_batch.complete(config, world_size=world_size)
-        check_config(config, self._given.place)
+        config = files_in(self._folders, merged(from_options(self.options, self.stage), self._user, settings))
+        set_micro_batch(config, self._batch_size, self._user.source, world_size=world_size)
+        check_config(config, self._user.source)
         if not trainer.is_fitting:
             config.pop("optimizer", None)
-        check_one_optimizer(config, optimizer, self._given.place, is_fitting=trainer.is_fitting)
+        check_one_optimizer(config, optimizer, self._user.source, is_fitting=trainer.is_fitting)
         return config
-
-
-# Sources of a DeepSpeed configuration: dict, JSON file, environment.
-
-
-PATH_VARIABLE = "DSTRAT_DEEPSPEED_CONFIG_PATH"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GivenConfig:
-    """A configuration that the user has written.
-
-    Attributes:
-        place: Where it is, for error messages.
-        values: What it says.
-    """
-
-    place: str
-    values: dict[str, Any] = field(default_factory=dict)
-
-
-def read_config(given: Mapping[str, Any] | str | Path | None, environ: Mapping[str, str]) -> GivenConfig:
-    """Read the configuration of the user; empty where there is none.
-
-    Args:
-        given: The argument ``config``.
-        environ: Names a file in ``DSTRAT_DEEPSPEED_CONFIG_PATH``, which is read where no argument is given.
-
-    Raises:
-        RequestError: There is no such file, or it is not a JSON object.
-    """
-    if isinstance(given, Mapping):
-        return GivenConfig(place="config", values=copy.deepcopy(dict(given)))
-    if given is not None and not isinstance(given, str | Path):
-        raise RequestError(f"config is of the type {type(given).__name__}: give a dict, or the path of a JSON file")
-    if given is None and not environ.get(PATH_VARIABLE):
-        return GivenConfig(place="config")
-    path = Path(given or environ[PATH_VARIABLE])
-    place = f"config={str(path)!r}" if given is not None else f"{PATH_VARIABLE}={str(path)!r}"
-    return GivenConfig(place=place, values=_parsed(path, place))
-
-
-def _parsed(path: Path, place: str) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"{place} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise RequestError(f"{place} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise RequestError(f"{place} holds a JSON {type(values).__name__}, and a configuration is an object: {{...}}")
-    return values

@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.overrides import TorchFunctionMode
 
 from dstrat.errors import MisuseError
+from dstrat_deepspeed import internals
 from dstrat_deepspeed.config import without_boundaries
-from dstrat_deepspeed.gradient_order import UnusedGradients, unused_gradients
-from dstrat_deepspeed.groups import release_groups
-from dstrat_deepspeed.nvme import free_buffers_of_state, release_unused, with_files
-from dstrat_deepspeed.optimizers import keep, without_first_step
-from dstrat_deepspeed.weight_changes import share_memory
-from dstrat_deepspeed.zero3 import Exchanges, exchanges_of, naming_new_parameters
+from dstrat_deepspeed.nvme import free_state_buffers, parameters_in_files, release_unused
+from dstrat_deepspeed.unused_parameters import UnusedGradients, unused_gradients
+from dstrat_deepspeed.zero3 import CollectiveCheck, collective_check, naming_new_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch.optim import Optimizer
@@ -33,11 +30,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """What a strategy does with DeepSpeed's engine.
+    """DeepSpeed's engine, as a strategy uses it.
 
     Args:
         deepspeed: The library.
-        steps: What the engine wraps.
+        steps: The module that the engine wraps.
         optimizer: The user's; None leaves it to the configuration, and evaluates only where that has none.
         config: DeepSpeed's configuration.
         is_manual: Whether the module computes gradients within its steps.
@@ -67,29 +64,33 @@ class Engine:
         self._trained = [parameter for group in groups for parameter in group["params"]]
         if is_manual:
             config = without_boundaries(config)
-        with without_first_step():
+        with internals.without_first_step():
             self.engine, *_ = deepspeed.initialize(
                 model=steps, optimizer=optimizer, config=config, dist_init_required=False
             )
-        self._with_files = with_files(steps)
+        self._in_files = parameters_in_files(steps)
         self._unused: UnusedGradients | None = None
-        self._exchanges: Exchanges | None = None
+        self._collective_check: CollectiveCheck | None = None
         self.optimizer: Optimizer | None = self.engine.basic_optimizer
         self._all_groups: list[dict[str, Any]] | None = None
         if self.optimizer is not None:
-            self.optimizer.zero_grad = self._zero_grad  # it has shards of parameters now
-            self._is_sharded = self.engine.optimizer is not self.optimizer
-            if self._is_sharded:
-                keep(self.optimizer, self.engine.optimizer)
-                self.optimizer.add_param_group = _refuse_group
-            self._unused = unused_gradients(self.engine.optimizer, sends_in_step=is_manual)
-            self._exchanges = exchanges_of(self.engine.optimizer, steps)
-            share_memory(self.engine.optimizer)
+            self._adapt_optimizer(self.optimizer, self.engine.optimizer)
             if optimizer is not None and len(groups) > len(self.optimizer.param_groups):
                 self._used_groups, self._all_groups = self.optimizer.param_groups, groups
                 self.optimizer.param_groups = groups
-            self._set_clipping(0.0)
-            self.set_boundary(is_boundary=True)
+
+    def _adapt_optimizer(self, optimizer: Any, wrapped: Any) -> None:
+        optimizer.zero_grad = self._zero_grad  # it has shards of parameters now
+        self._is_sharded = wrapped is not optimizer
+        if self._is_sharded:
+            internals.keep_optimizer(optimizer, wrapped)
+            optimizer.add_param_group = _refuse_group  # it would have no shards
+        self._unused = unused_gradients(wrapped, sends_in_step=self._is_manual)
+        self._collective_check = collective_check(wrapped, self._steps)
+        internals.share_memory(wrapped)
+        internals.correct_by_step(optimizer)
+        internals.set_clipping(self.engine, 0.0)
+        self.set_boundary(is_boundary=True)
 
     @contextmanager
     def without_empty_groups(self) -> Iterator[None]:
@@ -111,7 +112,7 @@ class Engine:
 
     def train(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
-        release_unused(self._with_files)
+        release_unused(self._in_files)
         if self._is_manual and not self._has_begun:
             self._has_begun = True
             self._has_gradients |= self._has_parameters_gradients  # those of a checkpoint
@@ -121,83 +122,61 @@ class Engine:
 
     def evaluate(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step without gradients, for which parameters are gathered."""
-        release_unused(self._with_files)
+        release_unused(self._in_files)
         with naming_new_parameters(self._steps):
             return self._steps(step, *args, **kwargs)
 
     def backward(self, loss: Tensor, compute: Callable[[Tensor], None] | None = None) -> None:
-        """Compute gradients of a loss (a scalar tensor).
-
-        Args:
-            loss: What ``training_step`` returned, or a part of it.
-            compute: Computes gradients of the (scaled) loss in another way than by ``loss.backward()``.
-        """
+        """Compute gradients of a loss (a scalar tensor), by ``loss.backward()`` or another function of it."""
         self._has_gradients = True
         self._expects_more = not (self._is_manual or self.engine.is_gradient_accumulation_boundary())
         if self._is_manual:
-            self._prepare_manual_backward(loss)
-        with self.without_empty_groups(), nullcontext() if compute is None else ReplacedBackward(compute):
+            internals.prepare_manual_backward(self.engine, loss)
+        replaced: AbstractContextManager[Any] = nullcontext()
+        if compute is not None:
+            # engine.backward scales the loss and does more before and after, so the call cannot be made elsewhere.
+            replaced = internals.ReplacedMethod(Tensor.backward, lambda scaled, **_: compute(scaled))
+        with self.without_empty_groups(), replaced:
             # not the tensor that a step returned, whose gradient stage 0 divides by the batches of a whole group
             self.engine.backward(loss.view_as(loss), scale_wrt_gas=False)
-        if self._exchanges is not None:
-            self._exchanges.compare()
+        if self._collective_check is not None:
+            self._collective_check.compare()
         if self._unused is not None:
             self._unused.after_backward()
 
-    def _prepare_manual_backward(self, loss: Tensor) -> None:
-        """Do what DeepSpeed's forward does for a backward pass that comes after it: this one comes within."""
-        engine = self.engine
-        if hasattr(engine.optimizer, "clear_backward_seen_flag"):
-            engine.optimizer.clear_backward_seen_flag()
-        import_module("deepspeed.runtime.utils").register_output_backward_hooks(loss, engine._backward_prologue)  # noqa: SLF001 - as its forward does
-
-    def has_put_back(self) -> None:
+    def expect_gradients(self) -> None:
         """Take note of gradients that came from a checkpoint."""
         self._has_gradients = True
         self._expects_more = not self._is_manual
 
     def set_boundary(self, *, is_boundary: bool) -> None:
-        """Say whether the next backward pass is the last one before the step; manual optimization need not know."""
+        """Set whether the next backward pass is the last one before the step; manual optimization need not know."""
         if self.engine.managed_gradient_accumulation():
             self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature
         """Clear the module's gradients, which a step has done already."""
-        if self._has_gradients:
-            self._forget_gradients()
-
-    def _forget_gradients(self) -> None:
+        if not self._has_gradients:
+            return
         with self.without_empty_groups():
-            self._clear()
+            self.engine.zero_grad()
+            if self._is_sharded:
+                internals.forget_partial_gradients(self.engine.optimizer)
         if self._unused is not None:
             self._unused.forget()
         self._has_gradients = False
-
-    def _clear(self) -> None:
-        optimizer = self.engine.optimizer
-        self.engine.zero_grad()
-        if self._is_sharded:
-            optimizer.zero_grad()
-            for partial in ("averaged_gradients", "all_grad_tensors"):
-                for group in getattr(optimizer, partial, {}):
-                    getattr(optimizer, partial)[group] = None
 
     # Updates
 
     def clip(self, clip_val: float) -> None:
         """Clip by the norm of all gradients together, in the next step."""
         if self._is_sharded:
-            self._set_clipping(clip_val)
+            internals.set_clipping(self.engine, clip_val)
         else:
             self._norm = torch.nn.utils.clip_grad_norm_(self._steps.parameters(), clip_val)
 
-    def _set_clipping(self, clip_val: float) -> None:
-        self.engine._config.gradient_clipping = clip_val if self._is_sharded else 0.0  # noqa: SLF001 - it is per step here
-        if hasattr(self.engine.optimizer, "clip_grad"):
-            self.engine.optimizer.clip_grad = clip_val
-
     def step(self) -> None:
-        """Apply the gradients, and clear them; a step whose gradients are not finite is left out, and logged.
+        """Apply the gradients, and clear them; a step whose gradients are not finite is skipped, and logged.
 
         Where no backward pass was made, nothing changes, as with an optimizer of torch.
 
@@ -207,7 +186,7 @@ class Engine:
         if not self._has_gradients and self._lacks_gradients():
             return
         engine = self.engine
-        release_unused(self._with_files)
+        release_unused(self._in_files)
         if self._unused is not None:
             self._unused.before_step()
         if self._expects_more and engine.zero_optimization_stage() in (1, 2):
@@ -218,7 +197,7 @@ class Engine:
         self._has_gradients = False
         if self._is_sharded:
             self._norm = engine.get_global_grad_norm()
-            self._set_clipping(0.0)
+            internals.set_clipping(engine, 0.0)
         if not engine.was_step_applied():
             self.skipped_steps += 1
             if engine.global_rank == 0:  # all of them skip it
@@ -247,21 +226,18 @@ class Engine:
         Raises:
             MisuseError: There has been no step, or its norm is not known.
         """
+        parameters = list(self._steps.parameters())
         if self._has_gradients and not self._is_sharded:
-            gradients = [parameter.grad for parameter in self._steps.parameters() if parameter.grad is not None]
-            return float(torch.nn.utils.get_total_norm(gradients))
+            return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self._has_gradients:
-            return math.sqrt(sum(float(self._squared_norm(p)) for p in self._steps.parameters() if p.requires_grad))
+            gradients = (self.full_grad(parameter) for parameter in parameters if parameter.requires_grad)
+            return math.sqrt(sum(float(grad.float().square().sum()) for grad in gradients if grad is not None))
         if self._norm is None:
             raise MisuseError(
                 "the norm of the last gradients is not known: stage 0 computes none without clipping; ask for it "
                 "between the backward pass and the step, such as in on_before_optimizer_step"
             )
         return float(self._norm)
-
-    def _squared_norm(self, parameter: Any) -> Tensor | float:
-        gradient = self.full_grad(parameter)
-        return 0.0 if gradient is None else gradient.float().square().sum()
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
         """Return the whole gradient of a parameter, between the backward pass and the step; collective."""
@@ -272,13 +248,13 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine, its process groups, and what it has hooked to the module."""
-        sharded = self.engine.optimizer
+        wrapped = self.engine.optimizer
         try:
             with self.without_empty_groups():
                 self.engine.destroy()
         finally:
-            release_groups(self.engine)
-            free_buffers_of_state(sharded)
+            internals.release_groups(self.engine)
+            free_state_buffers(wrapped)
             if self.optimizer is not None:
                 for replaced in ("zero_grad", "add_param_group"):
                     self.optimizer.__dict__.pop(replaced, None)
@@ -290,38 +266,6 @@ def _refuse_group(param_group: dict[str, Any]) -> None:
         "which ZeRO cannot shard any more: let configure_optimizers return all groups, and set the learning rate of "
         "one that comes later to 0 until then"
     )
-
-
-# Computing gradients in the module's own way within DeepSpeed's ``engine.backward``.
-
-
-class ReplacedBackward(TorchFunctionMode):
-    """A context in which another function takes the place of a tensor's ``backward``.
-
-    DeepSpeed's engine scales the loss, calls its ``backward``, and does more before and after that, so that the call
-    cannot be made elsewhere.
-
-    Args:
-        compute: Called with the tensor; what it calls itself is not replaced.
-    """
-
-    def __init__(self, compute: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._compute = compute
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if function is Tensor.backward:
-            return self._compute(args[0])
-        return function(*args, **(kwargs or {}))
-
-
-# The module that DeepSpeed wraps, so that a step of the user's module is its forward.
 
 
 class StepModule(Module):

@@ -1,4 +1,6 @@
 """Import of checkpoints of DeepSpeed's ``save_checkpoint``."""
+# DeepSpeed's own functions that join the files (zero_to_fp32, ds_to_universal) unpickle them, which runs code from
+# a file that somebody else has made; and they join weights only, without the optimizer's state.
 
 from __future__ import annotations
 
@@ -26,30 +28,15 @@ if TYPE_CHECKING:
 
 
 _VERSION = 2
-_OWN = frozenset(
+_DEEPSPEED_KEYS = frozenset(
     {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
+        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+        "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+        "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
         "universal_checkpoint_info",
     }
-)
-"""The keys that are DeepSpeed's; others are what a program has saved beside them."""
+)  # fmt: skip
+"""The keys of DeepSpeed; others are what a program has saved beside them."""
 
 _logger = logging.getLogger(__name__)
 
@@ -58,8 +45,9 @@ class DeepSpeedCheckpointIO(CheckpointIO):
     """Reads checkpoints of DeepSpeed, of any stage and number of ranks, and universal ones.
 
     Weights, the optimizer's state by the names of parameters, its groups, a scheduler of torch and the number of steps
-    are taken over; a fit can go on from it where it has an optimizer.  No file can run code: what is neither a tensor,
-    a plain value nor DeepSpeed's own is refused.  It does not write; ``DeepSpeedStrategy(save_native=True)`` does.
+    are taken over; a fit can go on from it where it has an optimizer.  No file can run code: objects that are neither
+    tensors, plain values nor DeepSpeed's own are refused.  It does not write; ``DeepSpeedStrategy(save_native=True)``
+    does.
     """
 
     @override
@@ -88,24 +76,25 @@ class DeepSpeedCheckpointIO(CheckpointIO):
 
 
 def _converted(files: NativeFiles) -> dict[str, Any]:
-    models = files.read_models()
+    models = [read_plain(path) for path in files.model]
     model = models[0]
     native = _native_state(files, model)
     module = _whole_module(models, native)
-    done = model.get("global_steps", 0) - model.get("skipped_steps", 0)
+    steps = model.get("global_steps", 0) - model.get("skipped_steps", 0)
+    kind = "a universal checkpoint" if files.is_universal else "a checkpoint"
     converted: dict[str, Any] = {
         "dstrat_checkpoint_version": _VERSION,
-        "converted_from": f"DeepSpeed {model.get('ds_version', '')}, {_kind(files)} of {model['dp_world_size']} ranks",
+        "converted_from": f"DeepSpeed {model.get('ds_version', '')}, {kind} of {model['dp_world_size']} ranks",
         "epoch": model.get("epoch", 0),
-        "global_step": done,
+        "global_step": steps,
         "state_dict": module,
     }
-    optimizer = _of_stage_0(model, module) if native is None else _as_ours(native, module)
+    optimizer = _of_stage_0(model, module) if native is None else _named_state(native, module)
     if optimizer is not None:
-        converted |= training_entries(epochs_done=converted["epoch"], global_step=done, batches_seen=done)
+        converted |= training_entries(epochs_done=converted["epoch"], global_step=steps, batches_seen=steps)
         converted |= {"optimizers": [optimizer], "lr_schedulers": _schedulers(model)}
-    beside = {key: value for key, value in model.items() if key not in _OWN | {"epoch"}}
-    return {**converted, **({"client_state": beside} if beside else {})}
+    others = {key: value for key, value in model.items() if key not in _DEEPSPEED_KEYS | {"epoch"}}
+    return {**converted, **({"client_state": others} if others else {})}
 
 
 def _schedulers(model: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -117,16 +106,12 @@ def _schedulers(model: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [state] if state else []
 
 
-def _kind(files: NativeFiles) -> str:
-    return "a universal checkpoint" if files.is_universal else "a checkpoint"
-
-
 def _native_state(files: NativeFiles, model: Mapping[str, Any]) -> NativeState | None:
     if files.is_universal:
         return of_universal(files.folder, model["param_shapes"])
     if not files.optimizer:
         return None
-    ranks = files.read_optimizers()
+    ranks = [read_plain(path)["optimizer_state_dict"] for path in files.optimizer]
     count = ranks[0]["partition_count"]
     expected = max(count) if isinstance(count, list) else count
     if len(ranks) != expected:
@@ -136,10 +121,9 @@ def _native_state(files: NativeFiles, model: Mapping[str, Any]) -> NativeState |
 
 
 def _whole_module(models: list[dict[str, Any]], native: NativeState | None) -> dict[str, Any]:
-    """Return the module's state; stage 3 has saved empty tensors in the place of its parameters."""
+    """Return the module's state; stage 3 has saved empty tensors in place of its parameters."""
     model = models[0]
     module: dict[str, Any] = dict(model["module"])
-    shared = model.get("shared_params") or {}
     frozen = model.get("frozen_param_shapes") or {}
     for name, value in module.items():
         if native is None or not isinstance(value, Tensor) or value.numel():
@@ -147,15 +131,15 @@ def _whole_module(models: list[dict[str, Any]], native: NativeState | None) -> d
         if name in native.weights:
             module[name] = native.weights[name].to(value.dtype)
         elif name in frozen:
-            parts = [other["frozen_param_fragments"][name].view(-1) for other in models]
+            fragments = [other["frozen_param_fragments"][name].view(-1) for other in models]
             shape = tuple(frozen[name])
-            module[name] = torch.cat(parts)[: torch.Size(shape).numel()].view(shape)
-    for alias, name in shared.items():
+            module[name] = torch.cat(fragments)[: math.prod(shape)].view(shape)
+    for alias, name in (model.get("shared_params") or {}).items():
         module[alias] = module[name]
     return module
 
 
-def _as_ours(native: NativeState, module: Mapping[str, Any]) -> dict[str, Any]:
+def _named_state(native: NativeState, module: Mapping[str, Any]) -> dict[str, Any]:
     rounded = {name: value for name, value in native.weights.items() if value.dtype != module[name].dtype}
     return {
         "state": {name: entry for name, entry in native.state.items() if entry},
@@ -165,7 +149,7 @@ def _as_ours(native: NativeState, module: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_stage_0(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return an optimizer's state that has numbers in the place of names, if the shapes leave no doubt."""
+    """Return an optimizer's state that has numbers in place of names, if the shapes leave no doubt."""
     state = model.get("optimizer")
     if not state:
         return None
@@ -184,14 +168,13 @@ def _of_stage_0(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[str
         _logger.warning("the optimizer's state is left out: it is not certain which of it belongs to which parameter")
         return None
     groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state["param_groups"]]
-    found = {"state": {names[n]: entry for n, entry in state["state"].items()}, "param_groups": groups}
+    named = {"state": {names[n]: entry for n, entry in state["state"].items()}, "param_groups": groups}
     if master:
-        found[MASTER] = dict(zip(names, (value for group in master for value in group), strict=True))
-    return found
+        named[MASTER] = dict(zip(names, (value for group in master for value in group), strict=True))
+    return named
 
 
-# The files of a checkpoint that DeepSpeed has written.
-
+# The files of a checkpoint
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -202,13 +185,13 @@ UNIVERSAL = "zero"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeFiles:
-    """Where the parts of a checkpoint are.
+    """The paths of a checkpoint.
 
     Attributes:
         folder: The checkpoint.
         model: The module's state; of stage 3 one file for each rank.
         optimizer: The optimizer's state, one file for each rank; none of stage 0 and of universal checkpoints.
-        is_universal: Whether each parameter has a folder of its own.
+        is_universal: Whether each parameter has a folder.
     """
 
     folder: Path
@@ -216,30 +199,22 @@ class NativeFiles:
     optimizer: list[Path] = field(default_factory=list)
     is_universal: bool = False
 
-    def read_models(self) -> list[dict[str, Any]]:
-        """Return the state of the module, as each rank has saved it."""
-        return [read_plain(path) for path in self.model]
-
-    def read_optimizers(self) -> list[dict[str, Any]]:
-        """Return the state of the optimizer that each rank has saved."""
-        return [read_plain(path)["optimizer_state_dict"] for path in self.optimizer]
-
 
 def find_files(path: Path) -> NativeFiles | None:
     """Return the files of a checkpoint; None where there is none of DeepSpeed's.
 
     Args:
-        path: Its folder, or the one above, which says in a file which is the latest.
+        path: Its folder, or the one above, in which a file names the latest.
 
     Raises:
         CheckpointError: It is of several models in parallel, or of files on NVMe, or files are missing.
     """
-    folder = _pointed_to(path)
+    folder = _latest(path)
     if not folder.is_dir():
         return None
     names = sorted(child.name for child in folder.iterdir())
-    models = [(int(found[1] or 0), int(found[2]), name) for name in names if (found := _MODEL.fullmatch(name))]
-    states = [(int(found[1]), int(found[2]), name) for name in names if (found := _OPTIMIZER.fullmatch(name))]
+    models = [(int(match[1] or 0), int(match[2]), name) for name in names if (match := _MODEL.fullmatch(name))]
+    states = [(int(match[1]), int(match[2]), name) for name in names if (match := _OPTIMIZER.fullmatch(name))]
     if not models:
         return None
     if any(parallel for _, parallel, _ in (*models, *states)):
@@ -263,7 +238,7 @@ def find_files(path: Path) -> NativeFiles | None:
     )
 
 
-def _pointed_to(path: Path) -> Path:
+def _latest(path: Path) -> Path:
     for name in _POINTERS:
         pointer = path / name
         if pointer.is_file():
@@ -273,8 +248,7 @@ def _pointed_to(path: Path) -> Path:
     return path
 
 
-# Whole parameters and their optimizer state, put together from what the ranks of DeepSpeed have saved.
-
+# Whole parameters and their optimizer state, joined from the files of all ranks
 
 _WEIGHTS = "fp32"
 
@@ -285,13 +259,28 @@ class NativeState:
 
     Attributes:
         weights: By name.
-        state: What the optimizer keeps, by name and key; empty before its first step.
+        state: The optimizer's, by name and key; empty before its first step.
         param_groups: The groups with their options and the names of their parameters.
     """
 
-    weights: dict[str, Tensor]
-    state: dict[str, dict[str, Any]]
-    param_groups: list[dict[str, Any]]
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(
+        self,
+        flat: Sequence[Tensor],
+        states: Sequence[Mapping[str, Any]],
+        names: Mapping[str, Any],
+        cut: Callable[[Tensor], dict[str, Tensor]],
+    ) -> None:
+        """Add the parameters of a group, of whose weights and state each rank has a partition."""
+        self.weights.update(cut(torch.cat(list(flat))))
+        for key, value in states[0].items():
+            is_element_wise = isinstance(value, Tensor) and value.dim() > 0
+            whole = cut(torch.cat([state[key] for state in states])) if is_element_wise else {}
+            for name in names:
+                self.state.setdefault(name, {})[key] = whole[name] if is_element_wise else _copied(value)
 
 
 def of_stages_1_and_2(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> NativeState:
@@ -308,33 +297,31 @@ def of_stages_1_and_2(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mappi
             "without, or convert it by DeepSpeed's ds_to_universal first"
         )
     paddings = ranks[0].get("param_alignment_paddings") or [[]] * len(shapes)
-    found = NativeState(weights={}, state={}, param_groups=[])
+    native = NativeState()
     for index, (group, names) in enumerate(zip(base["param_groups"], shapes, strict=True)):
-        number = group["params"][0]
-        cut = _consecutive(names, paddings[index])
-        found.weights.update(cut(torch.cat([rank["single_partition_of_fp32_groups"][index] for rank in ranks])))
-        _add_states(found, [rank["base_optimizer_state"]["state"].get(number, {}) for rank in ranks], names, cut)
-        found.param_groups.append({**group, "params": list(names)})
-    return found
+        flat = [rank["single_partition_of_fp32_groups"][index] for rank in ranks]
+        states = [rank["base_optimizer_state"]["state"].get(group["params"][0], {}) for rank in ranks]
+        native.add(flat, states, names, _consecutive(names, paddings[index]))
+        native.param_groups.append({**group, "params": list(names)})
+    return native
 
 
 def of_stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> NativeState:
-    """Return the parameters of stage 3: each is cut into as many equal parts as there are ranks.
+    """Return the parameters of stage 3: each is cut into as many equal shards as there are ranks.
 
     Args:
         shapes: Of the parameters of each sub-group, by name.
         ranks: The state of the optimizer, as each rank has saved it.
     """
-    found = NativeState(weights={}, state={}, param_groups=[])
+    native = NativeState()
     for number, names in enumerate(shapes):
-        cut = _in_equal_parts(names, len(ranks))
-        found.weights.update(cut(torch.cat([rank["fp32_flat_groups"][number] for rank in ranks])))
+        flat = [rank["fp32_flat_groups"][number] for rank in ranks]
         states = [rank["optimizer_state_dict"]["state"].get(number, {}) for rank in ranks]
-        _add_states(found, states, names, cut)
+        native.add(flat, states, names, _in_equal_shards(names, len(ranks)))
     for group in ranks[0]["optimizer_state_dict"]["param_groups"]:
         members = [name for number in group["params"] for name in shapes[number]]
-        found.param_groups.append({**group, "params": members})
-    return found
+        native.param_groups.append({**group, "params": members})
+    return native
 
 
 def of_universal(folder: Path, shapes: Sequence[Mapping[str, Any]]) -> NativeState:
@@ -347,19 +334,20 @@ def of_universal(folder: Path, shapes: Sequence[Mapping[str, Any]]) -> NativeSta
     common = read_plain(folder / UNIVERSAL / "optimizer_state.pt")
     groups = common.get("param_groups") or common["optimizer_state_dict"]["param_groups"]
     steps = common.get("optimizer_state_dict", {}).get("state", {})
-    found = NativeState(weights={}, state={}, param_groups=[])
+    native = NativeState()
     for number, names in enumerate(shapes):
         for name, shape in names.items():
             entry = _of_folder(folder / UNIVERSAL / name, tuple(shape))
-            found.weights[name] = entry.pop(_WEIGHTS)
+            native.weights[name] = entry.pop(_WEIGHTS)
             if entry and "step" not in entry and "step" in steps.get(number, {}):
-                entry["step"] = _own(steps[number]["step"])
-            found.state[name] = entry
-    numbers = list(range(len(shapes)))
+                entry["step"] = _copied(steps[number]["step"])
+            native.state[name] = entry
+    # Groups of stage 3 have the numbers of their sub-groups; others follow each other as the shapes do.
+    has_numbers = sorted(n for group in groups for n in group["params"]) == list(range(len(shapes)))
     for index, group in enumerate(groups):
-        own = group["params"] if sorted(n for g in groups for n in g["params"]) == numbers else [index]
-        found.param_groups.append({**group, "params": [name for number in own for name in shapes[number]]})
-    return found
+        numbers = group["params"] if has_numbers else [index]
+        native.param_groups.append({**group, "params": [name for number in numbers for name in shapes[number]]})
+    return native
 
 
 def _of_folder(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -377,50 +365,37 @@ def _of_folder(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
     return entry
 
 
-def _add_states(
-    found: NativeState,
-    states: Sequence[Mapping[str, Any]],
-    names: Mapping[str, Any],
-    cut: Callable[[Tensor], dict[str, Tensor]],
-) -> None:
-    for key, value in states[0].items():
-        is_element_wise = isinstance(value, Tensor) and value.dim() > 0
-        parts = cut(torch.cat([state[key] for state in states])) if is_element_wise else {}
-        for name in names:
-            found.state.setdefault(name, {})[key] = parts[name] if is_element_wise else _own(value)
-
-
-def _own(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """Return a number that no other parameter counts on."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _consecutive(names: Mapping[str, Any], paddings: Sequence[int]) -> Callable[[Tensor], dict[str, Tensor]]:
     def cut(flat: Tensor) -> dict[str, Tensor]:
-        parts, begin = {}, 0
+        parameters, begin = {}, 0
         for (name, shape), padding in zip(names.items(), paddings or [0] * len(names), strict=True):
             size = math.prod(shape)
-            parts[name] = flat[begin : begin + size].view(tuple(shape))
+            parameters[name] = flat[begin : begin + size].view(tuple(shape))
             begin += size + padding
-        return parts
+        return parameters
 
     return cut
 
 
-def _in_equal_parts(names: Mapping[str, Any], num_ranks: int) -> Callable[[Tensor], dict[str, Tensor]]:
+def _in_equal_shards(names: Mapping[str, Any], num_ranks: int) -> Callable[[Tensor], dict[str, Tensor]]:
     def cut(flat: Tensor) -> dict[str, Tensor]:
-        by_rank, begin, parts = flat.view(num_ranks, -1), 0, {}
+        by_rank, begin, parameters = flat.view(num_ranks, -1), 0, {}
         for name, shape in names.items():
             size = math.prod(shape)
-            part = -(-size // num_ranks)
-            parts[name] = by_rank[:, begin : begin + part].reshape(-1)[:size].view(tuple(shape))
-            begin += part
-        return parts
+            end = begin - (-size // num_ranks)
+            parameters[name] = by_rank[:, begin:end].reshape(-1)[:size].view(tuple(shape))
+            begin = end
+        return parameters
 
     return cut
 
 
-# Reading files that torch.save has written of DeepSpeed's state, without running code from them.
+# Files of torch.save, read without running code from them
 
 
 class Attributes:

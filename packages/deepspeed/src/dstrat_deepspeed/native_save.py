@@ -1,4 +1,4 @@
-"""Writing DeepSpeed's own files beside a checkpoint, for programs that use DeepSpeed without dstrat."""
+"""DeepSpeed's own files beside a checkpoint, for programs that use DeepSpeed without dstrat."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from dstrat.checkpoint.paths import RemotePath, place
 from dstrat.checkpoint.portable.ranks import GroupRanks, Ranks
 from dstrat.errors import CheckpointError
+from dstrat_deepspeed import internals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Mapping
 
     from dstrat.parallel.strategy import ParallelStrategy
 
@@ -49,7 +50,7 @@ def save_native(
 
     Args:
         engine: DeepSpeed's.
-        checkpoint: Says how many steps have been done.
+        checkpoint: Has the number of steps.
         path: Of the checkpoint that they belong to, on this machine.
         strategy: Communicates.
         exclude_frozen: Whether parameters that are not trained are left out.
@@ -59,26 +60,31 @@ def save_native(
     """
     target = native_path(path)
     unfinished = target.with_name(f".{target.name}.tmp")
+    constants: Any = import_module("deepspeed.checkpoint.constants")
+    universal = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+    engine.global_steps = checkpoint["global_step"]  # the engine counts from the start of this run
+    tag = f"global_step{engine.global_steps}"
     with contextlib.closing(GroupRanks(strategy.timeout) if strategy.world_size > 1 else Ranks()) as ranks:
         try:
             with ranks.together(f"make {str(target)!r}"):
                 if ranks.rank == 0:
                     _make_room(target, unfinished)
-            with ranks.together(f"write DeepSpeed's files {str(target)!r}"), _errors_at_the_end(engine):
-                _write(engine, checkpoint, unfinished, exclude_frozen=exclude_frozen)
+            with ranks.together(f"write DeepSpeed's files {str(target)!r}"), internals.errors_after_saving(engine):
+                engine.save_checkpoint(
+                    str(unfinished),
+                    tag=tag,
+                    client_state={"epoch": checkpoint["epoch"], constants.UNIVERSAL_CHECKPOINT_INFO: universal},
+                    save_latest=False,
+                    exclude_frozen_parameters=exclude_frozen,
+                )
             with ranks.together(f"finish DeepSpeed's files {str(target)!r}"):
                 if ranks.rank == 0:
-                    (unfinished / "latest").write_text(_tag(engine), encoding="utf-8")
+                    (unfinished / "latest").write_text(tag, encoding="utf-8")
                     unfinished.rename(target)
         except CheckpointError as error:
             if ranks.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(f"{error}; the checkpoint {str(path)!r} itself is complete") from error
-
-
-def remove_native(path: str | Path) -> None:
-    """Remove the files that belong to a checkpoint, if there are any."""
-    shutil.rmtree(native_path(path), ignore_errors=True)
 
 
 def _make_room(target: Path, unfinished: Path) -> None:
@@ -88,49 +94,6 @@ def _make_room(target: Path, unfinished: Path) -> None:
     unfinished.mkdir(parents=True)
 
 
-def _write(engine: Any, checkpoint: Mapping[str, Any], folder: Path, *, exclude_frozen: bool) -> None:
-    constants: Any = import_module("deepspeed.checkpoint.constants")
-    engine.global_steps = checkpoint["global_step"]  # the engine counts from the start of this run
-    universal = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
-    engine.save_checkpoint(
-        str(folder),
-        tag=_tag(engine),
-        client_state={"epoch": checkpoint["epoch"], constants.UNIVERSAL_CHECKPOINT_INFO: universal},
-        save_latest=False,
-        exclude_frozen_parameters=exclude_frozen,
-    )
-
-
-def _tag(engine: Any) -> str:
-    return f"global_step{engine.global_steps}"
-
-
-@contextlib.contextmanager
-def _errors_at_the_end(engine: Any) -> Iterator[None]:
-    """Raise the first error of writing a file at the end of a ``with`` block.
-
-    DeepSpeed communicates between files and after them, so that the other ranks would wait for one that raises.
-    """
-    errors: list[Exception] = []
-    places = [(engine.checkpoint_engine, "makedirs"), (engine.checkpoint_engine, "save")]
-    places.append((engine, "_copy_recovery_script"))
-    for owner, name in places:
-        setattr(owner, name, _noting(getattr(owner, name), errors))
-    try:
-        yield
-    finally:
-        for owner, name in places:
-            delattr(owner, name)
-    if errors:
-        raise errors[0]
-
-
-def _noting(function: Callable[..., Any], errors: list[Exception]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - torch.save raises several classes; it is raised again
-            errors.append(error)
-            return None
-
-    return call
+def remove_native(path: str | Path) -> None:
+    """Remove the files that belong to a checkpoint, if there are any."""
+    shutil.rmtree(native_path(path), ignore_errors=True)

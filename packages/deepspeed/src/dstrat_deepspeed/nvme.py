@@ -1,4 +1,4 @@
-"""Access to state that DeepSpeed swaps to files, in a folder per run."""
+"""State that DeepSpeed swaps to files, in a folder of each run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dstrat_deepspeed import internals
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -27,10 +29,13 @@ _IN_MEMORY, _ONLY_IN_FILE = "AVAILABLE", "NOT_AVAILABLE"
 def folder_in(path: str) -> Iterator[str]:
     """Make a folder for the files of one rank in one run, in a ``with`` block; it is removed with them.
 
-    DeepSpeed removes nothing, and runs that share a folder would write each other's files.  What processes that were
-    killed have left is removed too.
+    DeepSpeed removes nothing, and runs that share a folder would write each other's files.  Folders of processes that
+    were killed are removed too.
     """
-    _remove_left_over(Path(path))
+    for mark_path in Path(path).glob(f"{_PREFIX}*/{_MARK}"):
+        with suppress(OSError), mark_path.open("w") as file:  # a process holds the lock, or has removed the folder
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(mark_path.parent, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=_PREFIX, dir=path)
     with Path(f"{folder}.{_MARK}").open("w") as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)  # as long as this process lives
@@ -39,13 +44,6 @@ def folder_in(path: str) -> Iterator[str]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_left_over(path: Path) -> None:
-    for mark in path.glob(f"{_PREFIX}*/{_MARK}"):
-        with suppress(OSError), mark.open("w") as file:  # a process holds the lock, or has removed the folder by now
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(mark.parent, ignore_errors=True)
 
 
 def mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -59,35 +57,31 @@ def mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:
 # Parameters
 
 
-def held_elements(parameter: Any) -> Tensor:
+def shard_elements(parameter: Any) -> Tensor:
     """Return the elements of a parameter of stage 3 that this rank holds, flat: in memory, or in their file."""
-    held: Tensor = parameter.ds_tensor.detach()
-    if not _has_file(parameter):
-        return held.view(-1)
-    _let_go_unused(parameter)
-    if parameter.ds_tensor.status.name == _IN_MEMORY:
-        return held.view(-1)
-    path = parameter.nvme_swapper.get_path(parameter, must_exist=True)
-    return mapped(path, parameter.ds_tensor.ds_numel, parameter.dtype)
+    elements: Tensor = parameter.ds_tensor.detach()
+    if _has_file(parameter):
+        release_unused([parameter])
+        if parameter.ds_tensor.status.name != _IN_MEMORY:
+            path = parameter.nvme_swapper.get_path(parameter, must_exist=True)
+            return mapped(path, parameter.ds_tensor.ds_numel, parameter.dtype)
+    return elements.view(-1)
 
 
 def release_unused(parameters: Iterable[Any]) -> None:
-    """Forget elements that were read ahead for a backward pass that did not come.
+    """Release elements that were read ahead for a backward pass that did not come.
 
     They would take the buffers that others need, and an update would reach them alone and not their file.
     """
     for parameter in parameters:
-        if _has_file(parameter):
-            _let_go_unused(parameter)
+        if not _has_file(parameter) or parameter.ds_status.name != _ONLY_IN_FILE:
+            continue
+        if parameter.ds_tensor.status.name != _ONLY_IN_FILE:
+            release_elements(parameter)
 
 
-def _let_go_unused(parameter: Any) -> None:
-    if parameter.ds_status.name == _ONLY_IN_FILE and parameter.ds_tensor.status.name != _ONLY_IN_FILE:
-        let_go(parameter)
-
-
-def let_go(parameter: Any) -> None:
-    """Forget elements that are in their file too."""
+def release_elements(parameter: Any) -> None:
+    """Release elements that are in their file too."""
     if _has_file(parameter):
         parameter.nvme_swapper.synchronize_reads()
         parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
@@ -98,7 +92,7 @@ def _has_file(parameter: Any) -> bool:
     return getattr(location, "value", location) == "nvme"
 
 
-def with_files(module: Module) -> list[Any]:
+def parameters_in_files(module: Module) -> list[Any]:
     """Return the parameters of a module that are in files."""
     return [parameter for parameter in module.parameters() if _has_file(parameter)]
 
@@ -106,43 +100,36 @@ def with_files(module: Module) -> list[Any]:
 def read_once(module: Module) -> None:
     """Keep DeepSpeed from reading a parameter twice at a time, for its forward pass and the backward pass after it."""
     for swapper in swappers_of(module):
-        if "swap_in" not in vars(swapper):
-            swapper.swap_in = _of_each_once(swapper.swap_in)
+        if "swap_in" in vars(swapper):
+            continue
 
+        def swap_in_once(params: list[Any], _swap_in: Any = swapper.swap_in, **options: Any) -> None:
+            _swap_in(list({id(parameter): parameter for parameter in params}.values()), **options)
 
-def _of_each_once(swap_in: Callable[..., None]) -> Callable[..., None]:
-    def swap_in_once(params: list[Any], **how: Any) -> None:
-        swap_in(list({id(parameter): parameter for parameter in params}.values()), **how)
-
-    return swap_in_once
+        swapper.swap_in = swap_in_once
 
 
 def swappers_of(module: Module) -> list[Any]:
-    """Return what reads and writes the parameters of a module, where these are in files."""
-    found = (getattr(parameter, "nvme_swapper", None) for parameter in module.parameters())
-    return list({id(swapper): swapper for swapper in found if swapper is not None}.values())
+    """Return DeepSpeed's readers and writers of the parameters of a module, where these are in files."""
+    swappers = (getattr(parameter, "nvme_swapper", None) for parameter in module.parameters())
+    return list({id(swapper): swapper for swapper in swappers if swapper is not None}.values())
 
 
 def free_buffers(swappers: Iterable[Any]) -> None:
-    """Free the page-locked memory through which parameters were read, and which DeepSpeed keeps until a process ends.
-
-    Args:
-        swappers: No parameter may need them any more.
-    """
+    """Free the page-locked memory through which parameters were read; no parameter may need it any more."""
+    # DeepSpeed keeps it until the process ends.
     for swapper in swappers:
-        for handle, pending in (
-            (swapper.aio_read_handle, swapper.pending_reads),
-            (swapper.aio_write_handle, swapper.pending_writes),
-        ):
-            if pending:
-                handle.wait()
+        if swapper.pending_reads:
+            swapper.aio_read_handle.wait()
+        if swapper.pending_writes:
+            swapper.aio_write_handle.wait()
         for buffer in (swapper.buffers, swapper.partitioned_swap_buffer):
             if buffer is not None:
                 swapper.aio_read_handle.free_cpu_locked_tensor(buffer)
 
 
-def free_buffers_of_state(optimizer: Any) -> None:
-    """Free those through which the optimizer's state was read, of which a step may hold views no more."""
+def free_state_buffers(optimizer: Any) -> None:
+    """Free the page-locked memory through which the optimizer's state was read."""
     swapper = getattr(optimizer, "optimizer_swapper", None)
     if swapper is not None:
         manager = swapper.swap_buffer_manager
@@ -159,7 +146,7 @@ class GroupInFiles:
 
     Args:
         swapper: DeepSpeed's, which reads them for a step and writes them after it.
-        tensor: What the optimizer has in the place of the weights; empty between two steps.
+        tensor: The optimizer's stand-in for the weights; empty between two steps.
     """
 
     def __init__(self, swapper: Any, tensor: Tensor) -> None:
@@ -174,13 +161,13 @@ class GroupInFiles:
 
     def state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state, with tensors in their files."""
-        self._swapper._get_param_swap_info(self._tensor)  # noqa: SLF001 - takes note of what the first step has added
+        internals.note_new_state(self._swapper, self._tensor)
         paths = {id(entry.compute_tensor): entry.swap_path for entry in self._info.tensors}
         state = optimizer.state.get(self._tensor, {})
         return {key: self._mapped(paths[id(value)]) if id(value) in paths else value for key, value in state.items()}
 
     def buffer(self, key: str, value: float) -> Tensor:
-        """Make the file of a part of the state, with one value everywhere; return its memory."""
+        """Make the file of a tensor of the state, with one value everywhere; return its memory."""
         path = os.path.join(self._swapper.swap_folder, f"{self._file_id(key)}.tensor.swp")  # noqa: PTH118 - as DeepSpeed
         return self._mapped(path).fill_(value)
 
@@ -206,17 +193,11 @@ class GroupInFiles:
 
     def _mapped(self, path: str) -> Tensor:
         numel = self._info.numel()
-        whole_blocks = self._swapper._io_aligned_numel(numel)  # noqa: SLF001 - as many are read
-        return mapped(path, whole_blocks, self._info.dtype())[:numel]
+        return mapped(path, internals.aligned_elements(self._swapper, numel), self._info.dtype())[:numel]
 
 
 def group_in_files(optimizer: Any, number: int) -> GroupInFiles | None:
-    """Return the files of one of stage 3's groups; None where it is in memory.
-
-    Args:
-        optimizer: What DeepSpeed has made of the user's optimizer.
-        number: Of the group of parameters that is updated at a time.
-    """
-    if not optimizer._swappable_optimizer_subgroup(number):  # noqa: SLF001 - small ones stay in memory
+    """Return the files of one of stage 3's groups of parameters; None where it is in memory."""
+    if not internals.is_in_files(optimizer, number):
         return None
     return GroupInFiles(optimizer.optimizer_swapper, optimizer.fp32_partitioned_groups_flat[number])

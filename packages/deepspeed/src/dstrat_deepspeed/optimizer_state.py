@@ -1,4 +1,4 @@
-"""The state of an optimizer that has flat partitions in the place of parameters, by the names of these."""
+"""The state of an optimizer that has flat partitions in place of parameters, by the names of these."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dstrat.errors import CheckpointError, MisuseError
+from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
 from dstrat.interfaces.state_dict import groups_misfit
 from dstrat.parallel.optimizer_checks import state_after_one_step
@@ -24,9 +24,9 @@ MASTER = "fp32_weights"
 
 
 class PartitionedState:
-    """State that an optimizer keeps of partitions, handed out and taken back parameter by parameter.
+    """State that an optimizer keeps of partitions, saved and loaded parameter by parameter.
 
-    Nothing is gathered: each rank has views of its own elements.
+    Nothing is gathered: each rank has views of its elements.
 
     Args:
         optimizer: The user's, in which DeepSpeed has put the partitions.
@@ -51,15 +51,23 @@ class PartitionedState:
         self._group_numbers = [number for number, names in enumerate(self.group_names) if names]
         self._buffers: dict[tuple[int, str], Tensor] = {}
 
+    def begin(self) -> None:
+        """Replace the state that Adagrad's constructor has made of parameters by the same of the partitions."""
+        optimizer = self._optimizer
+        if not isinstance(optimizer, torch.optim.Adagrad):
+            return  # others make theirs in the first step
+        optimizer.state.clear()
+        for number, partition in enumerate(self._partitions):
+            group = optimizer.param_groups[self._group_numbers[partition.group]]
+            initial = torch.full((2,), group["initial_accumulator_value"], dtype=partition.weights.dtype)
+            partition.set_state(optimizer, {"step": torch.tensor(0.0), "sum": self._buffer(number, "sum", initial)})
+        self._buffers.clear()
+
     @property
-    def parts(self) -> dict[str, FlatShard]:
-        """Which elements this rank has of each parameter, by name."""
+    def shards(self) -> dict[str, FlatShard]:
+        """This rank's elements of each parameter, by name."""
         return {
-            extent.name: FlatShard(
-                local=partition.weights.detach().view(-1)[extent.offset : extent.offset + extent.length],
-                start=extent.start,
-                shape=extent.shape,
-            )
+            extent.name: FlatShard(local=extent.of(partition.weights), start=extent.start, shape=extent.shape)
             for partition in self._partitions
             for extent in partition.extents
         }
@@ -71,7 +79,7 @@ class PartitionedState:
             state = partition.state(self._optimizer)
             if state:
                 for extent in partition.extents:
-                    entries[extent.name] = {key: _part(value, partition, extent) for key, value in state.items()}
+                    entries[extent.name] = {key: _shard(value, partition, extent) for key, value in state.items()}
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
             for group, names in zip(self._optimizer.param_groups, self.group_names, strict=True)
@@ -82,13 +90,14 @@ class PartitionedState:
         """Return the tensors that a checkpoint can be loaded into; :meth:`load` makes them the state."""
         entries: dict[str, Any] = {}
         for number, partition in enumerate(self._partitions):
-            buffers = {key: self._buffer(number, key, like) for key, like in self._kept(partition).items()}
+            examples = self._tensors_of(partition).items()
+            buffers = {key: self._buffer(number, key, example) for key, example in examples}
             for extent in partition.extents:
-                entries[extent.name] = {key: partition.part(buffer, extent) for key, buffer in buffers.items()}
+                entries[extent.name] = {key: partition.shard(buffer, extent) for key, buffer in buffers.items()}
         return OptionalTensors({"state": entries, **self._masters()})
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`get` returned, with views of :meth:`template` or whole tensors in it.
+        """Load the result of :meth:`get`, with views of :meth:`template` or whole tensors in it.
 
         The weights are those of the module, unless the state has more exact ones.
 
@@ -103,127 +112,96 @@ class PartitionedState:
             self._load_weights(partition, state.get(MASTER, {}))
         self._buffers.clear()
 
-    def begin_with(self, entries: Mapping[str, Any]) -> None:
-        """Let the optimizer begin with the state that it had of parameters before DeepSpeed had put in the partitions.
-
-        Adagrad makes one in its constructor.
-
-        Args:
-            entries: By the names of parameters, with whole tensors; those of parameters that were sharded already are
-                empty, and count as what the constructor makes.
-
-        Raises:
-            MisuseError: What the constructor makes cannot be found out.
-        """
-        for number, partition in enumerate(self._partitions):
-            of_partition = {extent: entries.get(extent.name, {}) for extent in partition.extents}
-            first = next(filter(None, of_partition.values()), None)
-            if first is None:
-                continue
-            kept = self._kept(partition)
-            state = {key: _converted(value, None) for key, value in first.items() if key not in kept}
-            if any(isinstance(value, Tensor) and value.dim() > 0 for value in state.values()):
-                raise MisuseError(
-                    f"{type(self._optimizer).__name__} had a state of the parameters before they were sharded, which "
-                    f"cannot be divided as these are ({', '.join(sorted(first))}): let it make its state in its first "
-                    "step, as the optimizers of torch do, or choose stage 0"
-                )
-            for key, like in kept.items():
-                whole = {e: {key: v[key]} for e, v in of_partition.items() if key in v and v[key].numel()}
-                state[key] = _filled(self._buffer(number, key, like), whole, key)
-            partition.set_state(self._optimizer, state)
-        self._buffers.clear()
-
     def take_weights(self, names: Collection[str] | None = None) -> None:
-        """Let the optimizer go on with the module's weights, which were loaded or changed.
-
-        Args:
-            names: Of parameters; None is all.
-        """
+        """Let the optimizer go on with the module's weights, which were loaded or changed; None is all."""
         for partition in self._partitions:
             self._load_weights(partition, {}, names)
 
-    # What there is
-
     def _masters(self) -> dict[str, Any]:
         masters = {
-            extent.name: partition.part(partition.weights, extent)
+            extent.name: partition.shard(partition.weights, extent)
             for partition in self._partitions
             if partition.tensor.dtype != partition.extents[0].parameter.dtype
             for extent in partition.extents
         }
         return {MASTER: masters} if masters else {}
 
-    def _kept(self, partition: Partition) -> dict[str, Tensor]:
-        """Return the tensors that the optimizer keeps of the weights' elements: those there are, or smaller ones."""
+    def _tensors_of(self, partition: Partition) -> dict[str, Tensor]:
+        """Return the optimizer's tensors of the weights' elements: those there are, or smaller examples of them."""
         state = partition.state(self._optimizer)
         if state:
             return {key: value for key, value in state.items() if _is_like(value, partition.weights)}
-        found = self._first_state(partition)
-        return {key: value for key, value in found.items() if isinstance(value, Tensor) and value.shape == (2,)}
+        example = self._example(partition)
+        return {key: value for key, value in example.items() if isinstance(value, Tensor) and value.shape == (2,)}
 
-    def _first_state(self, partition: Partition) -> dict[str, Any]:
-        """Return what a first step would make of two elements; empty where that is not known."""
+    def _example(self, partition: Partition) -> dict[str, Any]:
+        """Return the state of two elements after a step; empty where that is not known."""
         if type(self._optimizer).__name__ == "DeepSpeedCPUAdam":  # which cannot be copied
             moments = {key: torch.zeros(2, dtype=partition.weights.dtype) for key in ("exp_avg", "exp_avg_sq")}
             return {"step": 0, **moments}
         return state_after_one_step(self._optimizer, self._group_numbers[partition.group], partition.weights)
 
-    def _buffer(self, number: int, key: str, like: Tensor) -> Tensor:
-        """Return the memory of a part of the state: the optimizer's, or what will be that."""
+    def _buffer(self, number: int, key: str, example: Tensor) -> Tensor:
+        """Return the memory of a tensor of the state: the optimizer's, or what will be that."""
         partition = self._partitions[number]
         weights, files = partition.weights.detach(), partition.files
-        if like.shape == weights.shape:
-            return like
+        if example.shape == weights.shape:
+            return example
         if (number, key) not in self._buffers:
-            value = like[0].item()
+            value = example[0].item()
             self._buffers[number, key] = (
-                torch.full_like(weights, value, dtype=like.dtype) if files is None else files.buffer(key, value)
+                torch.full_like(weights, value, dtype=example.dtype) if files is None else files.buffer(key, value)
             )
         return self._buffers[number, key]
 
     # Loading
 
     def _check_names(self, state: Mapping[str, Any]) -> None:
-        frozen = {name for names in self.group_names for name in names} - self.parts.keys()  # DeepSpeed leaves them out
-        here = [sorted(set(names) - frozen) for names in self.group_names]
+        trained = {extent.name for partition in self._partitions for extent in partition.extents}
+        frozen = {name for names in self.group_names for name in names} - trained  # DeepSpeed leaves them out
+        expected = [sorted(set(names) - frozen) for names in self.group_names]
         saved = [sorted(set(group["params"]) - frozen) for group in state["param_groups"]]
-        if here != saved:
-            all_here, all_saved = ({name for names in groups for name in names} for groups in (here, saved))
-            missing, left_over = sorted(all_here - all_saved), sorted(all_saved - all_here)
-            how = f"missing are {', '.join(missing) or 'none'}; left over are {', '.join(left_over) or 'none'}"
-            if not missing and not left_over:
-                found = groups_misfit(self._optimizer, here, saved)
-                if found is not None:
-                    raise CheckpointError(found)
-                how = "they are in other groups"
-            raise CheckpointError(
-                f"the optimizer's state in the checkpoint is of other parameters than those of this one: {how}"
-            )
+        if expected == saved:
+            return
+        all_expected, all_saved = ({name for names in groups for name in names} for groups in (expected, saved))
+        missing, unexpected = sorted(all_expected - all_saved), sorted(all_saved - all_expected)
+        difference = f"missing are {', '.join(missing) or 'none'}; left over are {', '.join(unexpected) or 'none'}"
+        if not missing and not unexpected:
+            mismatch = groups_misfit(self._optimizer, expected, saved)
+            if mismatch is not None:
+                raise CheckpointError(mismatch)
+            difference = "they are in other groups"
+        raise CheckpointError(
+            f"the optimizer's state in the checkpoint is of other parameters than those of this one: {difference}"
+        )
 
     def _load_state(self, number: int, partition: Partition, saved: Mapping[str, Any]) -> None:
         entries = {extent: saved.get(extent.name) or {} for extent in partition.extents}
-        kept = self._kept(partition)
-        found: dict[str, Any] = {}
+        tensors = self._tensors_of(partition)
+        merged: dict[str, Any] = {}
         for entry in entries.values():
-            found.update(entry)
-        if not found:
+            merged.update(entry)
+        if not merged:
             partition.set_state(self._optimizer, {})
             return
-        missing = sorted(kept.keys() - found.keys())
+        missing = sorted(tensors.keys() - merged.keys())
         if missing:
             raise CheckpointError(
-                f"the optimizer's state in the checkpoint has {', '.join(sorted(found))}, and "
+                f"the optimizer's state in the checkpoint has {', '.join(sorted(merged))}, and "
                 f"{type(self._optimizer).__name__} needs {', '.join(missing)}: it is the state of another optimizer"
             )
-        state = {key: value for key, value in found.items() if not _is_element_wise(key, value, kept)}
-        example = self._first_state(partition)
-        new = {key: _converted(value, example.get(key)) for key, value in state.items()}
-        for key, value in found.items():
-            if key not in state:
-                like = kept.get(key, torch.zeros(2, dtype=value.dtype))
-                new[key] = _filled(self._buffer(number, key, like), entries, key)
-        partition.set_state(self._optimizer, new)
+        example = self._example(partition)
+        state: dict[str, Any] = {}
+        for key, value in merged.items():
+            if key in tensors or isinstance(value, FlatShard) or (isinstance(value, Tensor) and value.dim() > 0):
+                buffer = self._buffer(number, key, tensors.get(key, torch.zeros(2, dtype=value.dtype)))
+                for extent, entry in entries.items():
+                    if key in entry:
+                        _copy(buffer, extent, entry[key], f"{extent.name!r} of {key}")
+                state[key] = buffer
+            else:
+                state[key] = _converted(value, example.get(key))
+        partition.set_state(self._optimizer, state)
 
     def _load_weights(
         self, partition: Partition, masters: Mapping[str, Any], names: Collection[str] | None = None
@@ -234,15 +212,14 @@ class PartitionedState:
                 continue
             if extent.name in masters and weights.dtype != extent.parameter.dtype:
                 _copy(weights, extent, masters[extent.name], repr(extent.name))
-            else:
-                mine = weights.detach().view(-1)[extent.offset : extent.offset + extent.length]
-                used = extent.weights
-                if mine.data_ptr() == used.data_ptr():
-                    continue
-                if names is None or mine.dtype == used.dtype:
-                    mine.copy_(used)
-                else:  # elements that were not changed keep what rounding has left out of the module's
-                    mine.copy_(torch.where(mine.to(used) == used, mine, used.to(mine)))
+                continue
+            target, used = extent.of(weights), extent.weights
+            if target.data_ptr() == used.data_ptr():
+                continue
+            if names is None or target.dtype == used.dtype:
+                target.copy_(used)
+            else:  # elements that were not changed keep their digits beyond the module's rounded ones
+                target.copy_(torch.where(target.to(used) == used, target, used.to(target)))
 
 
 def _names_of(partitions: Sequence[Partition]) -> list[list[str]]:
@@ -252,18 +229,14 @@ def _names_of(partitions: Sequence[Partition]) -> list[list[str]]:
     return [groups[number] for number in sorted(groups)]
 
 
-def _part(value: Any, partition: Partition, extent: Extent) -> Any:
+def _shard(value: Any, partition: Partition, extent: Extent) -> Any:
     if _is_like(value, partition.weights):
-        return partition.part(value, extent)
+        return partition.shard(value, extent)
     return value.clone() if isinstance(value, Tensor) else value  # or all parameters would share one count of steps
 
 
 def _is_like(value: Any, weights: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == weights.shape
-
-
-def _is_element_wise(key: str, value: Any, kept: Mapping[str, Tensor]) -> bool:
-    return key in kept or isinstance(value, FlatShard) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def _converted(value: Any, example: Any) -> Any:
@@ -273,21 +246,14 @@ def _converted(value: Any, example: Any) -> Any:
     return torch.tensor(float(value)) if isinstance(example, Tensor) else value
 
 
-def _filled(buffer: Tensor, entries: Mapping[Extent, Any], key: str) -> Tensor:
-    for extent, entry in entries.items():
-        if key in entry:
-            _copy(buffer, extent, entry[key], f"{extent.name!r} of {key}")
-    return buffer
-
-
-def _copy(target: Tensor, extent: Extent, value: Tensor | FlatShard, what: str) -> None:
-    """Copy a parameter's elements to where they are in the partition; those of a template are there already."""
+def _copy(target: Tensor, extent: Extent, value: Tensor | FlatShard, name: str) -> None:
+    """Copy a parameter's elements into a partition; those of a template are there already."""
     if tuple(value.shape) != extent.shape:
-        raise CheckpointError(f"{what} has the shape {tuple(value.shape)}, and {extent.shape} is expected")
-    mine = target.detach().view(-1)[extent.offset : extent.offset + extent.length]
+        raise CheckpointError(f"{name} has the shape {tuple(value.shape)}, and {extent.shape} is expected")
+    elements = extent.of(target)
     if isinstance(value, FlatShard):
-        given = value.local
+        source = value.local
     else:
-        given = value.reshape(-1)[extent.start : extent.start + extent.length]
-    if given.data_ptr() != mine.data_ptr():
-        mine.copy_(given)
+        source = value.reshape(-1)[extent.start : extent.start + extent.length]
+    if source.data_ptr() != elements.data_ptr():
+        elements.copy_(source)

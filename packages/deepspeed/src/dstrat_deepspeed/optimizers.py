@@ -1,19 +1,22 @@
-"""Optimizers that DeepSpeed can train with, and its substitutes on the CPU."""
+"""Optimizers that DeepSpeed can train with: the user's, those that a configuration names, and those for the CPU."""
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import logging
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.errors import MisuseError, RequestError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.parallel.optimizer_checks import how_division_fails
+from dstrat_deepspeed.runtime import check_prerequisites
+from dstrat_deepspeed.validation import offloads_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.optim import Optimizer
 
@@ -43,11 +46,39 @@ def only_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer | None:
     return optimizer
 
 
-def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer whose state and step are on the CPU in the place of torch's.
+def check_division(optimizer: Optimizer | None, stage: int, device: torch.device) -> None:
+    """Check that the optimizer gives the same results where it steps flat pieces of parameters, as from stage 1 on.
 
-    Args:
-        optimizer: Adam or AdamW of torch become DeepSpeed's; DeepSpeed's own stay as they are.
+    Raises:
+        RequestError: It needs whole parameters.
+    """
+    if optimizer is None or stage == 0 or type(optimizer).__module__.startswith("deepspeed."):
+        return
+    reason = how_division_fails(optimizer, device, lambda whole: [piece.clone() for piece in whole.flatten().split(9)])
+    if reason is not None:
+        raise RequestError(
+            f"{type(optimizer).__name__} needs whole parameters, and stage {stage} of ZeRO lets it step flat pieces of "
+            f"them ({reason}): take an optimizer that treats each element by itself, such as torch.optim.AdamW, or "
+            "choose stage 0"
+        )
+
+
+def check_unstepped(optimizer: Optimizer) -> None:
+    """Check that the optimizer has no state of the parameters, in whose place DeepSpeed puts other tensors.
+
+    Raises:
+        MisuseError: It has, as it has stepped before.
+    """
+    # Adagrad makes a state in its constructor, with a count of 0; PartitionedState.begin makes it anew.
+    if any(entry.get("step", 1) for entry in optimizer.state.values()):
+        raise MisuseError(
+            f"the {type(optimizer).__name__} has stepped before, and DeepSpeed puts other tensors in place of the "
+            "parameters that its state is of: build it in configure_optimizers"
+        )
+
+
+def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer whose state and step are on the CPU: DeepSpeed's Adam in place of torch's.
 
     Raises:
         RequestError: DeepSpeed has none that does the same.
@@ -68,48 +99,8 @@ def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
             "not: leave one of them out"
         )
     _logger.info("%s becomes DeepSpeedCPUAdam, as its state is on the CPU (offload_optimizer)", kind.__name__)
-    return _cpu_adam(optimizer, adamw_mode=kind is torch.optim.AdamW)
-
-
-def resume_exactly(optimizer: Optimizer | None) -> None:
-    """Let DeepSpeed's Adam for the CPU correct its moments by the number of the step, in each step.
-
-    By itself it multiplies powers of the betas from step to step, and computes them anew where it begins with a later
-    step: a run that goes on from a checkpoint would differ in the last digits.
-
-    Args:
-        optimizer: Another one stays as it is.
-    """
-    compiled = getattr(optimizer, "ds_opt_adam", None)
-    if compiled is not None and hasattr(compiled, "adam_update") and not isinstance(compiled, _PowersAnew):
-        optimizer.ds_opt_adam = _PowersAnew(compiled)  # type: ignore[union-attr]  # None has no such attribute
-
-
-class _PowersAnew:
-    """Compiled functions, of which ``adam_update`` forgets the step before."""
-
-    def __init__(self, compiled: Any) -> None:
-        self._compiled = compiled
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
-
-    def adam_update(self, number: int, step: int, *options_and_tensors: Any) -> Any:
-        """Update tensors in a step, after none in another that neither is nor precedes it."""
-        *options, weights, gradients, first, second = options_and_tensors
-        nothing = (tensor[:0] for tensor in (weights, gradients, first, second))
-        self._compiled.adam_update(number, step + 1, *options, *nothing)
-        return self._compiled.adam_update(number, step, *options_and_tensors)
-
-
-def _cpu_adam(optimizer: Optimizer, *, adamw_mode: bool) -> Optimizer:
-    if optimizer.state:
-        raise MisuseError(
-            f"the {type(optimizer).__name__} has stepped already, and its state cannot be offloaded: build it in "
-            "configure_optimizers"
-        )
     adam: Optimizer = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
-        [{"params": group["params"]} for group in optimizer.param_groups], adamw_mode=adamw_mode
+        [{"params": group["params"]} for group in optimizer.param_groups], adamw_mode=kind is torch.optim.AdamW
     )
     for index, group in enumerate(optimizer.param_groups):  # the same dicts, in which schedulers set learning rates
         group.update({name: value for name, value in adam.param_groups[index].items() if name not in group})
@@ -118,53 +109,88 @@ def _cpu_adam(optimizer: Optimizer, *, adamw_mode: bool) -> Optimizer:
     return adam
 
 
-@contextmanager
-def without_first_step() -> Iterator[None]:
-    """Keep DeepSpeed from stepping stage 0's optimizer in 16 bits with zero gradients when it is wrapped.
+# The optimizer that a configuration names, which DeepSpeed makes and perhaps compiles
 
-    It does so to allocate the state, decays the weights by it, and counts it in Adam's correction of the real steps.
-    """
-    wrappers = [
-        import_module("deepspeed.runtime.fp16.fused_optimizer").FP16_Optimizer,
-        import_module("deepspeed.runtime.fp16.unfused_optimizer").FP16_UnfusedOptimizer,
-    ]
-    before = [wrapper.initialize_optimizer_states for wrapper in wrappers]
-    try:
-        for wrapper in wrappers:
-            wrapper.initialize_optimizer_states = lambda _: None
-        yield
-    finally:
-        for wrapper, method in zip(wrappers, before, strict=True):
-            wrapper.initialize_optimizer_states = method
+_OF_DEEPSPEED = ("adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
+_ON_THE_CPU = {
+    "adam": "cpu_adam",
+    "adamw": "cpu_adam",
+    "muon": "cpu_adam",
+    "adagrad": "cpu_adagrad",
+    "lion": "cpu_lion",
+    "lamb": "fused_lamb",
+}
+_ON_THE_DEVICE = {"adam": "fused_adam", "adamw": "fused_adam", "lion": "fused_lion", "lamb": "fused_lamb"}
+_FOR_GPUS_ONLY = ("fused_lion", "fused_lamb")
 
 
-def keep(optimizer: Optimizer, wrapped: Any) -> None:
-    """Let what DeepSpeed has wrapped around an optimizer step this one.
-
-    In the place of torch's Adagrad stages 1 to 3 put a new one with the options of the first, without its groups, which
-    nobody else knows: schedulers and checkpoints have the first one.
-    """
-    if wrapped.optimizer is not optimizer:
-        wrapped.optimizer = optimizer
-
-
-def check_division(optimizer: Optimizer | None, stage: int, device: torch.device) -> None:
-    """Check that the optimizer gives the same results where it steps pieces of parameters.
+def check_named_optimizer(config: dict[str, Any], device_type: str, environ: Mapping[str, str], source: str) -> None:
+    """Check that DeepSpeed can make the optimizer that a configuration names, if it does.
 
     Args:
-        optimizer: None, and one of DeepSpeed's own, pass.
-        stage: Of ZeRO; from 1 on pieces of parameters, flattened, are in the place of these.
-        device: Where it steps.
+        config: As far as it is known before a run.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        environ: Has the paths of programs and of compiled operations.
+        source: The name of the configuration in error messages.
 
     Raises:
-        RequestError: It needs whole parameters.
+        RequestError: There is no such optimizer, it is not for the device, or it cannot be compiled.
     """
-    if optimizer is None or stage == 0 or type(optimizer).__module__.startswith("deepspeed."):
+    if "optimizer" not in config:
         return
-    reason = how_division_fails(optimizer, device, lambda whole: [piece.clone() for piece in whole.flatten().split(9)])
-    if reason is not None:
+    name, options = _named_optimizer(config["optimizer"], source)
+    if name.startswith("mu") and name != "muon" and importlib.util.find_spec("mup") is None:
+        raise RequestError(f"{source} names the optimizer {name!r}, which is of the package mup: pip install mup")
+    operations = _ON_THE_CPU if offloads_optimizer(config) else _ON_THE_DEVICE
+    operation = None if options.get("torch_adam") else operations.get(name)
+    if device_type == "cpu" and operation in _FOR_GPUS_ONLY:
         raise RequestError(
-            f"{type(optimizer).__name__} needs whole parameters, and stage {stage} of ZeRO lets it step flat pieces of "
-            f"them ({reason}): take an optimizer that treats each element by itself, such as torch.optim.AdamW, or "
-            "choose stage 0"
+            f"{source} names the optimizer {name!r}, which DeepSpeed has for GPUs only: name 'AdamW' or one of "
+            "torch.optim, or return one from configure_optimizers"
+        )
+    if operation is not None:
+        option = f"{source}, which names the optimizer {name!r},"
+        is_for_gpus = device_type == "cuda" and operation.startswith("fused_")
+        check_prerequisites(operation, option, environ, is_for_gpus=is_for_gpus)
+
+
+def _named_optimizer(section: Any, source: str) -> tuple[str, dict[str, Any]]:
+    """Return the name, in lower case where it is one of DeepSpeed's, and the options."""
+    name = section.get("type") if isinstance(section, dict) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            f'{source} says optimizer: {section!r}, and it must be {{"type": "AdamW", "params": {{...}}}}'
+        )
+    if name.lower() in _OF_DEEPSPEED:
+        options = section.get("params")
+        return name.lower(), options if isinstance(options, dict) else {}
+    known = [key for key, value in vars(torch.optim).items() if isinstance(value, type) and key != "Optimizer"]
+    if name not in known or name == "LBFGS":
+        near = difflib.get_close_matches(name, [*known, *_OF_DEEPSPEED], n=1)
+        hint = f"did you mean {near[0]!r}?" if near and name != "LBFGS" else "name another one"
+        raise RequestError(f"{source} names the optimizer {name!r}, with which DeepSpeed cannot train: {hint}")
+    return name, {}
+
+
+def check_one_optimizer(config: dict[str, Any], optimizer: Optimizer | None, source: str, *, is_fitting: bool) -> None:
+    """Check that the optimizer comes from the module or the configuration, and that schedulers are the module's.
+
+    Raises:
+        ConflictError: There are two.
+        RequestError: There is none, and a stage of ZeRO shards it.
+    """
+    if optimizer is not None and "optimizer" in config:
+        raise ConflictError(
+            f"{source} has an 'optimizer', and configure_optimizers returned {type(optimizer).__name__}: leave one out"
+        )
+    if "scheduler" in config:
+        raise ConflictError(
+            f"{source} has a 'scheduler', which DeepSpeed would step by itself: return the scheduler from "
+            "configure_optimizers, so that it is stepped, logged and saved like any other"
+        )
+    stage = config["zero_optimization"]["stage"]
+    if is_fitting and stage > 0 and optimizer is None and "optimizer" not in config:
+        raise RequestError(
+            f"configure_optimizers returned no optimizer, and stage {stage} of ZeRO shards one: return one, or choose "
+            "stage 0"
         )

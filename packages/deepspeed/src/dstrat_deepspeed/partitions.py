@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dstrat.interfaces.checkpoint_io import FlatShard
-from dstrat_deepspeed.nvme import GroupInFiles, group_in_files, held_elements
+from dstrat_deepspeed.nvme import GroupInFiles, group_in_files, shard_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -40,20 +40,24 @@ class Extent:
     def weights(self) -> Tensor:
         """The same elements of the parameter that the module computes with, as a view."""
         if hasattr(self.parameter, "ds_tensor"):
-            return held_elements(self.parameter)[: self.length]
+            return shard_elements(self.parameter)[: self.length]
         return self.parameter.detach().view(-1)[self.start : self.start + self.length]
+
+    def of(self, partition: Tensor) -> Tensor:
+        """Return the elements in a tensor that is laid out as the partition is, as a view."""
+        return partition.detach().view(-1)[self.offset : self.offset + self.length]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Partition:
-    """Elements of several parameters in one tensor, which the optimizer has in the place of these.
+    """Elements of several parameters in one tensor, which the optimizer has in place of these.
 
     Attributes:
         tensor: The tensor, which may be padded at its end.
         group: Index of the optimizer's group.
-        extents: What is in it; every parameter of the group is in some partition of every rank.
+        extents: Its content; every parameter of the group is in some partition of every rank.
         is_whole: Whether every rank has all elements.
-        files: Where the elements are, and the state; None is memory.
+        files: The files of the elements and the state; None is memory.
     """
 
     tensor: Tensor
@@ -68,10 +72,10 @@ class Partition:
         return self.tensor if self.files is None else self.files.weights
 
     def state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what the optimizer keeps of the elements; empty before its first step."""
-        state: dict[str, Any] = (
-            optimizer.state.get(self.tensor, {}) if self.files is None else self.files.state(optimizer)
-        )
+        """Return the optimizer's state of the elements; empty before its first step."""
+        if self.files is not None:
+            return self.files.state(optimizer)
+        state: dict[str, Any] = optimizer.state.get(self.tensor, {})
         return state
 
     def set_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -81,9 +85,9 @@ class Partition:
         else:
             self.files.set_state(optimizer, state)
 
-    def part(self, like_weights: Tensor, extent: Extent) -> Tensor | FlatShard:
+    def shard(self, like_weights: Tensor, extent: Extent) -> Tensor | FlatShard:
         """Return a parameter's elements, as a view of a tensor that is laid out as the weights are."""
-        local = like_weights.detach().view(-1)[extent.offset : extent.offset + extent.length]
+        local = extent.of(like_weights)
         if self.is_whole:
             return local.view(extent.shape)
         return FlatShard(local=local, start=extent.start, shape=extent.shape)
@@ -93,98 +97,89 @@ def partitions_of(optimizer: Any, names: Mapping[int, str]) -> list[Partition] |
     """Return this rank's partitions; None where the optimizer has the parameters themselves, as in stage 0.
 
     Args:
-        optimizer: What DeepSpeed has made of the user's optimizer.
+        optimizer: DeepSpeed's wrapper of the user's optimizer.
         names: Of the parameters, by id.
     """
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
         return list(_of_stage_3(optimizer, names))
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2
+        groups = zip(
+            optimizer.single_partition_of_fp32_groups,
+            optimizer.round_robin_bit16_groups,
+            optimizer.round_robin_bit16_offsets,
+            optimizer.real_dp_process_group,
+            strict=True,
+        )
         return [
-            Partition(tensor=flat, group=group, extents=tuple(_consecutive(pairs, flat.numel(), rank, names)))
-            for group, (flat, pairs, rank) in enumerate(_of_stages_1_and_2(optimizer))
+            Partition(tensor=flat, group=group, extents=_cut(parameters, offsets, flat.numel(), ranks.rank(), names))
+            for group, (flat, parameters, offsets, ranks) in enumerate(groups)
         ]
-    if hasattr(optimizer, "fp32_groups_flat_partition"):
+    if hasattr(optimizer, "fp32_groups_flat_partition"):  # stage 1 with weights of 16 bits and gradients of 32
+        flats = zip(
+            optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, optimizer.real_dp_process_group, strict=True
+        )
         return [
-            Partition(tensor=flat, group=group, extents=tuple(_consecutive(pairs, flat.numel(), rank, names)))
-            for group, (flat, pairs, rank) in enumerate(_of_bf16(optimizer))
-        ]
-    if hasattr(optimizer, "fp32_groups_flat"):
-        return [
-            Partition(tensor=flat, group=group, extents=tuple(_whole(parameters, names)), is_whole=True)
-            for group, (flat, parameters) in enumerate(
-                zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
+            Partition(
+                tensor=flat,
+                group=group,
+                extents=_cut(parameters, _offsets(parameters), flat.numel(), ranks.rank(), names),
             )
+            for group, (flat, parameters, ranks) in enumerate(flats)
         ]
-    if hasattr(optimizer, "fp32_groups"):
+    if hasattr(optimizer, "fp32_groups_flat"):  # stage 0 in 16 bits, with an optimizer of DeepSpeed's
+        wholes = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
         return [
-            Partition(tensor=copy, group=group, extents=tuple(_whole([parameter], names)), is_whole=True)
+            Partition(tensor=flat, group=group, extents=_whole(parameters, names), is_whole=True)
+            for group, (flat, parameters) in enumerate(wholes)
+        ]
+    if hasattr(optimizer, "fp32_groups"):  # stage 0 in 16 bits
+        return [
+            Partition(tensor=copy, group=group, extents=_whole([parameter], names), is_whole=True)
             for group, (copies, parameters) in enumerate(zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True))
             for copy, parameter in zip(copies, parameters, strict=True)
         ]
     return None
 
 
-def _whole(parameters: Iterable[Parameter], names: Mapping[int, str]) -> Iterator[Extent]:
-    """Yield parameters that follow each other, all of them on every rank."""
-    reached = 0
+def _offsets(parameters: Iterable[Parameter]) -> list[int]:
+    """Return the positions of parameters that follow each other."""
+    offsets, end = [], 0
     for parameter in parameters:
-        yield Extent(
-            name=names[id(parameter)],
-            parameter=parameter,
-            shape=tuple(parameter.shape),
-            start=0,
-            offset=reached,
-            length=parameter.numel(),
-        )
-        reached += parameter.numel()
+        offsets.append(end)
+        end += parameter.numel()
+    return offsets
 
 
-def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, list[tuple[Parameter, int]], int]]:
-    groups = zip(
-        optimizer.single_partition_of_fp32_groups,
-        optimizer.round_robin_bit16_groups,
-        optimizer.round_robin_bit16_offsets,
-        optimizer.real_dp_process_group,
-        strict=True,
-    )
-    for flat, parameters, offsets, process_group in groups:
-        yield flat, list(zip(parameters, offsets, strict=True)), process_group.rank()
+def _whole(parameters: list[Parameter], names: Mapping[int, str]) -> tuple[Extent, ...]:
+    """Return parameters that follow each other, all of them on every rank."""
+    return _cut(parameters, _offsets(parameters), sum(parameter.numel() for parameter in parameters), 0, names)
 
 
-def _of_bf16(optimizer: Any) -> Iterator[tuple[Tensor, list[tuple[Parameter, int]], int]]:
-    groups = zip(
-        optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, optimizer.real_dp_process_group, strict=True
-    )
-    for flat, parameters, process_group in groups:
-        pairs, reached = [], 0
-        for parameter in parameters:
-            pairs.append((parameter, reached))
-            reached += parameter.numel()
-        yield flat, pairs, process_group.rank()
-
-
-def _consecutive(
-    parameters: Iterable[tuple[Parameter, int]], size: int, rank: int, names: Mapping[int, str]
-) -> Iterator[Extent]:
-    """Yield what a rank has of parameters that follow each other, of which each rank has as many elements."""
-    for parameter, offset in parameters:
+def _cut(
+    parameters: Iterable[Parameter], offsets: Iterable[int], size: int, rank: int, names: Mapping[int, str]
+) -> tuple[Extent, ...]:
+    """Return a rank's elements of parameters at offsets in one tensor, of which each rank has as many elements."""
+    extents = []
+    for parameter, offset in zip(parameters, offsets, strict=True):
         low = min(max(rank * size, offset), offset + parameter.numel())
         high = max(low, min((rank + 1) * size, offset + parameter.numel()))
-        yield Extent(
-            name=names[id(parameter)],
-            parameter=parameter,
-            shape=tuple(parameter.shape),
-            start=low - offset,
-            offset=low - rank * size if high > low else 0,
-            length=high - low,
+        extents.append(
+            Extent(
+                name=names[id(parameter)],
+                parameter=parameter,
+                shape=tuple(parameter.shape),
+                start=low - offset,
+                offset=low - rank * size if high > low else 0,
+                length=high - low,
+            )
         )
+    return tuple(extents)
 
 
 def _of_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[Partition]:
-    for number, (flat, parameters) in enumerate(
-        zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
-    ):
-        extents, reached = [], 0
+    groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
+    for number, (flat, parameters) in enumerate(groups):
+        extents, offset = [], 0
         for parameter in parameters:
             shard = shard_of_stage_3(parameter)
             extents.append(
@@ -193,11 +188,11 @@ def _of_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[Partition]
                     parameter=parameter,
                     shape=shard.shape,
                     start=shard.start,
-                    offset=reached,
+                    offset=offset,
                     length=shard.local.numel(),
                 )
             )
-            reached += parameter.partition_numel()
+            offset += parameter.partition_numel()
         yield Partition(
             tensor=flat,
             group=optimizer.sub_group_to_group_id[number],
@@ -207,8 +202,8 @@ def _of_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[Partition]
 
 
 def shard_of_stage_3(parameter: Any) -> FlatShard:
-    """Return what this rank holds of a parameter that stage 3 has split, without the padding."""
+    """Return this rank's shard of a parameter that stage 3 has split, without the padding."""
     size, numel = parameter.partition_numel(), parameter.ds_numel
     start = min(parameter.ds_process_group.rank() * size, numel)
-    local = held_elements(parameter)[: min(size, numel - start)]
+    local = shard_elements(parameter)[: min(size, numel - start)]
     return FlatShard(local=local, start=start, shape=tuple(parameter.ds_shape))

@@ -1,153 +1,104 @@
-"""DeepSpeed as a library: imported for the right hardware, quiet, bound to the open process group."""
+"""DeepSpeed as a library: imported for the right hardware, quiet, with the extensions that it compiles."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import ctypes.util
+import importlib.util
 import logging
 import os
+import resource
+import runpy
+import shutil
+import sys
+import sysconfig
 import warnings
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 
 from dstrat.errors import ConflictError, RequestError
+from dstrat_deepspeed import internals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from datetime import timedelta
 
-
+_logger = logging.getLogger(__name__)
 _ACCELERATOR_VARIABLE = "DS_ACCELERATOR"
-_COMPATIBLE = "__compatible_ops__"
-_NOT_OURS: tuple[tuple[str, type[Warning]], ...] = (
+_IGNORED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # torch 2.13 has other names for the collectives
     (r".torch\.distributed\.\w+. is deprecated", FutureWarning),
-    # DeepSpeed imports parts of torch that raise these themselves; from torch 2.15 on the second one
+    # DeepSpeed imports modules of torch that raise these themselves; from torch 2.15 on the second one
     (r".torch\.jit\.\w+. is deprecated", DeprecationWarning),
     (r".torch\.jit\.\w+. is deprecated", FutureWarning),
     # stage 0 makes sparse gradients of their averaged parts
     (r"Sparse invariant checks are implicitly disabled", UserWarning),
 )
-_SAID_ALREADY = (
+_IGNORED_MESSAGES = (
     "ZeRO with an untested optimizer",  # zero_allow_untested_optimizer allows it
     "OVERFLOW! Skipping step. Gradients are non-finite",  # the strategy logs "step skipped"
 )
 
 
 def load_deepspeed(device_type: str, logging_level: int) -> Any:
-    """Import DeepSpeed for a type of hardware, and let its log follow ours.
-
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
-        logging_level: The least level of its messages.
+    """Import DeepSpeed for ``"cpu"`` or ``"cuda"``, and pass its messages on from a level.
 
     Raises:
-        ConflictError: It has been imported, or asked for in the environment, for other hardware.
+        ConflictError: It has been imported, or requested in the environment, for other hardware.
     """
-    asked = os.environ.get(_ACCELERATOR_VARIABLE)
-    if asked not in (None, device_type):
+    requested = os.environ.get(_ACCELERATOR_VARIABLE)
+    if requested not in (None, device_type):
         raise ConflictError(
-            f"{_ACCELERATOR_VARIABLE} is {asked!r}, and the accelerator computes on {device_type!r}: leave it unset"
+            f"{_ACCELERATOR_VARIABLE} is {requested!r}, and the accelerator computes on {device_type!r}: leave it unset"
         )
     with environment({_ACCELERATOR_VARIABLE: device_type}), quiet_warnings():
         deepspeed = import_module("deepspeed")
-        found = import_module("deepspeed.accelerator").get_accelerator().device_name()
-        compile_muon_late()
-    if found != device_type:
+        loaded = import_module("deepspeed.accelerator").get_accelerator().device_name()
+        internals.compile_muon_late()
+    if loaded != device_type:
         raise ConflictError(
-            f"DeepSpeed was imported for {found!r} before, and the accelerator computes on {device_type!r}: "
+            f"DeepSpeed was imported for {loaded!r} before, and the accelerator computes on {device_type!r}: "
             f"set {_ACCELERATOR_VARIABLE}={device_type} before the program starts"
         )
-    _follow_our_log(logging_level)
+    logger = logging.getLogger("DeepSpeed")
+    for handler in list(logger.handlers):  # they write on stdout
+        logger.removeHandler(handler)
+    logger.propagate = True
+    logger.addFilter(_is_worth_logging)
+    logger.setLevel(logging_level)
     return deepspeed
 
 
-def _follow_our_log(level: int) -> None:
-    """Let DeepSpeed's logger pass its messages on, rather than write them on stdout."""
-    logger = logging.getLogger("DeepSpeed")
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-    logger.propagate = True
-    logger.addFilter(_is_news)
-    logger.setLevel(level)
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Return whether a message is neither about an option of the user's nor logged by the strategy too."""
+    return not any(text in str(record.msg) for text in _IGNORED_MESSAGES)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return whether a message says what the user has not chosen, and what no line of ours says."""
-    return not any(part in str(record.msg) for part in _SAID_ALREADY)
-
-
-def log_level(given: Any) -> int:
+def log_level(value: Any) -> int:
     """Return a level of logging from its number or its name, such as ``"info"``.
 
     Raises:
         RequestError: There is no such level.
     """
-    level = logging.getLevelName(given.upper()) if isinstance(given, str) else given
+    level = logging.getLevelName(value.upper()) if isinstance(value, str) else value
     if isinstance(level, bool) or not isinstance(level, int):
         raise RequestError(
-            f"logging_level {given!r} is not possible: give 'debug', 'info', 'warning', 'error' or a number of logging"
+            f"logging_level {value!r} is not possible: give 'debug', 'info', 'warning', 'error' or a number of logging"
         )
     return level
 
 
 @contextmanager
 def running(deepspeed: Any, *, local_rank: int, local_size: int, timeout: timedelta) -> Iterator[None]:
-    """Let DeepSpeed communicate, in a ``with`` block, through the process group that is open.
-
-    Args:
-        deepspeed: The library.
-        local_rank: Rank of this process on its machine, which DeepSpeed asks the environment for.
-        local_size: Ranks on the machine; without it DeepSpeed runs ``numactl`` on CPUs in each step of stage 3.
-        timeout: How long a collective waits for the other ranks, in groups that DeepSpeed makes too.
-    """
-    _count_parameters_anew()
-    with environment({"LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(local_size)}), quiet_warnings():
-        with _without_shared_memory(deepspeed):
-            deepspeed.comm.init_distributed(
-                deepspeed.accelerator.get_accelerator().communication_backend_name(),
-                auto_mpi_discovery=False,
-                dist_init_required=False,
-                verbose=False,
-            )
-        comm: Any = import_module("deepspeed.comm.comm")
-        comm.cdb.new_group = partial(dist.new_group, timeout=timeout)
-        try:
-            yield
-        finally:
-            _forget_process_group()
-
-
-def _count_parameters_anew() -> None:
-    """Reset what stage 3 counts of all runs of a process, which may differ between ranks after one that failed."""
-    init: Any = import_module("deepspeed.runtime.zero.partition_parameters").Init
-    init.param_id = init.num_persisted_parameters = init.num_persisted_elements = 0
-
-
-@contextmanager
-def _without_shared_memory(deepspeed: Any) -> Iterator[None]:
-    """Keep DeepSpeed from compiling its communication through shared memory, which is for inference."""
-    known = vars(deepspeed.ops)
-    before = known.get(_COMPATIBLE)
-    known[_COMPATIBLE] = {**(before or {}), "deepspeed_shm_comm": False}
-    try:
+    """Let DeepSpeed communicate through the open process group in a ``with`` block."""
+    # DeepSpeed reads the rank here.  Without the size it runs numactl on CPUs in each step of stage 3.
+    variables = {"LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(local_size)}
+    with environment(variables), quiet_warnings(), internals.bound_process_group(deepspeed, timeout):
         yield
-    finally:
-        if before is None:
-            del known[_COMPATIBLE]  # found out by DeepSpeed, with compilers, when it is asked for
-        else:
-            known[_COMPATIBLE] = before
-
-
-def _forget_process_group() -> None:
-    """Let DeepSpeed forget the process group and those that it has made of it; nothing is closed."""
-    import_module("deepspeed.utils.groups")._release_process_group_references()  # noqa: SLF001 - the public way closes the group too
-    comm: Any = import_module("deepspeed.comm.comm")
-    comm.cdb = None
 
 
 @contextmanager
@@ -167,88 +118,135 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def quiet_warnings() -> Iterator[None]:
-    """Silence in a ``with`` block the warnings about how DeepSpeed uses torch, which its users cannot change."""
+    """Ignore warnings about DeepSpeed's use of torch in a ``with`` block; its users cannot change that."""
     before = list(warnings.filters)
-    for message, category in _NOT_OURS:
+    for message, category in _IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
     added = [entry for entry in warnings.filters if entry not in before]
     try:
         yield
     finally:
+        # catch_warnings() would also undo the filters that the training sets meanwhile.
         for entry in added:
             if entry in warnings.filters:
                 cast("list[Any]", warnings.filters).remove(entry)
 
 
-# Keeping DeepSpeed from loading torch's compiler, which takes a second in each rank, before somebody needs it.
+# Extensions that DeepSpeed compiles when they are first used
+
+_ASYNC_IO, _PIN_MEMORY = "async_io", "pin_memory"
+_EXTENSIONS_DIR = "TORCH_EXTENSIONS_DIR"
+_CAP_IPC_LOCK = 14  # Linux's number of the capability to lock any amount of memory
 
 
-_MUON = "deepspeed.runtime.zero.muon.original_muon"
-
-
-def compile_muon_late() -> None:
-    """Import DeepSpeed's Muon so that its functions are compiled when they are called first.
-
-    DeepSpeed imports it for every optimizer, to see whether it is one, and decorates them with ``torch.compile``.
-    """
-    compiler: Any = import_module("deepspeed.runtime.compiler")
-    before = compiler.compile
-    compiler.compile = lambda: _compiled_when_called
-    try:
-        import_module(_MUON)
-    finally:
-        compiler.compile = before
-
-
-def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: list[Callable[..., Any]] = []
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a part of another one, which compiles it too
-            return function(*args, **kwargs)
-        if not compiled:
-            compiled.append(torch.compile(function))
-        return compiled[0](*args, **kwargs)
-
-    return call
-
-
-# DeepSpeed's own activation checkpointing, which has its settings in globals.
-
-
-_GLOBALS = (
-    "CONTIGUOUS_CHECKPOINTING",
-    "CPU_CHECKPOINT",
-    "PARTITION_ACTIVATIONS",
-    "PROFILE_TIME",
-    "SYNCHRONIZE",
-    "deepspeed_checkpointing_enabled",
-    "num_layers",
-)
-
-
-@contextmanager
-def activation_checkpointing(deepspeed: Any, section: Mapping[str, Any]) -> Iterator[None]:
-    """Let ``deepspeed.checkpointing.checkpoint`` follow a configuration in a ``with`` block.
+def check_prerequisites(operation: str, option: str, environ: Mapping[str, str], *, is_for_gpus: bool = False) -> None:
+    """Check that DeepSpeed has compiled an operation, or can.
 
     Args:
-        deepspeed: The library.
-        section: ``activation_checkpointing`` of a configuration.
+        operation: Its name, ``"cpu_adam"``, ``"fused_adam"`` or ``"async_io"``.
+        option: The request that needs it, for error messages.
+        environ: Has the paths of programs and of compiled operations.
+        is_for_gpus: Whether it is written in CUDA.
+
+    Raises:
+        RequestError: Something is missing; the message says how to get it.
     """
-    checkpointing = deepspeed.checkpointing
-    before = {name: getattr(checkpointing, name) for name in _GLOBALS}
-    try:
-        checkpointing.configure(
-            None,
-            partition_activations=section.get("partition_activations"),
-            contiguous_checkpointing=section.get("contiguous_memory_optimization"),
-            num_checkpoints=section.get("number_checkpoints"),
-            checkpoint_in_cpu=section.get("cpu_checkpointing"),
-            synchronize=section.get("synchronize_checkpoint_boundary"),
-            profile=section.get("profile"),
+    if _was_installed(operation):
+        return
+    missing = _missing_tools(operation, environ)
+    if is_for_gpus and not _has_nvcc(environ):
+        missing.append("there is no nvcc: install the CUDA toolkit, and name its folder in CUDA_HOME")
+    if missing:
+        raise RequestError(f"{option} needs DeepSpeed's {operation}, to be compiled once, and {'; '.join(missing)}")
+    if not is_compiled(operation, environ):  # if it is, torch runs ninja all the same, which sees that nothing changed
+        folder = build_folder(operation, environ)
+        _logger.info("%s needs DeepSpeed's %s, which is compiled into %s, for some minutes", option, operation, folder)
+    for lock in (build_folder(name, environ) / "lock" for name in _extensions(operation)):
+        if lock.exists():  # torch waits for it without a word, and without an end if its process was killed
+            _logger.warning("%s exists: a process is compiling, or was killed; if none is, rm %s", lock, lock)
+
+
+def is_compiled(operation: str, environ: Mapping[str, str]) -> bool:
+    """Return whether an operation has been compiled before, for this Python, and can be loaded at once."""
+    folders = [build_folder(name, environ) for name in _extensions(operation)]
+    is_built = all((folder / f"{folder.name}.so").exists() and not (folder / "lock").exists() for folder in folders)
+    return is_built or _was_installed(operation)
+
+
+def _extensions(operation: str) -> tuple[str, ...]:
+    return (_PIN_MEMORY, operation) if operation == _ASYNC_IO else (operation,)
+
+
+def build_folder(operation: str, environ: Mapping[str, str]) -> Path:
+    """Return the folder that torch compiles an operation in."""
+    if environ.get(_EXTENSIONS_DIR):
+        return Path(environ[_EXTENSIONS_DIR]) / operation
+    version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    hardware = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache")
+    return cache / "torch_extensions" / f"{version}_{hardware}" / operation
+
+
+def programs_path(environ: Mapping[str, str]) -> str:
+    """Return the search path with the programs of this Python's environment, such as its ninja, at its end."""
+    return os.pathsep.join([environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+
+
+def _was_installed(operation: str) -> bool:
+    """Return whether the operation was compiled when DeepSpeed was installed (``DS_BUILD_CPU_ADAM=1``)."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        return False
+    record = Path(spec.origin).with_name("git_version_info_installed.py")
+    return bool(record.exists() and runpy.run_path(str(record)).get("installed_ops", {}).get(operation))
+
+
+def _missing_tools(operation: str, environ: Mapping[str, str]) -> list[str]:
+    """Return what is missing for a build, each with the command that installs it."""
+    path = programs_path(environ)
+    compiler = environ.get("CXX", "g++")
+    missing = []
+    if shutil.which(compiler, path=path) is None:
+        missing.append(f"there is no C++ compiler {compiler!r}: apt install g++, or name another one in CXX")
+    if shutil.which("ninja", path=path) is None:
+        missing.append("there is no ninja: pip install ninja")
+    if operation == _ASYNC_IO and not _has_libaio(environ):
+        missing.append("there is no libaio: apt install libaio-dev, or name its folders in CPATH and LIBRARY_PATH")
+    return missing
+
+
+def _has_nvcc(environ: Mapping[str, str]) -> bool:
+    toolkit = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    if toolkit is None and shutil.which("nvcc", path=programs_path(environ)) is not None:
+        return True
+    return (Path(toolkit or "/usr/local/cuda") / "bin" / "nvcc").exists()
+
+
+def _has_libaio(environ: Mapping[str, str]) -> bool:
+    headers = ["/usr/include", "/usr/local/include", *environ.get("CPATH", "").split(os.pathsep)]
+    libraries = filter(None, environ.get("LIBRARY_PATH", "").split(os.pathsep))
+    has_library = ctypes.util.find_library("aio") or any(Path(folder, "libaio.so").exists() for folder in libraries)
+    return bool(has_library) and any(Path(folder, "libaio.h").exists() for folder in filter(None, headers))
+
+
+def check_lockable(size: int, option: str, hint: str) -> None:
+    """Check that this process may lock so many bytes of memory, which DeepSpeed ends with an abort where it may not.
+
+    Raises:
+        RequestError: It may lock less; the message has the option that needs it and the hint.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and size > limit and not _may_lock_any():
+        raise RequestError(
+            f"{option} locks {size / 2**20:,.0f} MiB of memory in each rank, and {limit / 2**20:,.0f} MiB are allowed: "
+            f"raise the limit (ulimit -l, or memlock in /etc/security/limits.conf), or {hint}"
         )
-        yield
-    finally:
-        checkpointing.reset()
-        vars(checkpointing).update(before)
+
+
+def _may_lock_any() -> bool:
+    with contextlib.suppress(OSError):
+        # The file begins with the name of the program, which may have any bytes.
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    return False

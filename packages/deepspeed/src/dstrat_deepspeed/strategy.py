@@ -13,18 +13,17 @@ from torch import Tensor
 from dstrat.errors import MisuseError
 from dstrat.parallel.collectives import take_from_first_rank
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat_deepspeed import internals
 from dstrat_deepspeed.checkpoint import CheckpointedStrategy
 from dstrat_deepspeed.config import Configuration
 from dstrat_deepspeed.engine import Engine, StepModule
 from dstrat_deepspeed.nvme import free_buffers, read_once, swappers_of
-from dstrat_deepspeed.optimizers import check_division, only_optimizer, optimizer_for_cpu, resume_exactly
+from dstrat_deepspeed.optimizers import check_division, check_unstepped, only_optimizer, optimizer_for_cpu
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
-from dstrat_deepspeed.prerequisites import programs_path
-from dstrat_deepspeed.restore_module import ModuleSnapshot, rematerialize, restore_linear
-from dstrat_deepspeed.runtime import activation_checkpointing, environment, load_deepspeed, log_level, running
+from dstrat_deepspeed.runtime import environment, load_deepspeed, log_level, programs_path, running
+from dstrat_deepspeed.user_module import FixedFlags, ModuleSnapshot, OutsideChanges, rematerialize
 from dstrat_deepspeed.validation import check_clipping, check_state_buffers, uses_cpu_optimizer
-from dstrat_deepspeed.weight_changes import FixedFlags, OutsideChanges
-from dstrat_deepspeed.zero3 import ScalarsAsBytes, check_layers, lay_out, shard, sharded_creation
+from dstrat_deepspeed.zero3 import check_layers, shard, sharded_creation, store_by_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +39,9 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
+    from dstrat_deepspeed.optimizer_state import PartitionedState
+
+_HAS_MASTER_WEIGHTS = ("bf16-true", "16-mixed")  # precisions in which the optimizer has copies of the parameters
 
 
 class DeepSpeedStrategy(CheckpointedStrategy):
@@ -104,12 +106,11 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self.evaluates_together = self.stage == 3  # each step gathers parameters
         self.allows_inference_mode = self.stage != 3  # a forward pass in it breaks the next training step
         self._logging_level = log_level(logging_level)
-        self._is_first_batch = True
         self._skipped_steps: int | None = None
         self._deepspeed: Any = None
         self._engine: Engine | None = None
         self._flags: FixedFlags | None = None
-        self._footprint: ModuleSnapshot | None = None
+        self._snapshot: ModuleSnapshot | None = None
         self._has_failed = False
         self._running = ExitStack()
 
@@ -145,7 +146,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             "_engine": None,
             "_changes": None,
             "_flags": None,
-            "_footprint": None,
+            "_snapshot": None,
             "_running": ExitStack(),
         }
 
@@ -155,7 +156,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._deepspeed = load_deepspeed(self.root_device.type, self._logging_level)
         super().setup_environment()
         self._running = ExitStack()
-        self._running.enter_context(self._configuration.own_folders())
+        self._running.enter_context(self._configuration.run_folders())
         self._running.enter_context(
             running(
                 self._deepspeed,
@@ -175,7 +176,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
     def model_to_device(self) -> None:
         """Move the module to the device; with stage 3 its parameters follow one by one, when they are sharded."""
         rematerialize(self.module, is_global_zero=self.is_global_zero)
-        self._footprint = ModuleSnapshot(self.module)
+        self._snapshot = ModuleSnapshot(self.module)
         if self.stage != 3:
             super().model_to_device()
             return
@@ -201,16 +202,19 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         config = self._configuration.of_run(trainer, optimizer, flag=flag, world_size=self.world_size)
         check_division(optimizer, self.stage, self.root_device)
         if optimizer is not None:
+            if self.stage > 0 or flag in _HAS_MASTER_WEIGHTS:
+                check_unstepped(optimizer)
             check_state_buffers(config, optimizer.param_groups, self.world_size)
         if "activation_checkpointing" in config:
-            self._running.enter_context(activation_checkpointing(self._deepspeed, config["activation_checkpointing"]))
-        lay_out(self.module)
+            section = config["activation_checkpointing"]
+            self._running.enter_context(internals.activation_checkpointing(self._deepspeed, section))
+        store_by_rows(self.module)
         take_from_first_rank(self.module.buffers())  # DeepSpeed sees to the parameters only
         if self.stage == 3:
-            with ScalarsAsBytes():
+            with internals.scalars_as_bytes():
                 shard(self._deepspeed, self.module, config)
             read_once(self.module)
-        with ScalarsAsBytes(), environment({"PATH": programs_path(os.environ)}):  # where it may compile
+        with internals.scalars_as_bytes(), environment({"PATH": programs_path(os.environ)}):  # where it may compile
             if optimizer is not None and uses_cpu_optimizer(config):
                 optimizer = optimizer_for_cpu(optimizer)
             self._engine = Engine(
@@ -222,20 +226,19 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             )
         if optimizer is None:  # the configuration may name one
             check_division(self._engine.optimizer, self.stage, self.root_device)
-        resume_exactly(self._engine.optimizer)
         self.model = self._engine.engine
         self.optimizers = [] if self._engine.optimizer is None else [self._engine.optimizer]
-        self._take_first_state()
-        self._watch_weights()
-
-    def _watch_weights(self) -> None:
         state = self._partitioned(self.optimizers[0]) if self.optimizers else None
         if state is not None:
-            names = self._names()
-            parameters = {names[id(parameter)]: parameter for parameter in self.module.parameters()}
-            watched = {name: p for name, p in parameters.items() if p.requires_grad or self.stage == 3}
-            self._changes = OutsideChanges(watched, state)
-            self._flags = FixedFlags(parameters)
+            state.begin()
+            self._watch_weights(state)
+
+    def _watch_weights(self, state: PartitionedState) -> None:
+        names = self._names()
+        parameters = {names[id(parameter)]: parameter for parameter in self.module.parameters()}
+        watched = {name: p for name, p in parameters.items() if p.requires_grad or self.stage == 3}
+        self._changes = OutsideChanges(watched, state)
+        self._flags = FixedFlags(parameters)
 
     def on_exception(self, exception: BaseException) -> None:
         self._has_failed = True
@@ -256,9 +259,9 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         finally:
             self._close_engine(can_gather=can_gather)
             super().teardown()
-            if self._footprint is not None:
-                self._footprint.leave_shapes()
-                self._footprint = None
+            if self._snapshot is not None:
+                self._snapshot.leave_shapes()
+                self._snapshot = None
 
     def _close_engine(self, *, can_gather: bool) -> None:
         """Give the module back, of stage 3 to rank 0, unless other ranks may be gone; collective where it gathers."""
@@ -267,26 +270,22 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._state = self._state_of = None
         if engine is not None:
             self._skipped_steps = engine.skipped_steps
-        self._is_first_batch = True
         with ExitStack() as ending:  # does the last one first, and the others also where one fails
             ending.callback(self._running.close)
-            ending.callback(restore_linear)
-            if self._footprint is not None:
+            ending.callback(internals.restore_linear)
+            if self._snapshot is not None:
                 ending.callback(free_buffers, swappers_of(self.module))
-                ending.callback(self._footprint.remove)
+                ending.callback(self._snapshot.remove)
             if engine is not None:
                 self.model = self.module
                 ending.callback(engine.close)
-            if self._footprint is not None and can_gather:
-                self._footprint.gather(keeps=self.is_global_zero)
+            if self._snapshot is not None and can_gather:
+                self._snapshot.gather(keeps=self.is_global_zero)
 
     # Steps
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if name == "training_step":
-            if self._is_first_batch:
-                self._is_first_batch = False
-                self._configuration.check_batch(args[0])
             if self._flags is not None:
                 self._flags.check()
             self._accept_changes()

@@ -1,0 +1,470 @@
+"""DeepSpeed's internals: each private name that is read, called or replaced, and why.
+
+All of it was read in DeepSpeed 0.19.8, and ``plugin.py`` requires 0.19.  A section is the subject of a module.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from datetime import timedelta
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+
+class ReplacedMethod(TorchFunctionMode):
+    """A context in which a tensor's method is another function; what that calls itself is not replaced.
+
+    Args:
+        method: Of ``torch.Tensor``.
+        replacement: Called in its place.
+    """
+
+    def __init__(self, method: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+        super().__init__()
+        self._method, self._replacement = method, replacement
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        called = self._replacement if function is self._method else function
+        return called(*args, **(kwargs or {}))
+
+
+# The library and the process group: for runtime.py
+
+_MUON = "deepspeed.runtime.zero.muon.original_muon"
+_COMPATIBLE = "__compatible_ops__"
+_ACTIVATION_GLOBALS = (
+    "CONTIGUOUS_CHECKPOINTING",
+    "CPU_CHECKPOINT",
+    "PARTITION_ACTIVATIONS",
+    "PROFILE_TIME",
+    "SYNCHRONIZE",
+    "deepspeed_checkpointing_enabled",
+    "num_layers",
+)
+
+
+def compile_muon_late() -> None:
+    """Import DeepSpeed's Muon so that its functions are compiled when they are called first."""
+    # DeepSpeed imports it for every optimizer, to see whether it is one.  Its functions are decorated with
+    # torch.compile, and loading the compiler takes a second in each rank.
+    compiler: Any = import_module("deepspeed.runtime.compiler")
+    original = compiler.compile
+    compiler.compile = lambda: compiled_when_called
+    try:
+        import_module(_MUON)
+    finally:
+        compiler.compile = original
+
+
+def compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is compiled in its first call."""
+    compiled = functools.cache(lambda: torch.compile(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inlined into another function, which is compiled with it
+            return function(*args, **kwargs)
+        return compiled()(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def bound_process_group(deepspeed: Any, timeout: timedelta) -> Iterator[None]:
+    """Let DeepSpeed communicate through the open process group in a ``with`` block, and close nothing at its end."""
+    # Stage 3 counts parameters over all runs of a process.  After a run that failed the counts differ between ranks,
+    # and with them the ids by which ranks name a parameter.
+    init: Any = import_module("deepspeed.runtime.zero.partition_parameters").Init
+    init.param_id = init.num_persisted_parameters = init.num_persisted_elements = 0
+    with _without_shared_memory(deepspeed):
+        deepspeed.comm.init_distributed(
+            deepspeed.accelerator.get_accelerator().communication_backend_name(),
+            auto_mpi_discovery=False,
+            dist_init_required=False,
+            verbose=False,
+        )
+    comm: Any = import_module("deepspeed.comm.comm")
+    comm.cdb.new_group = partial(dist.new_group, timeout=timeout)  # else DeepSpeed's groups wait for 30 minutes
+    try:
+        yield
+    finally:
+        # destroy_process_group(), the public way, closes the group too, which is the strategy's.
+        import_module("deepspeed.utils.groups")._release_process_group_references()
+        comm.cdb = None
+
+
+@contextmanager
+def _without_shared_memory(deepspeed: Any) -> Iterator[None]:
+    """Keep DeepSpeed from compiling its communication through shared memory, which inference uses, for minutes."""
+    known = vars(deepspeed.ops)
+    original = known.get(_COMPATIBLE)
+    known[_COMPATIBLE] = {**(original or {}), "deepspeed_shm_comm": False}
+    try:
+        yield
+    finally:
+        if original is None:
+            del known[_COMPATIBLE]  # DeepSpeed fills it, with compilers, on the next look-up
+        else:
+            known[_COMPATIBLE] = original
+
+
+@contextmanager
+def activation_checkpointing(deepspeed: Any, section: Mapping[str, Any]) -> Iterator[None]:
+    """Let ``deepspeed.checkpointing.checkpoint`` follow a section of the configuration in a ``with`` block."""
+    # Its settings are globals of a module, and its reset() leaves most of them to the next run of the process.
+    checkpointing = deepspeed.checkpointing
+    settings = {name: getattr(checkpointing, name) for name in _ACTIVATION_GLOBALS}
+    try:
+        checkpointing.configure(
+            None,
+            partition_activations=section.get("partition_activations"),
+            contiguous_checkpointing=section.get("contiguous_memory_optimization"),
+            num_checkpoints=section.get("number_checkpoints"),
+            checkpoint_in_cpu=section.get("cpu_checkpointing"),
+            synchronize=section.get("synchronize_checkpoint_boundary"),
+            profile=section.get("profile"),
+        )
+        yield
+    finally:
+        checkpointing.reset()
+        vars(checkpointing).update(settings)
+
+
+def release_groups(engine: Any) -> None:
+    """Take the process groups out of an object of DeepSpeed's, and out of those that it refers to."""
+    # A group closes, and the other ranks notice that this one has failed, only when nothing holds it any more.  A
+    # traceback keeps the engine alive.
+    pending, seen = [engine], {id(engine)}
+    while pending:
+        attributes = vars(pending.pop())
+        for name, value in list(attributes.items()):
+            values = list(value.values()) if isinstance(value, dict) else value
+            if any(
+                isinstance(each, dist.ProcessGroup)
+                for each in (values if isinstance(values, list | tuple) else [values])
+            ):
+                attributes[name] = None
+            is_deepspeeds = type(value).__module__.startswith("deepspeed.") and hasattr(value, "__dict__")
+            if is_deepspeeds and id(value) not in seen:
+                seen.add(id(value))
+                pending.append(value)
+
+
+# The engine: for engine.py
+
+
+@contextmanager
+def without_first_step() -> Iterator[None]:
+    """Keep DeepSpeed from stepping stage 0's optimizer in 16 bits when it is wrapped."""
+    # It does so with gradients of zero, to allocate the state.  The step decays the weights, and counts in Adam's
+    # correction of all others.
+    wrappers = [
+        import_module("deepspeed.runtime.fp16.fused_optimizer").FP16_Optimizer,
+        import_module("deepspeed.runtime.fp16.unfused_optimizer").FP16_UnfusedOptimizer,
+    ]
+    originals = [wrapper.initialize_optimizer_states for wrapper in wrappers]
+    try:
+        for wrapper in wrappers:
+            wrapper.initialize_optimizer_states = lambda _: None
+        yield
+    finally:
+        for wrapper, original in zip(wrappers, originals, strict=True):
+            wrapper.initialize_optimizer_states = original
+
+
+def keep_optimizer(optimizer: Optimizer, wrapped: Any) -> None:
+    """Let what DeepSpeed has made of an optimizer step the optimizer itself."""
+    # Stages 1 to 3 replace torch's Adagrad by a new one, without the groups, which schedulers and checkpoints lack.
+    if wrapped.optimizer is not optimizer:
+        wrapped.optimizer = optimizer
+
+
+def set_clipping(engine: Any, clip_val: float) -> None:
+    """Set the norm by which the next step clips; 0 is none."""
+    # The configuration has one value for a whole training, and the Trainer's hooks may pass another in each step.
+    engine._config.gradient_clipping = clip_val
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = clip_val
+
+
+def prepare_manual_backward(engine: Any, loss: Tensor) -> None:
+    """Let the engine see a backward pass that is made within a step."""
+    # DeepSpeed's own forward does this to what it returns, for the backward pass that comes after it.
+    if hasattr(engine.optimizer, "clear_backward_seen_flag"):
+        engine.optimizer.clear_backward_seen_flag()
+    import_module("deepspeed.runtime.utils").register_output_backward_hooks(loss, engine._backward_prologue)
+
+
+def forget_partial_gradients(optimizer: Any) -> None:
+    """Clear the gradients of a step that was not made, which the optimizer keeps beside those of parameters."""
+    optimizer.zero_grad()
+    for partial_gradients in ("averaged_gradients", "all_grad_tensors"):
+        groups = getattr(optimizer, partial_gradients, {})
+        for group in groups:
+            groups[group] = None
+
+
+def correct_by_step(optimizer: Any) -> None:
+    """Let DeepSpeed's Adam for the CPU compute its correction from the number of each step."""
+    # By itself it multiplies powers of the betas from step to step, and computes them anew where it begins with a
+    # later step: a run that goes on from a checkpoint would differ in the last digits.
+    compiled = getattr(optimizer, "ds_opt_adam", None)
+    if compiled is not None and hasattr(compiled, "adam_update") and not isinstance(compiled, _StatelessAdam):
+        optimizer.ds_opt_adam = _StatelessAdam(compiled)
+
+
+class _StatelessAdam:
+    """Compiled functions of Adam, of which ``adam_update`` does not go on from the step before."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+    def adam_update(self, number: int, step: int, *options_and_tensors: Any) -> Any:
+        """Update tensors; an update of nothing comes before, in a step that this one does not follow."""
+        *options, weights, gradients, first, second = options_and_tensors
+        nothing = (tensor[:0] for tensor in (weights, gradients, first, second))
+        self._compiled.adam_update(number, step + 1, *options, *nothing)
+        return self._compiled.adam_update(number, step, *options_and_tensors)
+
+
+def share_memory(optimizer: Any) -> None:
+    """Let the optimizer of stages 1 and 2 update the module's own weights, of which it has an equal copy."""
+    # A change of the weights is then one of what the optimizer goes on with, and the memory of the copy is free.
+    flats: Iterable[Tensor] = getattr(optimizer, "single_partition_of_fp32_groups", ())
+    if not flats or optimizer.cpu_offload:
+        return
+    groups = zip(flats, optimizer.parallel_partitioned_bit16_groups, optimizer.real_dp_process_group, strict=True)
+    for flat, partitions, group in groups:
+        weights = partitions[group.rank()]
+        if weights.dtype == flat.dtype and weights.device == flat.device:
+            flat.data = weights.data
+    optimizer._link_all_hp_params()  # safe_get_full_grad and its like read through links to the old memory
+
+
+# Parameters of stage 3: for zero3.py and user_module.py
+
+_GATHER = "_PartitionedParameterCoordinator__all_gather_params_"
+_REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+_MODULE_MARKS = (
+    "_external_params",
+    "_original_parameters",
+    "all_parameters",
+    "applied_pre_backward_ref_cnt",
+    "ds_external_parameters",
+    "ds_grads_remaining",
+    "ds_id",
+    "ds_inflight_param_registry",
+    "ds_model_granularity",
+    "ds_recompute_parameters",
+    "post_bwd_fn",
+    "pre_bwd_fn",
+)
+
+
+def scalars_as_bytes() -> AbstractContextManager[Any]:
+    """Return a context in which DeepSpeed can send a parameter without a dimension, such as CLIP's ``logit_scale``."""
+    # It views parameters as bytes to send them, which torch refuses for these.
+
+    def view(tensor: Tensor, *shape_or_dtype: Any, **kwargs: Any) -> Tensor:
+        if shape_or_dtype == (torch.uint8,) and tensor.dim() == 0:
+            return tensor.view(1).view(torch.uint8)
+        return tensor.view(*shape_or_dtype, **kwargs)
+
+    return ReplacedMethod(Tensor.view, view)
+
+
+def after_each_layer(init: Any, watch: Callable[[Module], None]) -> None:
+    """Call a function with each layer that ``deepspeed.zero.Init`` has sharded, at the end of its constructor."""
+    shard_layer = init._post_init_method  # there is no public hook
+
+    def shard_and_watch(layer: Module) -> None:
+        shard_layer(layer)
+        watch(layer)
+
+    init._post_init_method = shard_and_watch
+
+
+def secondary_shard_group(deepspeed: Any) -> Any:
+    """Return the group of ZeRO++'s second shards, which layers that were made before use; None without."""
+    return deepspeed.utils.groups._get_zero_param_intra_parallel_group()  # DeepSpeed makes no second one
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Return whether a parameter of stage 3 is not gathered."""
+    status: Any = import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
+    return getattr(parameter, "ds_status", None) is status.NOT_AVAILABLE
+
+
+def observe_exchanges(
+    optimizer: Any, on_gather: Callable[[list[Any]], None], on_reduce: Callable[[list[Any]], None]
+) -> None:
+    """Call functions with the parameters that stage 3 is about to gather, and whose gradients it is about to reduce."""
+    # Hooks of torch come too early: DeepSpeed joins parameters into buckets, and reads some ahead.
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    gather, reduce = getattr(coordinator, _GATHER), getattr(optimizer, _REDUCE)
+
+    def observed_gather(params: Any, *args: Any, **kwargs: Any) -> None:
+        params = list(params)
+        on_gather([parameter for parameter in params if is_partitioned(parameter)])
+        gather(params, *args, **kwargs)
+
+    def observed_reduce(communication_data_type: torch.dtype) -> None:
+        on_reduce(optimizer.ipg_buckets[communication_data_type].params)
+        reduce(communication_data_type)
+
+    setattr(coordinator, _GATHER, observed_gather)
+    setattr(optimizer, _REDUCE, observed_reduce)
+
+
+def remove_marks(module: Module) -> None:
+    """Remove what DeepSpeed has set on the layers of a module; ``destroy`` of its engine leaves it."""
+    for layer in module.modules():
+        attributes = vars(layer)
+        if "_original_parameters" in attributes:
+            attributes["_parameters"] = dict(attributes["_parameters"].items())  # of a class that gathers on look-up
+        for name in _MODULE_MARKS:
+            attributes.pop(name, None)
+
+
+def restore_linear() -> None:
+    """Give torch its own ``linear`` back."""
+    # Stage 3 replaces it by one that saves memory, and keeps it replaced where the construction of layers has failed.
+    module: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    original = getattr(getattr(module, "InsertPostInitMethodToModuleSubClasses", None), "linear_bk", None)
+    if original is not None:
+        torch.nn.functional.linear = original
+
+
+# Gradients: for unused_parameters.py and checkpoint.py
+
+
+def gradient_buffers(optimizer: Any) -> dict[int, Tensor]:
+    """Return the buffers in which stage 3 adds up gradients, by the ids of parameters."""
+    buffers: dict[int, Tensor] = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    return buffers
+
+
+def offload_gradients(optimizer: Any, parameters: Iterable[Any]) -> None:
+    """Send gradients of stage 3 to its optimizer on the CPU, as the last backward pass of a step does."""
+    gradients: dict[int, list[Tensor]] = {}
+    offsets: dict[int, list[int]] = {}
+    buffers = gradient_buffers(optimizer)
+    for parameter in parameters:
+        optimizer._offload_grad_partition_at_boundary(parameter, buffers[parameter.ds_id], gradients, offsets)
+    optimizer._swap_out_offload_fp32_gradients(gradients, offsets)
+
+
+def offloaded_ids(optimizer: Any, *, in_step: bool) -> Any:
+    """Return the ids of parameters whose gradients stage 3 has sent to the CPU, in the step or the backward pass."""
+    return optimizer._offload_boundary_param_ids if in_step else optimizer.norm_for_param_grads
+
+
+def forget_offloaded_gradients(optimizer: Any) -> None:
+    """Let an optimizer on the CPU forget which gradients it has, for a step that is not made."""
+    optimizer.norm_for_param_grads = {}
+    is_stage_3 = hasattr(optimizer, "grad_partitions_flat_buffer")
+    (optimizer._offload_boundary_param_ids if is_stage_3 else optimizer._offload_accumulated_param_ids).clear()
+
+
+def accumulated_batches(optimizer: Any) -> int:
+    """Return the number of batches whose gradients wait for a step."""
+    # The pass is counted in the next forward, unless its epilogue has not run.
+    return int(optimizer.micro_step_id) + int(getattr(optimizer, "_epilogue_ran_this_backward", False))
+
+
+def put_back_flat_gradients(optimizer: Any, gradients: Tensor) -> None:
+    """Let stage 3 go on with accumulated gradients."""
+    optimizer.grad_partitions_flat_buffer.copy_(gradients)
+    optimizer.independent_gradient_partition_epilogue()  # or a step that comes before a backward pass lacks them
+    optimizer._epilogue_ran_this_backward = False  # that pass is counted already
+
+
+def put_back_partition(optimizer: Any, group: int, gradients: Tensor) -> None:
+    """Let stage 2 go on with the accumulated gradients of a group."""
+    optimizer._get_compact_grad_partition_buffer(group).flat_partition.copy_(gradients)  # makes the buffer
+
+
+def accumulated_on_cpu(optimizer: Any) -> dict[int, Any]:
+    """Return the gradients that stages 1 and 2 have accumulated on the CPU, by the ids of parameters."""
+    accumulated = getattr(optimizer, "accumulated_grads_in_cpu", {})
+    return {  # the others are of an earlier step
+        number: value for number, value in accumulated.items() if number in optimizer._offload_accumulated_param_ids
+    }
+
+
+def put_back_on_cpu(optimizer: Any, number: int, gradient: Any) -> None:
+    """Let stages 1 and 2 go on with a gradient that was accumulated on the CPU."""
+    optimizer.accumulated_grads_in_cpu[number] = gradient
+    optimizer._offload_accumulated_param_ids.add(number)
+
+
+# Files: for native_save.py and nvme.py
+
+
+@contextmanager
+def errors_after_saving(engine: Any) -> Iterator[None]:
+    """Raise the first error of ``save_checkpoint`` at the end of a ``with`` block."""
+    # DeepSpeed communicates between files and after them: the other ranks would wait for one that raises, whose disk
+    # may be full.
+    errors: list[Exception] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - torch.save raises several classes; it is raised again
+                errors.append(error)
+                return None
+
+        return call
+
+    writer = engine.checkpoint_engine
+    methods = ((writer, "makedirs"), (writer, "save"), (engine, "_copy_recovery_script"))
+    for owner, name in methods:
+        setattr(owner, name, noting(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for owner, name in methods:
+            delattr(owner, name)
+    if errors:
+        raise errors[0]
+
+
+def is_in_files(optimizer: Any, group: int) -> bool:
+    """Return whether stage 3 keeps the optimizer state of one of its groups in files; small ones are in memory."""
+    return bool(optimizer._swappable_optimizer_subgroup(group))
+
+
+def note_new_state(swapper: Any, tensor: Tensor) -> None:
+    """Let the swapper take note of the state that a first step has added; it does so late, when it writes."""
+    swapper._get_param_swap_info(tensor)
+
+
+def aligned_elements(swapper: Any, numel: int) -> int:
+    """Return the elements that are read for so many: files are read in whole blocks."""
+    return int(swapper._io_aligned_numel(numel))
