@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 class CheckpointedStrategy(ParallelStrategy):
     """A strategy whose state is in an engine of DeepSpeed: in flat partitions, some elements of each parameter.
 
-    Each rank hands out views of its own elements under the names of the user's module, so that a checkpoint can move
+    Each rank returns views of its elements under the names of the user's module, so that a checkpoint can move
     to any other strategy.
     """
 
@@ -73,7 +73,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self._take_weights()
 
     def sharded_module_state(self) -> dict[str, Any]:
-        """Return the state of the module under its own names, of stage 3 in this rank's elements of each parameter."""
+        """Return the state of the module, of stage 3 in this rank's shards of parameters."""
         self._accept_changes(moves=False)
         return sharded_state(self.module)
 
@@ -108,7 +108,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self._after_loading()
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of the optimizer by the names of its parameters, each rank its own elements."""
+        """Return the state of the optimizer by the names of its parameters, in this rank's shards."""
         self._accept_changes(moves=False)
         partitioned = self._partitioned(optimizer)
         return super().sharded_optimizer_state(optimizer) if partitioned is None else partitioned.get()
@@ -119,7 +119,7 @@ class CheckpointedStrategy(ParallelStrategy):
         return OptionalTensors() if partitioned is None else partitioned.template()
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective.
+        """Load the result of :meth:`sharded_optimizer_state`, or the same with whole tensors; collective.
 
         Raises:
             CheckpointError: It is the state of other parameters, or of another optimizer.

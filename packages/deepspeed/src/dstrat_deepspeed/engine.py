@@ -269,7 +269,7 @@ def _refuse_group(param_group: dict[str, Any]) -> None:
 
 
 class StepModule(Module):
-    """A module whose forward runs a step of the user's module, and whose parts are those of the user's module.
+    """A module whose forward runs a step of the user's module, with the parameters and layers of the user's module.
 
     DeepSpeed does its work around ``forward``, and a training calls ``training_step``.  Parameters have the names that
     they have in the user's module, also in checkpoints of DeepSpeed's own.
@@ -282,8 +282,8 @@ class StepModule(Module):
     def __init__(self, module: Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
         self.__dict__.update(_user_module=module, _step_context=context)
-        for parts in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[parts] = getattr(module, parts)
+        for content in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[content] = getattr(module, content)
 
     @property
     def training(self) -> bool:

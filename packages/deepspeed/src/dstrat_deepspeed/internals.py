@@ -352,7 +352,7 @@ def remove_marks(module: Module) -> None:
 
 def restore_linear() -> None:
     """Give torch its own ``linear`` back."""
-    # Stage 3 replaces it by one that saves memory, and keeps it replaced where the construction of layers has failed.
+    # Stage 3 replaces it by one that saves memory, for the rest of the process.
     module: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     original = getattr(getattr(module, "InsertPostInitMethodToModuleSubClasses", None), "linear_bk", None)
     if original is not None:
@@ -392,7 +392,7 @@ def forget_offloaded_gradients(optimizer: Any) -> None:
 
 def accumulated_batches(optimizer: Any) -> int:
     """Return the number of batches whose gradients wait for a step."""
-    # The pass is counted in the next forward, unless its epilogue has not run.
+    # Stage 3 counts a pass when the next one begins; until then a flag says that it has ended.
     return int(optimizer.micro_step_id) + int(getattr(optimizer, "_epilogue_ran_this_backward", False))
 
 

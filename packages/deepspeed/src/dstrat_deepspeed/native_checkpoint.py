@@ -352,7 +352,7 @@ def of_universal(folder: Path, shapes: Sequence[Mapping[str, Any]]) -> NativeSta
 
 def _of_folder(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
     if folder.parent.name != UNIVERSAL or folder.name in (".", ".."):
-        raise CheckpointError(f"{str(folder)!r} is no folder of a parameter: the checkpoint names a place beside it")
+        raise CheckpointError(f"{str(folder)!r} is no folder of a parameter: the checkpoint names one outside of it")
     if not (folder / f"{_WEIGHTS}.pt").is_file():
         raise CheckpointError(f"{str(folder)!r} lacks {_WEIGHTS}.pt: the universal checkpoint is not complete")
     entry = {}
@@ -418,7 +418,7 @@ _NEEDED = ("", "module", "optimizer", "optimizer_state_dict", "param", "param_gr
 
 
 def read_plain(path: Path) -> Any:
-    """Return what is in a file: tensors on the CPU, plain values, stand-ins for DeepSpeed's own classes.
+    """Return the content of a file: tensors on the CPU, plain values, stand-ins for DeepSpeed's classes.
 
     Objects of other classes, which users have put there, are left out.
 

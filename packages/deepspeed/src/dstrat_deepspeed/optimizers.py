@@ -95,8 +95,8 @@ def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
     unsupported = [name for name in ("amsgrad", "maximize") if any(group[name] for group in optimizer.param_groups)]
     if unsupported:
         raise RequestError(
-            f"{kind.__name__} has {unsupported[0]}=True, which DeepSpeedCPUAdam, its place with offload_optimizer, has "
-            "not: leave one of them out"
+            f"{kind.__name__} has {unsupported[0]}=True, which DeepSpeedCPUAdam, its replacement with "
+            "offload_optimizer, has not: leave one of them out"
         )
     _logger.info("%s becomes DeepSpeedCPUAdam, as its state is on the CPU (offload_optimizer)", kind.__name__)
     adam: Optimizer = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(

@@ -1,4 +1,4 @@
-"""Options of DeepSpeed with a name of their own, in groups."""
+"""Options of ``DeepSpeedStrategy``, in groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Device = Literal["cpu", "nvme"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroOptions:
-    """What ZeRO shards, and how it communicates.
+    """Sharding and communication of ZeRO.
 
     Attributes:
         zero_optimization: Whether anything is sharded; False is stage 0.
@@ -48,12 +48,12 @@ class ZeroOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadOptions:
-    """What is kept on the CPU or in files instead of on the device.
+    """State and parameters on the CPU or in files instead of on the device.
 
     Attributes:
-        offload_optimizer: Whether optimizer state and step are elsewhere.
+        offload_optimizer: Whether optimizer state and step are there.
         offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
-        offload_parameters: Whether stage 3 keeps its shards of parameters elsewhere.
+        offload_parameters: Whether stage 3 keeps its shards of parameters there.
         offload_params_device: ``"cpu"`` or ``"nvme"``.
         remote_device: Where ``configure_model`` puts parameters under stage 3: ``"cpu"`` or ``"nvme"``; None follows
             from ``offload_parameters``.
@@ -62,7 +62,7 @@ class OffloadOptions:
         params_buffer_size: Elements in each of them.
         max_in_cpu: Elements of parameters that stay in memory when the rest is in files.
         optimizer_buffer_count: Buffers for optimizer state that is read from files.
-        pin_memory: Whether what is on the CPU is in page-locked memory.
+        pin_memory: Whether memory on the CPU is page-locked.
     """
 
     offload_optimizer: bool = False
@@ -80,7 +80,7 @@ class OffloadOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileOptions:
-    """How files on NVMe are read and written.
+    """Reading and writing of files on NVMe.
 
     Attributes:
         block_size: Bytes of a request.
@@ -99,7 +99,7 @@ class FileOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaleOptions:
-    """How the loss is scaled with precision ``"16-mixed"``.
+    """The scale of the loss with precision ``"16-mixed"``.
 
     Attributes:
         loss_scale: The scale; 0 lets it adapt itself, as the others say.
@@ -118,7 +118,7 @@ class LossScaleOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationOptions:
-    """How ``deepspeed.checkpointing.checkpoint`` keeps activations.
+    """Activations of ``deepspeed.checkpointing.checkpoint``.
 
     Attributes:
         partition_activations: Whether they are divided over model-parallel ranks.
@@ -135,7 +135,7 @@ class ActivationOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointOptions:
-    """What is in checkpoints, and in which form.
+    """Content and form of checkpoints.
 
     Attributes:
         load_full_weights: Allowed for programs from elsewhere, and logged: whole parameters are always dealt out to
@@ -151,7 +151,7 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """All groups."""
+    """All options of a strategy."""
 
     zero: ZeroOptions = field(default_factory=ZeroOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
@@ -173,23 +173,20 @@ _GROUP_OF = {option.name: name for name, group in _GROUPS.items() for option in 
 _KINDS = {option.name: str(option.type) for group in _GROUPS.values() for option in dataclasses.fields(group)}
 
 
-def read_options(given: Mapping[str, Any]) -> Options:
-    """Put options into their groups.
-
-    Args:
-        given: By name.
+def read_options(values: Mapping[str, Any]) -> Options:
+    """Return the options of these values, which have the names of options.
 
     Raises:
         RequestError: There is no such option, or a value makes no sense.
     """
     grouped: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in _GROUP_OF:
             near = difflib.get_close_matches(name, _GROUP_OF, n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}" if near else "pass what has no name here in config="
             raise RequestError(f"DeepSpeedStrategy has no option {name!r}: {hint}")
         grouped[_GROUP_OF[name]][name] = possible_value(name, value, _KINDS[name])
-    return Options(**{name: _GROUPS[name](**values) for name, values in grouped.items()})
+    return Options(**{name: _GROUPS[name](**group) for name, group in grouped.items()})
 
 
 def changed(group: Any) -> list[str]:
@@ -199,8 +196,7 @@ def changed(group: Any) -> list[str]:
     return [name for name in names if getattr(group, name) != getattr(default, name)]
 
 
-# Values of an option, by the type that its group states.
-
+# Values of an option, by the type that its group states
 
 _LEAST = {
     "reduce_bucket_size": 1,
@@ -220,7 +216,7 @@ def possible_value(name: str, value: Any, kind: str) -> Any:
 
     Args:
         name: Of the option.
-        value: What the user gave.
+        value: The user's.
         kind: The annotation of the option, as text.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Any
 
 from dstrat.plugins.component import Component, hookimpl
 
-# DeepSpeed brings code for each type of device, chosen by its name; those of its own list that can communicate.
+# Types of device that DeepSpeed has code for, and that can communicate.
 # The ones beside CPUs and CUDA need software of their makers, and are not among our tests.
 _DEVICE_TYPES = ("cpu", "cuda", "hpu", "mlu", "npu", "sdaa", "supa", "xpu")
 

@@ -68,7 +68,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         **options: Options of :mod:`dstrat_deepspeed.options`, such as ``stage`` and ``offload_optimizer``.
 
     Raises:
-        RequestError: There is no such option, or a value is none of its own.
+        RequestError: There is no such option, or it cannot have a value.
         ConflictError: Two options exclude each other.
     """
 
@@ -119,7 +119,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._configuration.check_parts(self.parts)
 
     def precision_for(self, flag: str) -> Precision | None:
-        """Return DeepSpeed's own precision where it scales the loss; None where core's serves."""
+        """Return the precision of this package where DeepSpeed scales the loss; None where core's serves."""
         return DeepSpeedHalfPrecision() if flag == "16-mixed" else None
 
     # The life cycle
@@ -209,7 +209,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             section = config["activation_checkpointing"]
             self._running.enter_context(internals.activation_checkpointing(self._deepspeed, section))
         store_by_rows(self.module)
-        take_from_first_rank(self.module.buffers())  # DeepSpeed sees to the parameters only
+        take_from_first_rank(self.module.buffers())  # DeepSpeed broadcasts the parameters only
         if self.stage == 3:
             with internals.scalars_as_bytes():
                 shard(self._deepspeed, self.module, config)
@@ -245,7 +245,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         try:
             self._close_engine(can_gather=self.world_size == 1)
         finally:
-            gc.collect()  # stage 3 has given parameters methods that hold process groups, in cycles
+            gc.collect()  # stage 3 has set methods on parameters that hold process groups, in cycles
             super().on_exception(exception)
 
     def teardown(self) -> None:
