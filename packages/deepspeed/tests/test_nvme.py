@@ -6,6 +6,7 @@ import mmap
 import os
 import resource
 import signal
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -171,6 +172,7 @@ def little_memory_to_lock():
     """Allow this process to lock 64 KiB, as containers do."""
     user, limits = os.geteuid(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, limits[1]))
+    sysconfig.get_config_vars()  # read from files of Python's owner, and kept
     if user == 0:
         os.seteuid(65534)  # which takes the right to lock any amount
     yield
