@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dstrat.testing.ranks.jobs import first_culprit, format_failure, run_ranks, what_happened
+from dstrat.testing.ranks.jobs import describe_end, format_failure, primary_failure, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
 
-    from dstrat.testing.ranks.team import LoopbackCluster, Place
+    from dstrat.testing.ranks.team import LoopbackCluster, RankContext
 
 SECONDS = 100.0
 
@@ -31,10 +31,10 @@ def in_ranks(
     __tracebackhide__ = True
     given = {"function": function, "arguments": arguments}
     ended = run_ranks(_strictly, world_size, seconds=SECONDS, arguments=given)
-    culprit = first_culprit([end for end in ended if end.report is not None or end.rank not in may_die])
+    culprit = primary_failure([end for end in ended if end.report is not None or end.rank not in may_die])
     if culprit is not None:
         pytest.fail(
-            f"rank {culprit.rank} of {world_size} {what_happened(culprit, SECONDS)}\n"
+            f"rank {culprit.rank} of {world_size} {describe_end(culprit, SECONDS)}\n"
             f"{culprit.output}{format_failure(culprit)}"
         )
     return [None if end.report is None else end.report.value for end in ended]
@@ -52,7 +52,7 @@ def _named(name: Hashable, function: Callable[..., Any], cluster: LoopbackCluste
     return function(cluster, **arguments)
 
 
-def _strictly(place: Place, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def _strictly(place: RankContext, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     warnings.simplefilter("error")
     # Raised by torch's own torch.distributed.optim when it is imported.
     for category in (DeprecationWarning, FutureWarning):  # from torch 2.15 on the second one

@@ -58,10 +58,10 @@ def _run(kind: Kind, alias: str, path: Path | None, tiers: Sequence[str]) -> lis
         from dstrat.testing.run import run_suite
     except ImportError as error:
         raise NotInstalledError(f"dstrat test needs pytest ({error})") from error
-    return run_suite(kind, alias, tiers=tiers, path=path, tell=_tell)
+    return run_suite(kind, alias, tiers=tiers, path=path, on_progress=_print_progress)
 
 
-def _tell(done: int, total: int) -> None:
+def _print_progress(done: int, total: int) -> None:
     """Show how far it is, on a line that the next one overwrites."""
     if sys.stderr.isatty():
         click.echo(f"\r{done} of {total} " if done < total else "\r" + " " * 20 + "\r", err=True, nl=False)

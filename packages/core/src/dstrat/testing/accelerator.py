@@ -42,14 +42,14 @@ class AcceleratorSuite(Suite):
         if not isinstance(name, str) or not name:
             fail(
                 f"process_group_backend is {name!r}",
-                cure='name the backend of its collectives, such as "gloo", or "none".',
+                fix='name the backend of its collectives, such as "gloo", or "none".',
             )
 
     @standard("basic", "record")
     def test_its_collectives_are_those_of_its_record(self) -> None:
         difference = contradiction(self.component, self._accelerator)
         if difference is not None:
-            fail(f"the record of {self.alias} {difference}", cure="correct the one that is wrong.")
+            fail(f"the record of {self.alias} {difference}", fix="correct the one that is wrong.")
 
     @standard("device", "collectives")
     def test_its_backend_adds_the_numbers_of_two_processes(self) -> None:
@@ -70,21 +70,21 @@ class AcceleratorSuite(Suite):
     def test_it_finds_the_devices_that_a_user_means(self) -> None:
         accelerator = self._available
         expected = accelerator.parse_devices(1)
-        for words in ("1", [expected[0]]):
-            if accelerator.parse_devices(words) != expected:
-                fail(f"devices={words!r} means {accelerator.parse_devices(words)}, and devices=1 means {expected}")
+        for devices in ("1", [expected[0]]):
+            if accelerator.parse_devices(devices) != expected:
+                fail(f"devices={devices!r} means {accelerator.parse_devices(devices)}, and devices=1 means {expected}")
         if accelerator.auto_device_count() < 1:
             fail('auto_device_count() is 0 on available hardware: it is what devices="auto" stands for')
 
     @standard("device", "devices")
     def test_it_refuses_devices_that_make_no_sense(self) -> None:
         accelerator = self._available
-        for words in _NONSENSE:
+        for devices in _NONSENSE:
             try:
-                found = accelerator.parse_devices(words)
+                parsed = accelerator.parse_devices(devices)
             except DeviceError:
                 continue
-            fail(f"devices={words!r} is taken for {found}", cure="raise DeviceError, which says what is possible.")
+            fail(f"devices={devices!r} is taken for {parsed}", fix="raise DeviceError, which says what is possible.")
 
     @standard("device", "devices")
     def test_it_gives_a_device_of_torch_for_each_index(self) -> None:
@@ -98,7 +98,7 @@ class AcceleratorSuite(Suite):
             fail(
                 f"the record of {self.alias} says device_type={self.component.device_type!r}, and its devices are of "
                 f"the type {devices[0].type!r}",
-                cure=f'write device_type="{devices[0].type}" in the record.',
+                fix=f'write device_type="{devices[0].type}" in the record.',
             )
         total = float(torch.ones(3, device=devices[0]).sum())
         if total != 3.0:

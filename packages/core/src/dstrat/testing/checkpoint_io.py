@@ -49,7 +49,7 @@ class CheckpointIOSuite(Suite):
         if _differences(_checkpoint(), io.load_checkpoint(tmp_path / "checkpoint")):
             fail(
                 "a tensor that was changed after save_checkpoint had returned is changed in the checkpoint too",
-                cure="copy tensors before writing them in the background.",
+                fix="copy tensors before writing them in the background.",
             )
 
     @standard("basic", "round trip")
@@ -69,7 +69,7 @@ class CheckpointIOSuite(Suite):
             if "nowhere" not in str(error):
                 fail(f"the error for a missing checkpoint does not name its path: {error}")
         except Exception as error:  # noqa: BLE001 - the advice names it
-            fail(f"loading a missing checkpoint raised {type(error).__name__}: {error}", cure="raise CheckpointError.")
+            fail(f"loading a missing checkpoint raised {type(error).__name__}: {error}", fix="raise CheckpointError.")
         else:
             fail("loading a missing checkpoint raised nothing")
 
@@ -86,7 +86,7 @@ class CheckpointIOSuite(Suite):
         except CheckpointError:
             return
         except Exception as error:  # noqa: BLE001 - the advice names it
-            fail(f"loading a damaged checkpoint raised {type(error).__name__}: {error}", cure="raise CheckpointError.")
+            fail(f"loading a damaged checkpoint raised {type(error).__name__}: {error}", fix="raise CheckpointError.")
         fail(f"a checkpoint of which {largest.name} has lost its second half was loaded as if it were whole")
 
     @standard("basic", "removal")
@@ -145,10 +145,10 @@ def _differences(one: Any, other: Any, name: str = "") -> list[str]:
         if not isinstance(other, dict):
             return [name]
         missing = [f"{name}.{key}" for key in one if key not in other]
-        parts = [
+        nested = [
             _differences(value, other[key], f"{name}.{key}".lstrip(".")) for key, value in one.items() if key in other
         ]
-        return missing + [found for part in parts for found in part]
+        return missing + [differing for names in nested for differing in names]
     if isinstance(one, torch.Tensor):
         same = isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
         return [] if same else [name]

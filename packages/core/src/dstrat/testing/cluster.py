@@ -40,16 +40,16 @@ class ClusterEnvironmentSuite(Suite):
 
     @standard("basic", "evidence")
     def test_it_is_not_found_where_nothing_is_set(self) -> None:
-        found = self._class.evidence({"PATH": "/usr/bin", "HOME": "/root"})
-        if found is not None:
-            fail(f"evidence() found {found!r} in an environment without anything of a scheduler's: return None")
+        evidence = self._class.evidence({"PATH": "/usr/bin", "HOME": "/root"})
+        if evidence is not None:
+            fail(f"evidence() found {evidence!r} in an environment without anything of a scheduler's: return None")
 
     @standard("optional", "evidence")
     def test_it_says_by_what_it_is_found(self) -> None:
-        found = self._class.evidence(self._environ(0))
-        if not isinstance(found, str) or not 0 < len(found) < 80:
+        evidence = self._class.evidence(self._environ(0))
+        if not isinstance(evidence, str) or not 0 < len(evidence) < 80:
             fail(
-                f"evidence() returned {found!r} in a rank's environment",
+                f"evidence() returned {evidence!r} in a rank's environment",
                 expected='a few words that say why, such as "SLURM_STEP_ID is set".',
             )
 
@@ -64,12 +64,12 @@ class ClusterEnvironmentSuite(Suite):
 
     @standard("optional", "ranks")
     def test_all_ranks_agree_where_they_meet(self) -> None:
-        places = {(cluster.main_address, cluster.main_port) for cluster in map(self._cluster, range(_RANKS))}
-        if len(places) != 1:
-            fail(f"the ranks would meet at {len(places)} places: {', '.join(map(str, sorted(places)))}")
-        address, port = next(iter(places))
+        addresses = {(cluster.main_address, cluster.main_port) for cluster in map(self._cluster, range(_RANKS))}
+        if len(addresses) != 1:
+            fail(f"the ranks would meet at {len(addresses)} addresses: {', '.join(map(str, sorted(addresses)))}")
+        address, port = next(iter(addresses))
         if not isinstance(address, str) or not address or not isinstance(port, int) or not 0 < port < 65536:
-            fail(f"the ranks would meet at {address!r}, port {port!r}, which is no place")
+            fail(f"the ranks would meet at {address!r}, port {port!r}, which is no address")
 
     @standard("optional", "ranks")
     def test_it_refuses_a_request_for_another_number_of_ranks(self) -> None:
@@ -81,7 +81,7 @@ class ClusterEnvironmentSuite(Suite):
             return
         fail(
             f"validate(num_devices={_RANKS + 1}, num_nodes=1) passed in a job of {_RANKS} ranks",
-            cure="raise ClusterError, which says how to start as many as were asked for.",
+            fix="raise ClusterError, which says how to start as many as were asked for.",
         )
 
     @standard("optional", "ranks")

@@ -37,7 +37,7 @@ class PluginSuite(Suite):
         if not plugin_modules(self.distribution):
             fail(
                 f"no entry point of {self.distribution!r} is in the group dstrat.v1, so that dstrat does not find it",
-                cure='write [project.entry-points."dstrat.v1"] in its pyproject.toml, and install it again.',
+                fix='write [project.entry-points."dstrat.v1"] in its pyproject.toml, and install it again.',
             )
 
     @standard("basic", "record")
@@ -68,7 +68,7 @@ def check_record(offer: Offer) -> None:
     catalog.load(offer)
     problems = [*_summary_problems(component), *_reference_problems(component), *_option_problems(offer)]
     if problems:
-        fail(f"the record of {offer.title} {'; and '.join(problems)}", cure="correct the record in plugin.py.")
+        fail(f"the record of {offer.title} {'; and '.join(problems)}", fix="correct the record in plugin.py.")
 
 
 def _summary_problems(component: Component) -> Iterator[str]:
@@ -83,10 +83,10 @@ def _summary_problems(component: Component) -> Iterator[str]:
 
 def _reference_problems(component: Component) -> Iterator[str]:
     """Yield what the record names that nothing installed offers; hardware may come from packages that are not here."""
-    known = _names("precision")
+    precisions = _names("precision")
     for name in component.precisions:
-        if name not in known:
-            yield f"names the precision {name!r}, which is none: possible are {', '.join(sorted(known))}"
+        if name not in precisions:
+            yield f"names the precision {name!r}, which is none: possible are {', '.join(sorted(precisions))}"
     if component.max_devices is not None and component.max_devices < 1:
         yield f"has max_devices={component.max_devices}, so that it never runs"
     if component.max_devices == 1 and component.multi_node:
@@ -147,23 +147,23 @@ def check_module_is_light(module: str) -> None:
     printed = _imported(module)
     if printed.startswith("failed: "):
         fail(f"the plugin module {module} cannot be imported", details=printed.removeprefix("failed: "))
-    found = json.loads(printed)
-    cure = (
+    report = json.loads(printed)
+    fix = (
         'import nothing but dstrat.plugins in it, name classes by "package.module:Class", and keep the package\'s '
         "__init__ lazy (a module __getattr__), as it is imported too."
     )
-    if found["torch"]:
+    if report["torch"]:
         fail(
             f"importing the plugin module {module} imports torch, which makes `dstrat strategies` and every other "
             "listing slow, for everybody who has the package installed",
-            cure=cure,
+            fix=fix,
         )
-    if found["seconds"] > _SECONDS:
+    if report["seconds"] > _SECONDS:
         fail(
-            f"importing the plugin module {module} takes {found['seconds']:.1f} s of processor time; it imports "
-            f"{', '.join(found['heavy'][:8])}",
+            f"importing the plugin module {module} takes {report['seconds']:.1f} s of processor time; it imports "
+            f"{', '.join(report['heavy'][:8])}",
             expected=f"less than {_SECONDS} s.",
-            cure=cure,
+            fix=fix,
         )
 
 

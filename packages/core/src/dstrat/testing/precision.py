@@ -48,9 +48,9 @@ class PrecisionSuite(Suite):
     def test_the_module_has_the_dtype_that_it_says(self) -> None:
         precision = self._precision
         module = precision.connect(_module())
-        found = {parameter.dtype for parameter in module.parameters()}
-        if found != {precision.param_dtype}:
-            fail(f"after connect the parameters are {found}, and param_dtype is {precision.param_dtype}")
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        if dtypes != {precision.param_dtype}:
+            fail(f"after connect the parameters are {dtypes}, and param_dtype is {precision.param_dtype}")
 
     @standard("basic", "dtypes")
     def test_contexts_leave_the_default_dtype_as_it_was(self) -> None:

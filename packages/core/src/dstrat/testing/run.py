@@ -46,7 +46,7 @@ _NEVER_RUN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What came of one standard test in one case.
+    """The result of one standard test in one case.
 
     Attributes:
         name: The test, with its case in brackets.
@@ -71,7 +71,7 @@ def run_suite(
     *,
     tiers: Collection[str],
     path: Path | None = None,
-    tell: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Result]:
     """Run the standard tests of a component.
 
@@ -80,17 +80,17 @@ def run_suite(
         alias: Its name.
         tiers: Which tests.
         path: The author's test file or folder, with what it declares; None declares nothing.
-        tell: Is told after each test how many are done, of how many.
+        on_progress: Called after each test with the number of tests done and of all tests.
 
     Raises:
         RequestError: The file has no test class for the alias, or cannot be collected.
     """
-    collector = _Collector(alias, tiers, tell or _tell_nobody)
+    collector = _Collector(alias, tiers, on_progress or _ignore_progress)
     with tempfile.TemporaryDirectory(prefix="dstrat_test_") as folder:
         file = Path(folder) / f"{Path(folder).name}.py"  # a name that no earlier run has imported
         file.write_text(_FILE.format(suite=_SUITES[kind], alias=alias))
-        own = ["--rootdir", folder, "-c", _empty(folder), "--import-mode=importlib"] if path is None else []
-        arguments = [str(path or file), *own, "-p", "no:cacheprovider", *_all_in_this_process()]
+        isolation = ["--rootdir", folder, "-c", _empty(folder), "--import-mode=importlib"] if path is None else []
+        arguments = [str(path or file), *isolation, "-p", "no:cacheprovider", *_all_in_this_process()]
         # Without its plugin for the terminal pytest would refuse a project's addopts, such as -ra.
         with contextlib.redirect_stdout(io.StringIO()):
             code = pytest.main(arguments, plugins=[collector])
@@ -106,7 +106,7 @@ def run_suite(
 
 
 def _empty(folder: str) -> str:
-    """Keep the settings of whatever project lies above from being used."""
+    """Write an empty pytest.ini, so that no project above is configured; return its path."""
     settings = Path(folder) / "pytest.ini"
     settings.write_text("[pytest]\n")
     return str(settings)
@@ -118,22 +118,22 @@ def _all_in_this_process() -> list[str]:
     return [*all_of_them, "--numprocesses=0"] if find_spec("xdist") else all_of_them
 
 
-def _tell_nobody(done: int, total: int) -> None:
+def _ignore_progress(done: int, total: int) -> None:
     pass
 
 
 class _Collector:
-    """A plugin of pytest that picks the standard tests of an alias, and keeps what came of them."""
+    """A plugin of pytest that selects the standard tests of an alias and records their results."""
 
-    def __init__(self, alias: str, tiers: Collection[str], tell: Callable[[int, int], None]) -> None:
-        self.alias, self.tiers, self.tell = alias, tiers, tell
+    def __init__(self, alias: str, tiers: Collection[str], on_progress: Callable[[int, int], None]) -> None:
+        self.alias, self.tiers, self.on_progress = alias, tiers, on_progress
         self.results: list[Result] = []
         self.errors: list[str] = []
         self.tests: dict[str, Standard] = {}
         self._ended: set[str] = set()
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Note what was asked for, before anybody deselects any of it."""
+        """Record the requested tests before any of them is deselected."""
         cls, test = getattr(item, "cls", None), standard_of(getattr(item, "function", None))
         if cls is None or test is None or not issubclass(cls, Suite) or cls.alias != self.alias:
             return
@@ -141,27 +141,27 @@ class _Collector:
             self.tests[item.nodeid] = test
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep what was asked for, in the order of capabilities."""
-        kept = [item for item in items if item.nodeid in self.tests]
-        items[:] = sorted(kept, key=lambda item: CAPABILITIES.index(self.tests[item.nodeid].capability))
+        """Select the requested tests, in the order of capabilities."""
+        selected = [item for item in items if item.nodeid in self.tests]
+        items[:] = sorted(selected, key=lambda item: CAPABILITIES.index(self.tests[item.nodeid].capability))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note what could not be collected."""
+        """Record an error of collection."""
         if report.failed:
             self.errors.append(str(report.longrepr))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note what came of a test: of its call, or of a set-up that ended it."""
+        """Record the result of a test: of its call, or of a set-up that ended it."""
         if report.when != "call" and report.passed:
             return
         self._ended.add(report.nodeid)
         self.results.append(self._result(report.nodeid, _outcome(report), _message(report), report.duration))
-        self.tell(len(self.results), len(self.tests))
+        self.on_progress(len(self.results), len(self.tests))
 
     def never_run(self) -> list[Result]:
-        """Return a failure for each test that was collected, and that somebody kept from running."""
-        kept = [nodeid for nodeid in self.tests if nodeid not in self._ended]
-        return [self._result(nodeid, "failed", _NEVER_RUN, 0.0) for nodeid in kept]
+        """Return a failure for each test that was collected and did not run."""
+        missing = [nodeid for nodeid in self.tests if nodeid not in self._ended]
+        return [self._result(nodeid, "failed", _NEVER_RUN, 0.0) for nodeid in missing]
 
     def _result(self, nodeid: str, outcome: Outcome, message: str, seconds: float) -> Result:
         test = self.tests[nodeid]

@@ -1,4 +1,4 @@
-"""Base of every suite: what its author declares, and that no standard test disappears."""
+"""Base of every suite: declarations of the author, and checks that no standard test disappears."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EVERY_SETTING = frozenset({"alias", "options", "expected_failures", "pytestmark
 
 
 class Collected(type):
-    """The type of suites, which sees to it that pytest goes on collecting one."""
+    """The metaclass of suites, which refuses what would stop pytest from collecting one."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         __tracebackhide__ = True
@@ -64,12 +64,12 @@ class Suite(metaclass=Collected):
         check_complete(cls, cls.settings)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """See to it that the test is kept; suites also give its cases here."""
+        """Check that the test is not dropped; suites also set its cases here."""
         KeepsStandardTests.of(metafunc.config).check(metafunc.definition, self.settings)
 
     @pytest.fixture(autouse=True)
     def _expect_failures(self, request: pytest.FixtureRequest) -> None:
-        """Mark what is declared to fail."""
+        """Mark a test that is declared to fail."""
         reason = expected_failure(type(self), request.node.name)
         if reason is not None:
             request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
@@ -95,7 +95,7 @@ class Suite(metaclass=Collected):
             return record
 
 
-# Marking the standard tests, and seeing to it that a test class keeps all of them.
+# Standard tests, and the check that a test class keeps all of them
 
 
 Tier = Literal["basic", "optional", "processes", "device"]
@@ -127,7 +127,7 @@ CAPABILITIES = (
     "evidence",
     "ranks",
 )
-"""What tests can prove, in the order of the table: what others rest on comes first."""
+"""The capabilities that tests prove, in the order of the table: those that others depend on come first."""
 
 _Test = TypeVar("_Test", bound=Callable[..., None])
 
@@ -136,7 +136,7 @@ _OURS = "dstrat.testing."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standard:
-    """What a standard test is about.
+    """The tier and capability of a standard test.
 
     Attributes:
         tier: What it needs.
@@ -158,13 +158,13 @@ def standard(tier: Tier, capability: str) -> Callable[[_Test], _Test]:
 
 
 def standard_of(test: object) -> Standard | None:
-    """Return what a test is about; None where it is an author's own."""
+    """Return the mark of a standard test; None for an author's own."""
     return getattr(test, "standard", None)
 
 
 def standard_tests(cls: type[Any]) -> dict[str, Standard]:
     """Return the standard tests of a suite by name."""
-    return {name: found for name, member in _members(cls) if (found := standard_of(member)) is not None}
+    return {name: test for name, member in _members(cls) if (test := standard_of(member)) is not None}
 
 
 def check_complete(cls: type[Any], settings: frozenset[str]) -> None:
@@ -194,7 +194,7 @@ def expected_failure(cls: type[Any], name: str) -> str | None:
 
 
 def _members(cls: type[Any]) -> Iterator[tuple[str, object]]:
-    """Yield what the suites themselves define, each name as the first of them does."""
+    """Yield the members that the suites define, each name from the first class that has it."""
     seen: set[str] = set()
     for base in cls.__mro__:
         if not base.__module__.startswith(_OURS):
@@ -215,7 +215,7 @@ def _why_not(cls: type[Any], name: str, member: object) -> str:
 
 
 def check_collected(cls: type[Any]) -> None:
-    """Refuse what keeps pytest from collecting a class, of which it says little or nothing.
+    """Refuse a class that pytest would not collect, about which it says little or nothing.
 
     Raises:
         MisuseError: It says what to remove.
@@ -236,22 +236,22 @@ def check_collected(cls: type[Any]) -> None:
 
 def _check_expected(cls: type[Any]) -> None:
     __tracebackhide__ = True
-    known = standard_tests(cls)
+    tests = standard_tests(cls)
     for name, reason in cls.expected_failures.items():
-        if name.partition("[")[0] not in known:
+        if name.partition("[")[0] not in tests:
             raise MisuseError(
                 f"{cls.__name__}.expected_failures names {name!r}, which is no standard test: possible are "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(tests))}"
             )
         if not isinstance(reason, str) or not reason.strip():
             raise MisuseError(f"{cls.__name__}.expected_failures gives no reason for {name!r}: say why it fails")
 
 
-# Standard tests are skipped by the kit alone, and a plugin of pytest makes a failure of every other way of it.
+# Plugin of pytest that fails a standard test which anything but the kit skips
 
 
 _SELECTING_MARKS = {"skip", "skipif", "xfail"}
-_CURE = 'what fails for a good reason is declared with expected_failures = {"the test": "the reason"}'
+_FIX = 'what fails for a good reason is declared with expected_failures = {"the test": "the reason"}'
 
 
 class NotDeclared(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # it has no public name of its own
@@ -276,11 +276,11 @@ class KeepsStandardTests:
     def of(cls, config: pytest.Config) -> KeepsStandardTests:
         """Return the plugin of a run."""
         name = "dstrat-keeps-standard-tests"
-        found = config.pluginmanager.get_plugin(name)
-        if found is None:
-            found = cls()
-            config.pluginmanager.register(found, name)
-        return found
+        plugin = config.pluginmanager.get_plugin(name)
+        if plugin is None:
+            plugin = cls()
+            config.pluginmanager.register(plugin, name)
+        return plugin
 
     def check(self, test: pytest.Function, settings: frozenset[str]) -> None:
         """Refuse a test of a suite whose class, mixins or module would drop it.
@@ -301,13 +301,13 @@ class KeepsStandardTests:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Turn what somebody else skipped into a failure."""
+        """Turn a skip that is not the kit's into a failure."""
         report = yield
         if report.skipped and standard_of(getattr(item, "function", None)) is not None:
-            by = _somebody_else(item, call)
+            by = _skipped_by(item, call)
             if by is not None:
                 report.outcome = "failed"
-                report.longrepr = f"{by}, and a standard test cannot be skipped: take that away; {_CURE}"
+                report.longrepr = f"{by}, and a standard test cannot be skipped: take that away; {_FIX}"
                 vars(report).pop("wasxfail", None)
         return report
 
@@ -317,12 +317,12 @@ def _check_marks(test: pytest.Function) -> None:
         if mark.name in _SELECTING_MARKS:
             raise MisuseError(
                 f"{node.name} is marked {mark.name}, which would drop standard tests of {test.cls.__name__}: "
-                f"take the mark away; {_CURE}"
+                f"take the mark away; {_FIX}"
             )
 
 
-def _somebody_else(item: pytest.Item, call: pytest.CallInfo[None]) -> str | None:
-    """Return who ended a test that did not fail; None where the kit did."""
+def _skipped_by(item: pytest.Item, call: pytest.CallInfo[None]) -> str | None:
+    """Return what ended a test that did not fail; None for the kit."""
     error = call.excinfo.value if call.excinfo is not None else None
     if isinstance(error, NotDeclared):
         return None
@@ -334,22 +334,22 @@ def _somebody_else(item: pytest.Item, call: pytest.CallInfo[None]) -> str | None
     return None
 
 
-# Failure messages of the conformance kit: observed, expected, fix.
+# Failure messages: observed, expected, fix
 
 
 _WIDTH = 110
 
 
-def fail(seen: str, *, expected: str = "", cure: str = "", details: str = "") -> NoReturn:
-    """End the test with advice.
+def fail(observed: str, *, expected: str = "", fix: str = "", details: str = "") -> NoReturn:
+    """Fail the test with a message of up to three paragraphs.
 
     Args:
-        seen: What is wrong, one sentence without a full stop.
-        expected: What should have been, as a sentence.
-        cure: What the author does about it.
+        observed: The problem, one sentence without a full stop.
+        expected: The expected behaviour, as a sentence.
+        fix: The change that the author has to make.
         details: Further lines as they are, such as a traceback.
     """
     __tracebackhide__ = True
-    paragraphs = [seen, *(f"{name}: {text}" for name, text in (("expected", expected), ("cure", cure)) if text)]
+    paragraphs = [observed, *(f"{name}: {text}" for name, text in (("expected", expected), ("fix", fix)) if text)]
     lines = [textwrap.fill(paragraph, _WIDTH, subsequent_indent="    ") for paragraph in paragraphs]
     pytest.fail("\n".join([*lines, *([textwrap.indent(details.rstrip(), "  | ")] if details else [])]), pytrace=False)

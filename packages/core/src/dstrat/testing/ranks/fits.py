@@ -16,7 +16,7 @@ from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.plugins.catalog import get_catalog
-from dstrat.testing.ranks.jobs import Subject, opened, run_in_team
+from dstrat.testing.ranks.jobs import Subject, open_strategy, run_in_team
 from dstrat.testing.ranks.modules import GLOBAL_BATCH, NETS, Net, dataset
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.trainer import Trainer
@@ -24,7 +24,7 @@ from dstrat.training.trainer import Trainer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dstrat.testing.ranks.team import Place
+    from dstrat.testing.ranks.team import RankContext
 
 
 _FORMATS = {"portable": PortableCheckpointIO, "torch": TorchCheckpointIO}
@@ -74,14 +74,14 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fitted:
-    """What came of a training in one rank.
+class FitResult:
+    """The result of a training in one rank.
 
     Attributes:
         losses: The rank's own loss of each batch.
         seen: The samples of each batch.
         state: The whole state of the module before the end, by name, flattened; of the first rank, others may lack it.
-        own: The same of the module that the user has after the end.
+        user_state: The same of the user's module after the end.
         steps: Number of optimizer steps.
         rates: The learning rates in each batch, one for each group of parameters, where the module notes them.
         drawn: A random number, after the last step.
@@ -92,7 +92,7 @@ class Fitted:
     losses: list[float]
     seen: list[list[int]]
     state: dict[str, list[float]]
-    own: dict[str, list[float]]
+    user_state: dict[str, list[float]]
     steps: int
     rates: list[list[float]]
     drawn: float
@@ -100,17 +100,17 @@ class Fitted:
     validated: list[dict[str, float]]
 
 
-def fit(place: Place, subject: Subject, work: Fit) -> Fitted:
+def fit(rank_context: RankContext, subject: Subject, work: Fit) -> FitResult:
     """Train, in each rank."""
-    net = NETS[work.net](work, subject.configure_model, place.rank)
+    net = NETS[work.net](work, subject.configure_model, rank_context.rank)
     end = _End(work)
-    trainer = make_trainer(place, subject, work, [end])
+    trainer = make_trainer(rank_context, subject, work, [end])
     trainer.fit(net, ckpt_path=work.resume_from)
-    return Fitted(
+    return FitResult(
         losses=net.losses,
         seen=net.seen,
         state=end.state,
-        own=plain(net),
+        user_state=plain(net),
         steps=trainer.global_step,
         rates=getattr(net, "rates", []),
         drawn=end.drawn,
@@ -119,44 +119,46 @@ def fit(place: Place, subject: Subject, work: Fit) -> Fitted:
     )
 
 
-def fit_twice(place: Place, subject: Subject, work: Fit) -> tuple[Fitted, Fitted | str]:
+def fit_twice(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[FitResult, FitResult | str]:
     """Train two modules one after the other in the same processes; an error in the second is a text."""
-    return fit(place, subject, work), try_fit(place, subject, work)
+    return fit(rank_context, subject, work), try_fit(rank_context, subject, work)
 
 
-def fit_after_breaking(place: Place, subject: Subject, work: Fit) -> tuple[str, Fitted | str]:
-    """Train a module that raises in every rank, and then a good one; return the error, and what came of the other."""
-    broken = try_fit(place, subject, replace(work, net="breaking"))
-    return str(broken) if isinstance(broken, str) else "", try_fit(place, subject, work)
+def fit_after_breaking(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[str, FitResult | str]:
+    """Train a module that raises in every rank, and then a good one; return the error and the second result."""
+    broken = try_fit(rank_context, subject, replace(work, net="breaking"))
+    return str(broken) if isinstance(broken, str) else "", try_fit(rank_context, subject, work)
 
 
-def try_fit(place: Place, subject: Subject, work: Fit) -> Fitted | str:
-    """Train; return what came of it, or the error."""
+def try_fit(rank_context: RankContext, subject: Subject, work: Fit) -> FitResult | str:
+    """Train; return the result, or the error as a text."""
     try:
-        return fit(place, subject, work)
+        return fit(rank_context, subject, work)
     except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
         return f"{type(error).__name__}: {error}"
 
 
-def evaluate(place: Place, subject: Subject, work: Fit) -> dict[str, Any]:
+def evaluate(rank_context: RankContext, subject: Subject, work: Fit) -> dict[str, Any]:
     """Validate, test and predict; return what was logged and predicted, and which samples ran."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in ("validate", "test", "predict"):
         net = NETS[work.net](work, subject.configure_model)
-        results = getattr(make_trainer(place, subject, work, []), name)(net) or []
-        predicted = [number for batch in results for number in batch.tolist()] if name == "predict" else None
-        found[name] = dict(results[0]) if predicted is None else predicted, net.seen
-    return found
+        outputs = getattr(make_trainer(rank_context, subject, work, []), name)(net) or []
+        predicted = [number for batch in outputs for number in batch.tolist()] if name == "predict" else None
+        results[name] = dict(outputs[0]) if predicted is None else predicted, net.seen
+    return results
 
 
-def make_trainer(place: Place, subject: Subject, work: Fit, callbacks: list[Callback], **arguments: Any) -> Trainer:
-    """Return a Trainer with nothing around the training."""
+def make_trainer(
+    rank_context: RankContext, subject: Subject, work: Fit, callbacks: list[Callback], **arguments: Any
+) -> Trainer:
+    """Return a Trainer without loggers, progress bar, summary and checkpoints."""
     starts = subject.component.starts_processes
-    plugins = [*([place.cluster] if starts else []), _FORMATS[work.checkpoint_format]()]
-    given = {
+    plugins = [*([rank_context.cluster] if starts else []), _FORMATS[work.checkpoint_format]()]
+    defaults = {
         "strategy": subject.make(),
         "accelerator": work.accelerator,
-        "devices": place.world_size * subject.devices_per_process,
+        "devices": rank_context.world_size * subject.devices_per_process,
         "precision": work.precision,
         "plugins": plugins,
         "max_epochs": work.epochs,
@@ -172,25 +174,25 @@ def make_trainer(place: Place, subject: Subject, work: Fit, callbacks: list[Call
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": False,
-        "default_root_dir": place.folder,
+        "default_root_dir": rank_context.folder,
     }
-    return Trainer(**{**given, **arguments})
+    return Trainer(**{**defaults, **arguments})
 
 
 def plain(module: torch.nn.Module) -> dict[str, list[float]]:
-    """Return the parameters of a module as lists; what is sharded still, or only on another rank, is left out."""
-    here = {name: value for name, value in module.named_parameters() if not value.is_meta}
-    return {name: numbers(value) for name, value in here.items() if type(value.data) is torch.Tensor}
+    """Return the parameters of a module as lists, without those that are sharded or only on another rank."""
+    local_parameters = {name: value for name, value in module.named_parameters() if not value.is_meta}
+    return {name: numbers(value) for name, value in local_parameters.items() if type(value.data) is torch.Tensor}
 
 
 def numbers(tensor: torch.Tensor) -> list[float]:
-    """Return the numbers of a tensor, which lose nothing on the way."""
+    """Return the numbers of a tensor as floats, without loss of precision."""
     listed: list[float] = tensor.detach().cpu().double().flatten().tolist()
     return [number if math.isfinite(number) else math.nan for number in listed]
 
 
 class _End(Callback):
-    """Keeps the whole state of the module at the end, and saves a checkpoint where it is asked for."""
+    """Records the full state of the module at the end, and saves a checkpoint where ``save_to`` is set."""
 
     saves_checkpoints = runs_last = True
 
@@ -220,56 +222,56 @@ class _End(Callback):
         self.drawn = float(torch.rand(()))
 
 
-# Saving and loading in a rank of the kit's, and what is there afterwards.
+# Saving and loading in a rank of the kit
 
 
 _MOMENT = 0.1  # seconds
 
 
-def round_trip(place: Place, subject: Subject, work: Fit) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train a little and save, then load into a new module; return the state at the one moment and at the other.
+def round_trip(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train and save, then load into a new module; return the saved state and the loaded one.
 
     Args:
-        place: This rank.
+        rank_context: This rank.
         subject: The strategy.
         work: ``save_to`` relative to the job's folder.
     """
-    path = place.folder / "checkpoint"
+    path = rank_context.folder / "checkpoint"
     saving, loading = _Saving(path), _Looking()
-    make_trainer(place, subject, work, [saving]).fit(NETS[work.net](work, subject.configure_model))
-    trainer = make_trainer(place, subject, work, [loading], max_epochs=work.epochs + 1)
+    make_trainer(rank_context, subject, work, [saving]).fit(NETS[work.net](work, subject.configure_model))
+    trainer = make_trainer(rank_context, subject, work, [loading], max_epochs=work.epochs + 1)
     trainer.fit(NETS[work.net](work, subject.configure_model), ckpt_path=path)
     return saving.state, loading.state
 
 
-def whole_state(strategy: Any) -> dict[str, Any]:
+def full_state(strategy: Any) -> dict[str, Any]:
     """Return the state of a strategy's module and optimizer as plain values; of the first rank; collective."""
     module = strategy.module_state_dict()
     optimizers = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
     return {"module": _plain(module), "optimizer": _plain(optimizers)}
 
 
-def saves(place: Place, subject: Subject, accelerator: str) -> dict[str, Any]:
-    """Save, read and remove; return whether this rank wrote, and what it found at once after each of the three.
+def saves(rank_context: RankContext, subject: Subject, accelerator: str) -> dict[str, Any]:
+    """Save, read and remove; return whether this rank wrote, and what it observed right after each step.
 
     Args:
-        place: This rank.
+        rank_context: This rank.
         subject: The strategy.
         accelerator: Where.
     """
-    path = place.folder / "written"
+    path = rank_context.folder / "written"
     slow = _Slow()
-    with opened(place, subject, accelerator, plugins=(slow,)) as strategy:
+    with open_strategy(rank_context, subject, accelerator, plugins=(slow,)) as strategy:
         strategy.save_checkpoint({"number": 5}, path)
-        found = {"wrote": slow.has_written, "is there": path.exists(), "read": strategy.load_checkpoint(path)}
+        observed = {"wrote": slow.has_written, "is there": path.exists(), "read": strategy.load_checkpoint(path)}
         strategy.barrier("all have read it")
         strategy.remove_checkpoint(path)
         strategy.barrier("it is removed")
-        return {**found, "is gone": not path.exists()}
+        return {**observed, "is gone": not path.exists()}
 
 
 class _Slow(CheckpointIO):
-    """Takes a moment to write, in which ranks that do not wait go on."""
+    """Writes slowly, so that ranks that do not wait continue too early."""
 
     has_written = False
 
@@ -297,18 +299,18 @@ class _Saving(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
         if trainer.is_last_batch:
-            self.state = whole_state(trainer.strategy)
+            self.state = full_state(trainer.strategy)
             trainer.save_checkpoint(self.path)
 
 
 class _Looking(Callback):
-    """Looks at what was loaded, and lets training end."""
+    """Records the loaded state, and stops the training."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
-        self.state = whole_state(trainer.strategy)
+        self.state = full_state(trainer.strategy)
         trainer.should_stop = True
 
 
@@ -316,9 +318,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return numbers(value)
     if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {str(key): _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_plain(child) for child in value]
     return value
 
 
@@ -327,59 +329,59 @@ def _by_number(entries: list[Any]) -> dict[str, Any]:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], path: str = "") -> list[str]:
-    """Return the places where two nested states differ."""
-    found = []
+    """Return the paths of the entries in which two nested states differ."""
+    differing = []
     for key in dict.fromkeys([*one, *other]):
-        place = f"{path}.{key}" if path else str(key)
-        left, right = one.get(key), other.get(key)
-        if isinstance(left, dict) and isinstance(right, dict):
-            found += differences(left, right, place)
-        elif isinstance(left, list) and isinstance(right, list) and left and isinstance(left[0], dict):
-            found += differences(_by_number(left), _by_number(right), place)
-        elif left != right:
-            found.append(place)
-    return found
+        key_path = f"{path}.{key}" if path else str(key)
+        first, second = one.get(key), other.get(key)
+        if isinstance(first, dict) and isinstance(second, dict):
+            differing += differences(first, second, key_path)
+        elif isinstance(first, list) and isinstance(second, list) and first and isinstance(first[0], dict):
+            differing += differences(_by_number(first), _by_number(second), key_path)
+        elif first != second:
+            differing.append(key_path)
+    return differing
 
 
-# Scenario of a module after its training: run without the strategy, retrained.
+# Reuse of a module after its training: without the strategy, and in a second fit
 
 
 _PATIENCE = 30.0  # seconds for a rank that is much slower than others
 
 
-def use_again(place: Place, subject: Subject, work: Fit) -> tuple[str, list[float]] | None:
+def reuse(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[str, list[float]] | None:
     """Train a module, compute its gradients by hand, and train it again.
 
     Args:
-        place: This rank.
+        rank_context: This rank.
         subject: The strategy.
         work: A training.
 
     Returns:
-        What was wrong with it by itself, and the losses of the second training; None where
-        the module is sharded, in any rank.
+        The problem of the module without the strategy, and the losses of the second training;
+        None where the module is sharded in any rank.
     """
     net = NETS[work.net](work, subject.configure_model)
-    make_trainer(place, subject, work, [NoCallback()]).fit(net)
-    is_whole = plain(net).keys() == dict(net.named_parameters()).keys()
-    if "sharded" in place.meet("trained", "whole" if is_whole else "sharded", seconds=_PATIENCE):
+    make_trainer(rank_context, subject, work, [NoCallback()]).fit(net)
+    is_complete = plain(net).keys() == dict(net.named_parameters()).keys()
+    if "sharded" in rank_context.meet("trained", "whole" if is_complete else "sharded", seconds=_PATIENCE):
         return None
     problem = _problem_by_itself(net, NETS[work.net](work, None))
     net.losses.clear()
-    make_trainer(place, subject, work, [NoCallback()]).fit(net)
+    make_trainer(rank_context, subject, work, [NoCallback()]).fit(net)
     return problem, net.losses
 
 
 def _problem_by_itself(net: Net, twin: Net) -> str:
-    """Compare a module with one of the same values that no strategy has seen."""
+    """Compare the gradients of a module with those of a plain module of the same values."""
     twin.load_state_dict(net.state_dict())
     try:
-        found, expected = _gradients(net), _gradients(twin)
+        actual, expected = _gradients(net), _gradients(twin)
     except Exception as error:  # noqa: BLE001 - whatever it is, the test tells of it
         return f"raises {type(error).__name__}: {error}"
     finally:
         net.zero_grad()
-    differing = [name for name, gradient in expected.items() if not torch.allclose(found[name], gradient)]
+    differing = [name for name, gradient in expected.items() if not torch.allclose(actual[name], gradient)]
     return f"computes other gradients than a module with the same values, of {differing[0]}" if differing else ""
 
 
@@ -394,23 +396,23 @@ class NoCallback(Callback):
     """Keeps the Trainer from validating."""
 
 
-# Reference results of one device, computed once.
+# Reference results of one device, cached
 
 
 ONE_DEVICE = "single_device"
 
 
 def one_device() -> Subject:
-    """Return the strategy that everything is compared with."""
+    """Return the reference strategy."""
     return Subject(component=get_catalog().find("strategy", ONE_DEVICE).component)
 
 
 @lru_cache
-def on_one_device(**options: Any) -> Fitted:
-    """Return what a training gives on one device.
+def on_one_device(**options: Any) -> FitResult:
+    """Return the result of a training on one device.
 
     Args:
         **options: Of :class:`~dstrat.testing.ranks.fits.Fit`; all of them can be hashed.
     """
-    fitted: Fitted = run_in_team(fit, 1, subject=one_device(), work=Fit(**options))[0]
+    fitted: FitResult = run_in_team(fit, 1, subject=one_device(), work=Fit(**options))[0]
     return fitted

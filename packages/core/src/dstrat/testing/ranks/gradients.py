@@ -14,73 +14,75 @@ from dstrat.testing.ranks.modules import GLOBAL_BATCH, NETS, dataset
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dstrat.testing.ranks.team import Place
+    from dstrat.testing.ranks.team import RankContext
 
 
 RIGHT = "right"
 
 
-def first_values(place: Place, net: str) -> dict[str, list[float]]:  # noqa: ARG001 - every job's function takes it
-    """Return what the parameters of a module begin with."""
+def first_values(rank_context: RankContext, net: str) -> dict[str, list[float]]:  # noqa: ARG001 - every job's function takes it
+    """Return the initial parameters of a module."""
     return {name: numbers(value) for name, value in NETS[net](Fit(), None).named_parameters()}
 
 
-def possible_steps(place: Place, work: Fit, readers: int) -> dict[str, list[float]]:  # noqa: ARG001 - as above
+def possible_steps(rank_context: RankContext, work: Fit, readers: int) -> dict[str, list[float]]:  # noqa: ARG001 - as above
     """Return the change of the parameters in one step of SGD, as it should be and as typical mistakes make it.
 
     Args:
-        place: A rank.
+        rank_context: A rank.
         work: A fit of the module ``"linear"`` whose data is one group of ``accumulate`` batches.
         readers: Ranks that share each batch.
 
     Returns:
-        By what is wrong, as words that complete "the gradient was ..."; the right one is called ``"right"``.
+        The change by kind of mistake, as a text that completes "the gradient was ..."; the correct one is ``"right"``.
     """
-    own = [[_gradient(work, reader, readers, batch) for batch in range(work.accumulate)] for reader in range(readers)]
+    per_rank = [
+        [_gradient(work, reader, readers, batch) for batch in range(work.accumulate)] for reader in range(readers)
+    ]
     clip = _clipping(work)
-    groups = [_mean(gradients) for gradients in own]  # of each rank, over its batches
+    groups = [_mean(gradients) for gradients in per_rank]  # of each rank, over its batches
     mean = _mean(groups)
-    found = {RIGHT: clip(mean)}
+    candidates = {RIGHT: clip(mean)}
     if readers > 1:
         for reader, gradient in enumerate(groups):
-            found[f"that of rank {reader} alone: it was not averaged over the ranks"] = clip(gradient)
-        found["summed over the ranks instead of averaged"] = clip(mean * readers)
-        found["divided twice by the number of ranks"] = clip(mean / readers)
+            candidates[f"that of rank {reader} alone: it was not averaged over the ranks"] = clip(gradient)
+        candidates["summed over the ranks instead of averaged"] = clip(mean * readers)
+        candidates["divided twice by the number of ranks"] = clip(mean / readers)
     if work.clip is not None:
-        found["not clipped"] = mean
+        candidates["not clipped"] = mean
         if readers > 1:
-            found["clipped in each rank before it was averaged"] = _mean([clip(gradient) for gradient in groups])
+            candidates["clipped in each rank before it was averaged"] = _mean([clip(gradient) for gradient in groups])
     if work.accumulate > 1:
-        found["summed over the accumulated batches instead of averaged"] = clip(mean * work.accumulate)
-        found["divided twice by the number of accumulated batches"] = clip(mean / work.accumulate)
-        found["that of the last batch only: what was accumulated before is lost"] = clip(
-            _mean([gradients[-1] for gradients in own]) / work.accumulate
+        candidates["summed over the accumulated batches instead of averaged"] = clip(mean * work.accumulate)
+        candidates["divided twice by the number of accumulated batches"] = clip(mean / work.accumulate)
+        candidates["that of the last batch only: what was accumulated before is lost"] = clip(
+            _mean([gradients[-1] for gradients in per_rank]) / work.accumulate
         )
-        found["that of the last batch, as if nothing were accumulated"] = clip(
-            _mean([gradients[-1] for gradients in own])
+        candidates["that of the last batch, as if nothing were accumulated"] = clip(
+            _mean([gradients[-1] for gradients in per_rank])
         )
     if work.accumulate > 1 and readers > 1:
-        found["summed again over the ranks with every further batch"] = clip(_summed_again(own))
-    found["not applied: the parameters are what they were"] = mean * 0
-    return {name: numbers(-gradient) for name, gradient in found.items()}
+        candidates["summed again over the ranks with every further batch"] = clip(_summed_again(per_rank))
+    candidates["not applied: the parameters are what they were"] = mean * 0
+    return {name: numbers(-gradient) for name, gradient in candidates.items()}
 
 
-def _summed_again(own: list[list[Tensor]]) -> Tensor:
-    """Return what comes of summing over the ranks, after each batch, what has accumulated until then."""
-    accumulated = torch.zeros_like(own[0][0])
-    for of_batch in zip(*own, strict=True):
-        accumulated = accumulated * len(own) + torch.stack(of_batch).sum(0)
-    return accumulated / len(own) / len(own[0])
+def _summed_again(per_rank: list[list[Tensor]]) -> Tensor:
+    """Return the gradient where the accumulated sum is reduced over the ranks again after each batch."""
+    accumulated = torch.zeros_like(per_rank[0][0])
+    for of_batch in zip(*per_rank, strict=True):
+        accumulated = accumulated * len(per_rank) + torch.stack(of_batch).sum(0)
+    return accumulated / len(per_rank) / len(per_rank[0])
 
 
-def uneven_groups(place: Place, work: Fit) -> dict[str, list[float]]:  # noqa: ARG001 - as above
+def uneven_groups(rank_context: RankContext, work: Fit) -> dict[str, list[float]]:  # noqa: ARG001 - as above
     """Return the parameters after an epoch whose last group of batches is smaller, as they should be and as not.
 
     The data is two batches of which the first is a group of ``accumulate`` batches, and the second is one batch.
     """
     module = _module()
-    parts = [_batch_gradient(module, work, batch) for batch in range(work.accumulate)]
-    _step(module, _mean(parts))
+    gradients = [_batch_gradient(module, work, batch) for batch in range(work.accumulate)]
+    _step(module, _mean(gradients))
     dropped = _flat(module)
     last = _batch_gradient(module, work, work.accumulate)
     _step(module, last)
@@ -103,7 +105,7 @@ def _clipping(work: Fit) -> Callable[[Tensor], Tensor]:
 
 
 def _gradient(work: Fit, reader: int, readers: int, batch: int) -> Tensor:
-    """Return the gradient of one rank's part of a batch."""
+    """Return the gradient of one rank's shard of a batch."""
     size = GLOBAL_BATCH // readers
     mine = torch.arange(work.samples)[reader::readers][batch * size : (batch + 1) * size]
     return _gradient_of(_module(), work, mine)
@@ -136,28 +138,28 @@ def _mean(gradients: list[Tensor]) -> Tensor:
     return torch.stack(gradients).mean(0)
 
 
-# Reference training in plain torch with batch norm on shards of each batch.
+# Reference training in plain torch with batch norm on shards of each batch
 
 
-def with_own_statistics(
-    place: Place,  # noqa: ARG001 - every job's function takes it
+def with_local_statistics(
+    rank_context: RankContext,  # noqa: ARG001 - every job's function takes it
     work: Fit,
     readers: int,
 ) -> tuple[list[float], dict[str, list[float]]]:
     """Return the mean loss of each batch, and the statistics that the first rank has gathered, by name.
 
     Args:
-        place: A rank.
+        rank_context: A rank.
         work: A fit of one epoch.
         readers: Ranks that share each batch.
     """
     replicas = [NETS[work.net](work, None) for _ in range(readers)]
     optimizers = [replica.configure_optimizers() for replica in replicas]
     losses = []
-    for step, parts in enumerate(_batches(work, readers)):
+    for step, shards in enumerate(_batches(work, readers)):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        of_step = [replica.training_step(part, step) for replica, part in zip(replicas, parts, strict=True)]
+        of_step = [replica.training_step(shard, step) for replica, shard in zip(replicas, shards, strict=True)]
         torch.stack(of_step).mean().backward()
         for alike in zip(*(replica.parameters() for replica in replicas), strict=True):
             total = torch.stack([parameter.grad for parameter in alike if parameter.grad is not None]).sum(0)
@@ -170,7 +172,7 @@ def with_own_statistics(
 
 
 def _batches(work: Fit, readers: int) -> list[list[list[Tensor]]]:
-    """Return the parts of each batch, one for each reader."""
+    """Return the shards of each batch, one for each reader."""
     size, tensors = GLOBAL_BATCH // readers, dataset(work.samples).tensors
     shares = [torch.arange(work.samples)[reader::readers].split(size) for reader in range(readers)]
-    return [[[tensor[rows] for tensor in tensors] for rows in parts] for parts in zip(*shares, strict=True)]
+    return [[[tensor[rows] for tensor in tensors] for rows in rank_rows] for rank_rows in zip(*shares, strict=True)]

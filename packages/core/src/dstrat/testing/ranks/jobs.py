@@ -1,18 +1,18 @@
-"""Functions run in several ranks: a value from each, or advice on what went wrong.
+"""Functions run in several ranks: a value from each, or a report of the failure.
 
-A test of one's own does the same as the kit::
+A custom test uses them as the kit does::
 
-    def mean(place, numbers):
-        with opened(place, subject) as strategy: ...
+    def mean(rank_context, numbers):
+        with open_strategy(rank_context, subject) as strategy: ...
 
 
     run_job(mean, 2, numbers=[1, 2])
 
-A function is at the top of a module that the ranks can import.  It gets a
-:class:`~dstrat.testing.ranks.team.Place`, whose ``cluster`` is the cluster environment to give to a strategy, and the
-arguments, which must pickle.  :func:`run_ranks`
-is for tests in which ranks may fail: it returns how each ended, and :func:`first_culprit`, :func:`what_happened` and
-:func:`story` say it in words.
+The function is at the top of a module that the ranks can import.  It gets a
+:class:`~dstrat.testing.ranks.team.RankContext`, whose ``cluster`` is the cluster environment for a strategy, and the
+arguments, which must pickle.  :func:`run_ranks` is for tests in which ranks may fail: it returns the
+:class:`~dstrat.testing.ranks.team.RankResult` of each, which :func:`primary_failure`, :func:`describe_end` and
+:func:`format_failure` describe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dstrat.errors import CatalogError
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve import Request, resolve_request
 from dstrat.testing.plugin import constructor_parameters
-from dstrat.testing.ranks.team import Ended, Team
+from dstrat.testing.ranks.team import RankResult, Team
 from dstrat.testing.suite import fail
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.component import Component
-    from dstrat.testing.ranks.team import Place
+    from dstrat.testing.ranks.team import RankContext
     from dstrat.training.module.train_module import TrainModule
 
 
@@ -48,7 +48,7 @@ def run_job(
     """Return what the function returned in each of some new ranks; fail the test where one raised, died or hung.
 
     Args:
-        function: At the top of a module; it gets a Place and the arguments.
+        function: At the top of a module; it gets a RankContext and the arguments.
         world_size: Ranks.
         seconds: How long the job may take.
         **arguments: Passed to the function; they must pickle.
@@ -65,12 +65,12 @@ def run_in_team(
     team: str = "cpu",
     **arguments: Any,
 ) -> list[Any]:
-    """Do the same in ranks that may have run other functions, and that stay for more; it takes a fraction of the time.
+    """Do the same in reused ranks, which takes a fraction of the time.
 
-    Where one fails the function runs once more in new ranks, and what comes of that counts.
+    Where one fails the function runs once more in new ranks, and that result counts.
 
     Args:
-        function: At the top of a module; it gets a Place and the arguments.
+        function: At the top of a module; it gets a RankContext and the arguments.
         world_size: Ranks.
         seconds: How long the job may take.
         team: Functions of different teams never run in the same ranks.
@@ -82,7 +82,7 @@ def run_in_team(
 
 def run_ranks(
     function: Callable[..., Any], world_size: int, *, seconds: float, arguments: dict[str, Any]
-) -> list[Ended]:
+) -> list[RankResult]:
     """Run a function in new ranks; return how each ended."""
     team = Team(world_size)
     try:
@@ -98,13 +98,13 @@ def end_teams() -> None:
         _teams.popitem()[1].close()
 
 
-def first_culprit(ended: Sequence[Ended]) -> Ended | None:
-    """Return the rank that most probably caused the failure of all others; None where all have ended well."""
-    return min((end for end in ended if end.has_failed), key=_remoteness, default=None)
+def primary_failure(ended: Sequence[RankResult]) -> RankResult | None:
+    """Return the failure that most probably caused all others; None where no rank failed."""
+    return min((end for end in ended if end.has_failed), key=_failure_order, default=None)
 
 
-def what_happened(end: Ended, seconds: float) -> str:
-    """Say how a rank failed, in a few words."""
+def describe_end(end: RankResult, seconds: float) -> str:
+    """Describe in a few words how a rank failed."""
     if end.report is not None:
         return f"raised {end.report.headline}"
     if end.exit_code is None:
@@ -112,7 +112,7 @@ def what_happened(end: Ended, seconds: float) -> str:
     return f"died with exit code {end.exit_code}"
 
 
-def format_failure(end: Ended) -> str:
+def format_failure(end: RankResult) -> str:
     """Return the lines that show why a rank failed."""
     if end.report is not None:
         lines = end.report.failure.splitlines()
@@ -120,24 +120,24 @@ def format_failure(end: Ended) -> str:
     return end.stack or end.output[-2000:]
 
 
-def _remoteness(end: Ended) -> tuple[int, int]:
-    """Order failures: a rank's own first, then those without a word, then those that follow from another's."""
+def _failure_order(end: RankResult) -> tuple[int, int]:
+    """Return a sort key of failures: a rank's own first, then those without a report, then lost connections."""
     if end.report is None:
         return (1, 0)
     return (0 if end.report.kind == "error" else 2, end.report.time_ns)
 
 
-def _values(ended: Sequence[Ended], seconds: float) -> list[Any]:
+def _values(ended: Sequence[RankResult], seconds: float) -> list[Any]:
     __tracebackhide__ = True
-    culprit = first_culprit(ended)
-    if culprit is not None:
-        fail(f"rank {culprit.rank} of {len(ended)} {what_happened(culprit, seconds)}", details=format_failure(culprit))
+    failure = primary_failure(ended)
+    if failure is not None:
+        fail(f"rank {failure.rank} of {len(ended)} {describe_end(failure, seconds)}", details=format_failure(failure))
     return [end.report.value for end in ended if end.report is not None]
 
 
 def _ended_in_team(
     function: Callable[..., Any], key: tuple[str, int], seconds: float, arguments: dict[str, Any]
-) -> list[Ended]:
+) -> list[RankResult]:
     has_waited = key in _teams
     team = _teams.pop(key) if has_waited else Team(key[1])
     try:
@@ -149,16 +149,16 @@ def _ended_in_team(
         _teams[key] = team
         return ended
     team.close()
-    has_failed = first_culprit(ended) is not None
+    has_failed = primary_failure(ended) is not None
     return _ended_in_team(function, key, seconds, arguments) if has_failed and has_waited else ended
 
 
-# The component that is tested, as its ranks get it.
+# The tested component, as it is sent to ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A strategy, by its record rather than by its class, so that it can be sent to ranks that know nothing yet.
+    """A strategy, by its record rather than by its class, so that it can be sent to ranks that have not imported it.
 
     Attributes:
         component: The record.
@@ -174,7 +174,7 @@ class Subject:
 
     @property
     def key(self) -> str:
-        """Tells it from others."""
+        """A text that identifies it."""
         return repr(self)
 
     def with_options(self, **options: Any) -> Subject:
@@ -204,18 +204,22 @@ class Subject:
         return self.cls(**{**self.component.options, **self.options})
 
 
-# A strategy that is ready to communicate in a rank, with the parts that the Trainer would give it.
+# A strategy in a rank, with the components that the Trainer would give it
 
 
-def built(
-    place: Place, subject: Subject, accelerator: str = "cpu", precision: str = "32-true", plugins: tuple[Any, ...] = ()
+def build_strategy(
+    rank_context: RankContext,
+    subject: Subject,
+    accelerator: str = "cpu",
+    precision: str = "32-true",
+    plugins: tuple[Any, ...] = (),
 ) -> Strategy:
-    """Return the strategy with all its parts; nothing is opened yet."""
-    cluster = (place.cluster,) if subject.component.starts_processes else ()
+    """Return the strategy with all its components, before any communication is opened."""
+    cluster = (rank_context.cluster,) if subject.component.starts_processes else ()
     request = Request(
         strategy=subject.make(),
         accelerator=accelerator,
-        devices=place.world_size * subject.devices_per_process,
+        devices=rank_context.world_size * subject.devices_per_process,
         precision=precision,
         plugins=(*cluster, *plugins),
     )
@@ -223,11 +227,11 @@ def built(
 
 
 @contextmanager
-def opened(
-    place: Place, subject: Subject, accelerator: str = "cpu", plugins: tuple[Any, ...] = ()
+def open_strategy(
+    rank_context: RankContext, subject: Subject, accelerator: str = "cpu", plugins: tuple[Any, ...] = ()
 ) -> Iterator[Strategy]:
-    """Give a strategy whose ranks can communicate, and close it."""
-    strategy = built(place, subject, accelerator, plugins=plugins)
+    """Open the communication of a strategy, and close it afterwards."""
+    strategy = build_strategy(rank_context, subject, accelerator, plugins=plugins)
     strategy.setup_environment()
     try:
         yield strategy

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dstrat.testing.ranks.jobs import Subject
-    from dstrat.testing.ranks.team import Place
+    from dstrat.testing.ranks.team import RankContext
 
 
-Misdeed = Literal["nothing", "raises", "dies", "hangs"]
+Fault = Literal["nothing", "raises", "dies", "hangs"]
 
 _EXIT_CODE = 7
-WORDS = "this rank has had enough"
+ERROR_MESSAGE = "this rank fails on purpose"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class JobResult:
         error: Class and message of what ``fit`` raised; empty where it raised nothing.
         rank: The rank that the error blames; None where it blames none.
         seconds: From the launch to the end.
-        left: Processes that still run.
+        running: Processes that still run.
         steps: Optimizer steps, as the process that launched it knows them afterwards.
         has_trained: Whether the user's module has other parameters than before; None where they are sharded.
     """
@@ -51,40 +51,40 @@ class JobResult:
     error: str
     rank: int | None
     seconds: float
-    left: list[str]
+    running: list[str]
     steps: int
     has_trained: bool | None
 
 
-class Misbehaving(ActingNet):
+class FaultyNet(ActingNet):
     """One rank raises, dies or hangs in its third batch."""
 
     at_batch = 2
     culprit = -1
-    misdeed: Misdeed = "nothing"
+    fault: Fault = "nothing"
 
     def interrupt(self) -> None:
         if self.global_rank != self.culprit:
             return
-        if self.misdeed == "raises":
-            raise ValueError(WORDS)
-        if self.misdeed == "dies":
+        if self.fault == "raises":
+            raise ValueError(ERROR_MESSAGE)
+        if self.fault == "dies":
             os._exit(_EXIT_CODE)
-        if self.misdeed == "hangs":
+        if self.fault == "hangs":
             time.sleep(1000)
 
 
-class _LooksAtSockets(Callback):
-    """Notes on what a rank listens, when training starts and when it ends."""
+class _SocketRecorder(Callback):
+    """Records the public addresses on which a rank listens, when training starts and when it ends."""
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.addresses: list[str] = []
 
     def on_train_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
-        self.found += open_to_others()
+        self.addresses += public_addresses()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
-        self.found += open_to_others()
+        self.addresses += public_addresses()
 
 
 class LeavesTrace(Callback):
@@ -102,53 +102,53 @@ class LeavesTrace(Callback):
 
 
 def launch(
-    place: Place, subject: Subject, accelerator: str, devices: int, misdeed: Misdeed, times: int = 1
+    rank_context: RankContext, subject: Subject, accelerator: str, devices: int, fault: Fault, times: int = 1
 ) -> list[JobResult]:
     """Fit several times in this process, which launches the ranks.
 
     Args:
-        place: The only rank of a job.
+        rank_context: The only rank of a job.
         subject: Starts processes by a method that needs no script.
         accelerator: Where.
         devices: How many ranks it launches.
-        misdeed: What the last of them does.
+        fault: The fault of the last of them.
         times: How often.
     """
     adopt_orphans()
     _be(Path(__file__))
-    return [_launch(place, subject, accelerator, devices, misdeed) for _ in range(times)]
+    return [_launch(rank_context, subject, accelerator, devices, fault) for _ in range(times)]
 
 
-def sockets(place: Place, subject: Subject, accelerator: str) -> list[str]:
-    """Train in a rank; return on what it listened for others than this machine."""
-    looks = _LooksAtSockets()
+def sockets(rank_context: RankContext, subject: Subject, accelerator: str) -> list[str]:
+    """Train in a rank; return the addresses beyond the loopback on which it listened."""
+    looks = _SocketRecorder()
     work = Fit(samples=16, accelerator=accelerator)
-    make_trainer(place, subject, work, [looks]).fit(Net(work, subject.configure_model))
-    return list(dict.fromkeys(looks.found))
+    make_trainer(rank_context, subject, work, [looks]).fit(Net(work, subject.configure_model))
+    return list(dict.fromkeys(looks.addresses))
 
 
-def at_a_prompt(place: Place, subject: Subject, accelerator: str, devices: int) -> JobResult:
+def at_a_prompt(rank_context: RankContext, subject: Subject, accelerator: str, devices: int) -> JobResult:
     """Fit as in a notebook, where there is no script that could be run again."""
     adopt_orphans()
     _be(None)
-    return _launch(place, subject, accelerator, devices, "nothing")
+    return _launch(rank_context, subject, accelerator, devices, "nothing")
 
 
 def _be(script: Path | None) -> None:
-    """Let this process look as if it ran a script, or as a prompt, where there is none."""
+    """Set ``__main__`` as if this process ran a script, or a prompt where there is none."""
     main = ModuleType("__main__")
     if script is not None:
         main.__file__ = str(script)
     sys.modules["__main__"] = main
 
 
-def _launch(place: Place, subject: Subject, accelerator: str, devices: int, misdeed: Misdeed) -> JobResult:
+def _launch(rank_context: RankContext, subject: Subject, accelerator: str, devices: int, fault: Fault) -> JobResult:
     work = Fit(samples=64, accelerator=accelerator)
-    module = Misbehaving(work, subject.configure_model)
-    module.culprit, module.misdeed = devices - 1, misdeed
+    module = FaultyNet(work, subject.configure_model)
+    module.culprit, module.fault = devices - 1, fault
     before = [parameter.detach().clone() for parameter in module.parameters()]
     begun, error, rank, steps = time.monotonic(), "", None, 0
-    alone = replace(place, world_size=devices)
+    alone = replace(rank_context, world_size=devices)
     try:
         trainer = make_trainer(alone, subject, work, [NoCallback()], plugins=None)
         trainer.fit(module)
@@ -158,7 +158,9 @@ def _launch(place: Place, subject: Subject, accelerator: str, devices: int, misd
         rank = raised.rank if isinstance(raised, RankFailedError) else None
     seconds = time.monotonic() - begun
     has_trained = _differ(before, [parameter.data for parameter in module.parameters()])
-    return JobResult(error=error, rank=rank, seconds=seconds, left=left_over(), steps=steps, has_trained=has_trained)
+    return JobResult(
+        error=error, rank=rank, seconds=seconds, running=remaining_processes(), steps=steps, has_trained=has_trained
+    )
 
 
 def _differ(before: list[Tensor], after: list[Tensor]) -> bool | None:
@@ -184,32 +186,32 @@ def can_look() -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of what its children leave behind, so that it can be found."""
+    """Make this process the parent of the orphans of its children, so that they are listed below it."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def left_over(patience: float = 1.5) -> list[str]:
-    """Return what still runs of everything that this process and its children have started, after a moment."""
+def remaining_processes(patience: float = 1.5) -> list[str]:
+    """Return the descendants of this process that still run after a short wait."""
     deadline = time.monotonic() + patience
-    while (found := _descendants()) and time.monotonic() < deadline:
+    while (remaining := _descendants()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return remaining
 
 
-def open_to_others() -> list[str]:
+def public_addresses() -> list[str]:
     """Return the addresses beyond the loopback on which this process listens."""
-    own = _own_sockets()
-    found = []
+    inodes = _socket_inodes()
+    addresses = []
     for name in ("tcp", "tcp6"):
         for line in (_PROC / "self" / "net" / name).read_text().splitlines()[1:]:
             columns = line.split()
             address, port = columns[1].split(":")
-            if columns[3] == _LISTENS and columns[9] in own and not _LOOPBACK.fullmatch(address):
-                found.append(f"{'every address' if not address.strip('0') else address}, port {int(port, 16)}")
-    return found
+            if columns[3] == _LISTENS and columns[9] in inodes and not _LOOPBACK.fullmatch(address):
+                addresses.append(f"{'every address' if not address.strip('0') else address}, port {int(port, 16)}")
+    return addresses
 
 
-def _own_sockets() -> set[str]:
+def _socket_inodes() -> set[str]:
     sockets = set()
     for descriptor in (_PROC / "self" / "fd").iterdir():
         try:
@@ -222,7 +224,7 @@ def _own_sockets() -> set[str]:
 
 
 def _descendants() -> list[str]:
-    """Return the living processes below this one, as people recognise them."""
+    """Return the living descendants of this process with their command lines."""
     parents: dict[int, int] = {}
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
@@ -244,13 +246,13 @@ def _is_below(pid: int, parents: dict[int, int]) -> bool:
 
 def _name(pid: int) -> str:
     try:
-        words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        arguments = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return f"process {pid}"
-    return f"process {pid} ({' '.join(words)[:80].strip()})"
+    return f"process {pid} ({' '.join(arguments)[:80].strip()})"
 
 
-# A script as a user's: it trains through the Trainer with an alias, in processes that start as the alias says.
+# A user's script: the Trainer with an alias, in processes started by its method
 
 
 _JOB = "job.pickle"
@@ -263,7 +265,7 @@ def run_program(
 
     Args:
         subject: The strategy.
-        folder: Where the script finds its job and leaves what came of it.
+        folder: Folder of the script's input and output.
         devices: Number of ranks.
         accelerator: Where.
         seconds: How long it may take.

@@ -106,7 +106,7 @@ class Net(TrainModule):
         """Note the loss of a batch and its samples, or of each of the equal batches of a compiled call."""
         losses = loss.detach().reshape(-1).tolist()
         self.losses += losses
-        self.seen += [part.tolist() for part in numbers.chunk(len(losses))]
+        self.seen += [chunk.tolist() for chunk in numbers.chunk(len(losses))]
 
     def configure_optimizers(self) -> Any:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -162,7 +162,7 @@ class Random(Net):
         self.layers.insert(2, nn.Dropout(0.2))
 
 
-class Own(Net):
+class SeededByRank(Net):
     """Each rank initialises it in its own way, parameters and buffer."""
 
     scale: Tensor
@@ -212,9 +212,9 @@ class Scheduled(Net):
         self.rates.append([float(group["lr"]) for group in self.trainer.strategy.optimizers[0].param_groups])
 
     def configure_optimizers(self) -> Any:
-        first, *others = self.layers
-        rest = [parameter for layer in others for parameter in layer.parameters()]
-        groups: list[dict[str, Any]] = [{"params": list(first.parameters()), "lr": 0.02}, {"params": rest}]
+        first, *remaining_layers = self.layers
+        remaining = [parameter for layer in remaining_layers for parameter in layer.parameters()]
+        groups: list[dict[str, Any]] = [{"params": list(first.parameters()), "lr": 0.02}, {"params": remaining}]
         optimizer = torch.optim.AdamW(groups, lr=0.01)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.8**step, lambda step: 1 / (1 + step)])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -279,7 +279,7 @@ NETS: dict[str, type[Net]] = {
     "frozen": Frozen,
     "random": Random,
     "linear": Linear,
-    "own": Own,
+    "own": SeededByRank,
     "normed": Normed,
     "scheduled": Scheduled,
     "manual": Manual,

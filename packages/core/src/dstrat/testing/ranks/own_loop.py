@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.testing.ranks.fits import numbers
-from dstrat.testing.ranks.jobs import built
+from dstrat.testing.ranks.jobs import build_strategy
 from dstrat.testing.ranks.modules import GLOBAL_BATCH, dataset
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import ClipAlgorithm
     from dstrat.interfaces.strategy import Strategy
     from dstrat.testing.ranks.jobs import Subject
-    from dstrat.testing.ranks.team import Place
+    from dstrat.testing.ranks.team import RankContext
 
 
 class Regression(torch.nn.Module):
@@ -37,7 +37,7 @@ class Regression(torch.nn.Module):
 
 
 class Loop:
-    """What a strategy may ask of whoever runs it, and nothing else."""
+    """The attributes of ``TrainerLike``, and nothing else."""
 
     __slots__ = ("_events", "_module", "is_fitting")
 
@@ -54,10 +54,10 @@ class Loop:
         return Optimization(optimizers=(torch.optim.AdamW(self._module().parameters(), lr=0.01),))
 
 
-def life_cycle(place: Place, subject: Subject, accelerator: str, *, is_fitting: bool) -> dict[str, Any]:
-    """Take a strategy through its life; return what was called in which order, and what was there at each moment."""
+def life_cycle(rank_context: RankContext, subject: Subject, accelerator: str, *, is_fitting: bool) -> dict[str, Any]:
+    """Run the life cycle of a strategy; return the calls in their order, and the state after each phase."""
     events: list[str] = []
-    strategy = built(place, subject, accelerator)
+    strategy = build_strategy(rank_context, subject, accelerator)
     _note_calls(strategy, events)
     module = Regression()
     strategy.connect(module)
@@ -67,20 +67,20 @@ def life_cycle(place: Place, subject: Subject, accelerator: str, *, is_fitting: 
     _configure(subject, strategy)
     strategy.setup(Loop(lambda: strategy.module, events, is_fitting=is_fitting))
     events.append("| steps")
-    found: dict[str, Any] = {"after setup": _view(strategy, module)}
+    observed: dict[str, Any] = {"after setup": _view(strategy, module)}
     if is_fitting:
         before = _weights(strategy)
-        found["error in steps"] = _problem_of("a step", lambda: train(strategy, 3))
-        found["has trained"] = _weights(strategy) != before
+        observed["error in steps"] = _problem_of("a step", lambda: train(strategy, 3))
+        observed["has trained"] = _weights(strategy) != before
     events.append("| teardown")
     strategy.teardown()
-    found["after teardown"] = _view(strategy, module)
-    return {**found, "events": events}
+    observed["after teardown"] = _view(strategy, module)
+    return {**observed, "events": events}
 
 
-def ends_without_beginning(place: Place, subject: Subject, accelerator: str) -> list[str]:
+def ends_without_beginning(rank_context: RankContext, subject: Subject, accelerator: str) -> list[str]:
     """End a strategy before it has begun, and twice; return what raised."""
-    fresh, used = built(place, subject, accelerator), built(place, subject, accelerator)
+    fresh, used = build_strategy(rank_context, subject, accelerator), build_strategy(rank_context, subject, accelerator)
     fresh.connect(Regression())
     used.connect(Regression())
     used.setup_environment()
@@ -102,9 +102,9 @@ def _problem_of(name: str, end: Callable[[], Any]) -> str:
     return ""
 
 
-def losses_in_a_loop(place: Place, subject: Subject, accelerator: str, steps: int) -> list[float]:
+def losses_in_a_loop(rank_context: RankContext, subject: Subject, accelerator: str, steps: int) -> list[float]:
     """Train by hand; return the global loss of each step."""
-    strategy = built(place, subject, accelerator)
+    strategy = build_strategy(rank_context, subject, accelerator)
     strategy.connect(Regression())
     strategy.setup_environment()
     _configure(subject, strategy)
@@ -149,14 +149,14 @@ def _configure(subject: Subject, strategy: Strategy) -> None:
 
 
 def _note_calls(strategy: Strategy, events: list[str]) -> None:
-    parts = {
+    components = {
         "accelerator": (strategy.accelerator, ("setup", "teardown")),
         "precision_plugin": (strategy.precision_plugin, ("connect", "teardown")),
         "checkpoint_io": (strategy.checkpoint_io, ("teardown",)),
     }
-    for part_name, (part, methods) in parts.items():
+    for component_name, (component, methods) in components.items():
         for method in methods:
-            setattr(part, method, _noting(f"{part_name}.{method}", getattr(part, method), events))
+            setattr(component, method, _noting(f"{component_name}.{method}", getattr(component, method), events))
 
 
 def _noting(name: str, method: Callable[..., Any], events: list[str]) -> Callable[..., Any]:
@@ -168,8 +168,8 @@ def _noting(name: str, method: Callable[..., Any], events: list[str]) -> Callabl
 
 
 def _view(strategy: Strategy, module: nn.Module) -> dict[str, Any]:
-    """Return what can be seen of a strategy at a moment."""
-    own = {id(parameter) for parameter in strategy.module.parameters()}
+    """Return the observable state of a strategy."""
+    module_ids = {id(parameter) for parameter in strategy.module.parameters()}
     optimized = [
         parameter
         for optimizer in strategy.optimizers
@@ -183,7 +183,7 @@ def _view(strategy: Strategy, module: nn.Module) -> dict[str, Any]:
         "root device": str(strategy.root_device),
         "optimizers": len(strategy.optimizers),
         "schedulers": len(strategy.lr_schedulers),
-        "optimized elsewhere": sum(id(parameter) not in own for parameter in optimized),
+        "optimized elsewhere": sum(id(parameter) not in module_ids for parameter in optimized),
         "process group is open": dist.is_available() and dist.is_initialized(),
         "default dtype": str(torch.get_default_dtype()),
         "gradients are on": torch.is_grad_enabled(),
@@ -194,7 +194,7 @@ def _weights(strategy: Strategy) -> list[float]:
     return [number for value in strategy.module_state_dict().values() for number in numbers(value)]
 
 
-def reference_losses(place: Place, steps: int) -> list[float]:  # noqa: ARG001 - every job's function takes it
+def reference_losses(rank_context: RankContext, steps: int) -> list[float]:  # noqa: ARG001 - every job's function takes it
     """Return the losses of plain torch."""
     module = Regression()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)

@@ -35,14 +35,14 @@ _PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "dstrat.testing.ran
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """How a rank ended a function.
+class RankResult:
+    """The result of a function in one rank.
 
     Attributes:
         rank: Its rank.
         report: What it sent; None where it sent nothing.
         output: What it printed.
-        stack: Where it was when its time was up; empty where it ended by itself.
+        stack: Its stack at the timeout; empty where it ended by itself.
         exit_code: Negative for a signal; None where it had to be ended, or has not ended.
     """
 
@@ -80,10 +80,10 @@ class Team:
         self._has_ended = False
         self.is_as_before = True
 
-    def run(self, function: Callable[..., Any], *, seconds: float, arguments: dict[str, Any]) -> list[Ended]:
-        """Run a function in each rank, with a Place and the arguments; return how each ended it.
+    def run(self, function: Callable[..., Any], *, seconds: float, arguments: dict[str, Any]) -> list[RankResult]:
+        """Run a function in each rank, with a RankContext and the arguments; return the result of each.
 
-        Where one fails, the others have a few seconds more, and then all are ended.
+        After the first failure the others have a few seconds more, and then all are ended.
         """
         work = Path(tempfile.mkdtemp(prefix="work-", dir=self._folder))
         self._begin(function, work, arguments)
@@ -94,7 +94,7 @@ class Team:
         self.is_as_before = not self._has_ended and all(report.is_as_before for report in reports.values())
         shutil.rmtree(work, ignore_errors=True)
         return [
-            Ended(
+            RankResult(
                 rank=rank,
                 report=reports.get(rank),
                 output=_text(self._folder / f"output-{rank}"),
@@ -120,7 +120,7 @@ class Team:
                 pipe.send((function, work, arguments))
 
     def _end(self, silent: Collection[int] = ()) -> dict[int, str]:
-        """End the ranks; return where those were that are still busy."""
+        """End the ranks; return the stacks of those that are still busy."""
         for pipe in self._pipes:
             pipe.close()  # for which ranks that are done wait
         stacks = _stacks(self._ranks, silent, self._folder)
@@ -136,36 +136,36 @@ def _start(world_size: int, folder: Path) -> tuple[list[Any], list[Any]]:
     ranks, pipes = [], []
     with listener, hidden_main():
         for rank in range(world_size):
-            own, theirs = context.Pipe()
-            place = (rank, world_size, listener.getsockname()[1], listener if rank == 0 else None)
-            process = context.Process(target=run_rank, args=(theirs, place, folder), daemon=False)
+            parent_end, child_end = context.Pipe()
+            cluster_arguments = (rank, world_size, listener.getsockname()[1], listener if rank == 0 else None)
+            process = context.Process(target=run_rank, args=(child_end, cluster_arguments, folder), daemon=False)
             process.start()
-            theirs.close()
+            child_end.close()
             ranks.append(process)
-            pipes.append(own)
+            pipes.append(parent_end)
     return ranks, pipes
 
 
 def _collect(pipes: Sequence[Any], seconds: float) -> tuple[dict[int, Report], Collection[int]]:
-    """Wait for the reports, once a rank has failed for a few seconds only; return them, and which ranks are busy."""
+    """Collect the reports, for a few seconds only once a rank has failed; return them and the ranks still busy."""
     deadline = time.monotonic() + seconds
-    waiting = dict(enumerate(pipes))
+    pending = dict(enumerate(pipes))
     reports: dict[int, Report] = {}
-    while waiting:
-        ready = connection.wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+    while pending:
+        ready = connection.wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+        for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
             with contextlib.suppress(EOFError, ConnectionResetError):
-                reports[rank] = waiting[rank].recv()
-            del waiting[rank]
+                reports[rank] = pending[rank].recv()
+            del pending[rank]
             if rank not in reports or reports[rank].failure:
                 deadline = min(deadline, time.monotonic() + _PATIENCE)
-    return reports, waiting.keys()
+    return reports, pending.keys()
 
 
 def _stacks(ranks: Sequence[Any], silent: Collection[int], folder: Path) -> dict[int, str]:
-    """Let the ranks that are still busy show where they are."""
+    """Return the stacks of the ranks that are still busy."""
     for rank in silent:
         with contextlib.suppress(ProcessLookupError):
             os.kill(ranks[rank].pid, signal.SIGQUIT)
@@ -188,7 +188,7 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-# Entry point of a warm process that becomes a rank of the kit.
+# Entry point of a rank, forked from the warm process
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -196,11 +196,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a rank sends back.
+    """The report that a rank sends back.
 
     Attributes:
         value: What the function returned.
-        failure: The traceback of what it raised; empty where it returned.
+        failure: The traceback of its exception; empty where it returned.
         headline: The exception in one line.
         kind: Whether the failure is the rank's own.
         time_ns: When it ended, nanoseconds since the epoch.
@@ -215,15 +215,15 @@ class Report:
     is_as_before: bool = False
 
 
-def run_rank(pipe: Any, place: tuple[Any, ...], folder: Path) -> None:
-    """Be a rank: run what is sent, one function after the other, and send what came of it.
+def run_rank(pipe: Any, cluster_arguments: tuple[Any, ...], folder: Path) -> None:
+    """Run each function that is sent, and send back its report.
 
-    A rank that has failed ends, so that the others learn of it; one that has not waits, as others may still be
-    connecting to it, until the pipe is closed.
+    A rank that has failed ends, so that its closed connections end the others.  Any other rank waits until the pipe is
+    closed, as others may still be connecting to it.
     """
-    rank, world_size, _, _ = place
+    rank, world_size, _, _ = cluster_arguments
     _prepare(rank, folder)
-    cluster = LoopbackCluster(*place)
+    cluster = LoopbackCluster(*cluster_arguments)
     has_failed = False
     while not has_failed:
         try:
@@ -239,8 +239,8 @@ def run_rank(pipe: Any, place: tuple[Any, ...], folder: Path) -> None:
 def _run(pipe: Any, rank: int, world_size: int, cluster: LoopbackCluster) -> Report:
     try:
         function, folder, arguments = pipe.recv()
-        here = Place(rank=rank, world_size=world_size, folder=folder, cluster=cluster)
-        value = function(here, **arguments)
+        rank_context = RankContext(rank=rank, world_size=world_size, folder=folder, cluster=cluster)
+        value = function(rank_context, **arguments)
         return Report(value=value, time_ns=time.time_ns(), is_as_before=_is_as_before())
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test tells of it
         return Report(
@@ -277,24 +277,24 @@ def _prepare(rank: int, folder: Path) -> None:
 
 
 def _leave() -> None:
-    """End without tidying up, which takes longer than many a test."""
+    """Exit without the interpreter's cleanup, which takes longer than many tests."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-# Context of a function of the kit: one rank of a job of warm processes.
+# Context of a function in a rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankContext:
     """One rank of a job.
 
     Attributes:
         rank: Its global rank.
         world_size: Ranks of the job.
         folder: Shared by the ranks, gone after the job.
-        cluster: What tells a strategy where it is.
+        cluster: The cluster environment of the rank.
     """
 
     rank: int
@@ -303,28 +303,28 @@ class Place:
     cluster: LoopbackCluster
 
     def meet(self, name: str, word: str = "here", *, seconds: float = 3.0) -> set[str]:
-        """Leave a word for the other ranks, and wait for theirs without any strategy.
+        """Exchange a word with the other ranks through files, without any strategy.
 
         Args:
-            name: Tells this meeting from others in the job.
+            name: Identifies the exchange within the job.
             word: Letters.
-            seconds: How long it waits for ranks that may never come.
+            seconds: Timeout for ranks that may never arrive.
 
         Returns:
-            The words of those that came.
+            The words of the ranks that arrived.
         """
         (self.folder / f"{name} {self.rank} {word}").touch()
         deadline = time.monotonic() + seconds
-        while len(left := list(self.folder.glob(f"{name} *"))) < self.world_size and time.monotonic() < deadline:
+        while len(messages := list(self.folder.glob(f"{name} *"))) < self.world_size and time.monotonic() < deadline:
             time.sleep(0.01)
-        return {path.name.rpartition(" ")[2] for path in left}
+        return {path.name.rpartition(" ")[2] for path in messages}
 
 
-# The cluster environment of ranks that the kit has started on this machine.
+# Cluster environment of the kit's ranks
 
 
 class LoopbackCluster(ClusterEnvironment):
-    """Ranks on this machine that exist already and meet on a socket that is bound to the loopback.
+    """Running ranks of this machine, whose rendezvous is a socket that is bound to the loopback.
 
     Args:
         rank: Which rank this is.

@@ -14,7 +14,7 @@ from dstrat.testing.suite import Suite, not_declared
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from dstrat.testing.ranks.team import Place
+    from dstrat.testing.ranks.team import RankContext
     from dstrat.training.module.train_module import TrainModule
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ _shared: dict[str, Any] = {}
 
 
 class StrategyTests(Suite):
-    """What the author of a strategy declares beside the facts of its record.
+    """The base of the strategy suite, with the declarations that a record does not have.
 
     Attributes:
         world_sizes: Numbers of processes to try.
@@ -102,7 +102,7 @@ class StrategyTests(Suite):
     def job(
         self, function: Callable[..., T], world_size: int, *, needs_new_ranks: bool = False, **arguments: Any
     ) -> list[T]:
-        """Return what a function returns in each rank, where the strategy can have so many."""
+        """Return the value of a function in each rank; skip the test where the strategy cannot have so many."""
         __tracebackhide__ = True
         self.need_processes(world_size)
         team = self.accelerator
@@ -115,22 +115,20 @@ class StrategyTests(Suite):
         return run_in_team(function, world_size, seconds=self.seconds, team=team, **arguments)
 
     def shared_job(self, function: Callable[..., T], world_size: int, **arguments: Any) -> list[T]:
-        """Return the same for all tests that ask for the same."""
+        """Return the cached values of a job, which runs once for all tests."""
         __tracebackhide__ = True
         return _shared_result(f"{_key(function, arguments)} {world_size}", self.job, function, world_size, arguments)
 
     def reference_job(self, function: Callable[..., T], **arguments: Any) -> T:
-        """Return what a function finds on one device, the same for all tests that ask for the same.
-
-        It runs on the processor, in a rank that nothing else runs in: torch learns which devices there are in its
-        first backward pass, so that some accelerators could not be used after it.
-        """
+        """Return the cached value of a function on one device."""
+        # On the CPU, in a rank of its own: torch looks for devices in its first backward pass, and some accelerators
+        # cannot be used after it.
         __tracebackhide__ = True
-        found: T = _shared_result(f"{_key(function, arguments)} reference", run_in_team, function, 1, arguments)[0]
-        return found
+        result: T = _shared_result(f"{_key(function, arguments)} reference", run_in_team, function, 1, arguments)[0]
+        return result
 
     def collected(self, name: str, world_size: int) -> list[Any]:
-        """Return what each rank found, the same for all tests that ask for it."""
+        """Return the cached values of a function of the module ``communication``, one per rank."""
         __tracebackhide__ = True
         self.need_processes(world_size)
         from dstrat.testing.ranks import communication
@@ -140,7 +138,7 @@ class StrategyTests(Suite):
         )
 
     def readers(self, world_size: int) -> int:
-        """Return how many ranks read different data."""
+        """Return the number of ranks that read different data."""
         __tracebackhide__ = True
         readers: int = self.collected("positions", world_size)[0]["sampler"].get("num_replicas", 1)
         return readers
@@ -151,7 +149,7 @@ class StrategyTests(Suite):
         return min(self.world_sizes)
 
     def need_processes(self, world_size: int) -> None:
-        """Skip the test where the record says that there cannot be so many processes."""
+        """Skip the test where the record does not allow this number of processes."""
         facts = self.component
         if world_size not in {1, *self.world_sizes}:
             not_declared(f"{type(self).__name__} declares world_sizes = {self.world_sizes}")
@@ -166,11 +164,13 @@ class StrategyTests(Suite):
             not_declared(f"{self.alias} declares gives_losses_of_one_device = False")
 
 
-def run_with_environ(place: Place, task: Callable[..., T], environ: dict[str, str], arguments: dict[str, Any]) -> T:
+def run_with_environ(
+    rank_context: RankContext, task: Callable[..., T], environ: dict[str, str], arguments: dict[str, Any]
+) -> T:
     """Run a function in a rank that has these environment variables."""
-    job = str(place.cluster.main_port)
+    job = str(rank_context.cluster.main_port)
     os.environ.update({name: value.replace("{job}", job) for name, value in environ.items()})
-    return task(place, **arguments)
+    return task(rank_context, **arguments)
 
 
 def _key(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
@@ -180,14 +180,14 @@ def _key(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
 def _shared_result(
     key: str, run: Callable[..., list[T]], function: Callable[..., T], world_size: int, arguments: dict[str, Any]
 ) -> list[T]:
-    """Return what a job gave, which runs once for each key."""
+    """Return the cached result of a job, which runs once per key."""
     __tracebackhide__ = True
     if key not in _shared:
         try:
             _shared[key] = run(function, world_size, **arguments)
         except pytest.fail.Exception as failure:  # so that what hangs is waited for once
             _shared[key] = failure
-    found: list[T] | BaseException = _shared[key]
-    if isinstance(found, BaseException):
-        raise found
-    return found
+    result: list[T] | BaseException = _shared[key]
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -11,7 +11,7 @@ from dstrat.testing.suite import fail, standard
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dstrat.testing.ranks.fits import Fitted
+    from dstrat.testing.ranks.fits import FitResult
 
 _SAMPLES = 64  # 8 steps
 _SAVE_AT = 3
@@ -32,34 +32,34 @@ class Checkpoints(StrategyTests):
     def test_a_checkpoint_is_written_once_and_every_rank_waits_for_it(self, pair: int) -> None:
         from dstrat.testing.ranks.fits import saves
 
-        found = self.job(saves, pair, subject=self.subject, accelerator=self.accelerator)
-        writers = [rank for rank, one in enumerate(found) if one["wrote"]]
+        results = self.job(saves, pair, subject=self.subject, accelerator=self.accelerator)
+        writers = [rank for rank, result in enumerate(results) if result["wrote"]]
         if writers != [0]:
             fail(
                 f"a checkpoint was written by ranks {writers} of {pair}, where checkpoint_io.is_collective is False",
                 expected="global rank 0 writes it, and nobody else: two writers spoil each other's file.",
-                cure="ask is_global_zero before checkpoint_io.save_checkpoint, or leave all to Strategy's own.",
+                fix="ask is_global_zero before checkpoint_io.save_checkpoint, or leave all to Strategy's own.",
             )
-        for rank, one in enumerate(found):
-            if not one["is there"] or one["read"] != {"number": 5}:
+        for rank, result in enumerate(results):
+            if not result["is there"] or result["read"] != {"number": 5}:
                 fail(
                     f"save_checkpoint returned in rank {rank} of {pair} before the checkpoint was there",
                     expected="every rank waits until it can be read.",
-                    cure="end save_checkpoint with self.barrier(), in every rank.",
+                    fix="end save_checkpoint with self.barrier(), in every rank.",
                 )
-            if not one["is gone"]:
+            if not result["is gone"]:
                 fail(f"remove_checkpoint left the checkpoint where it was, as rank {rank} of {pair} saw it")
 
     @standard("processes", "checkpoints")
     def test_resuming_equals_never_having_stopped_bit_for_bit(self, world_size: int, tmp_path: Path) -> None:
-        whole = self._run(world_size, net="random", shuffle=True)
+        uninterrupted = self._run(world_size, net="random", shuffle=True)
         at = str(tmp_path / "checkpoint")
         self._run(world_size, net="random", shuffle=True, save_to=at, save_at=_SAVE_AT, stop_at=_SAVE_AT)
         resumed = self._run(world_size, net="random", shuffle=True, resume_from=at)
-        for rank, (one, other) in enumerate(zip(whole, resumed, strict=True)):
+        for rank, (one, other) in enumerate(zip(uninterrupted, resumed, strict=True)):
             self._check_same_data(one, other, rank)
             _check_same_losses(one, other, rank)
-        if whole[0].state != resumed[0].state:
+        if uninterrupted[0].state != resumed[0].state:
             fail(
                 f"a training of {world_size} ranks that is resumed in the middle of an epoch ends with other weights "
                 "than one that was never stopped, though its losses are the same",
@@ -69,9 +69,9 @@ class Checkpoints(StrategyTests):
     @standard("processes", "checkpoints")
     def test_each_rank_goes_on_with_its_own_statistics_of_batch_norm(self, pair: int, tmp_path: Path) -> None:
         at = str(tmp_path / "checkpoint")
-        whole = self._run(pair, net="normed", save_to=at, save_at=_SAVE_AT, validate_every=_SAVE_AT)
+        uninterrupted = self._run(pair, net="normed", save_to=at, save_at=_SAVE_AT, validate_every=_SAVE_AT)
         resumed = self._run(pair, net="normed", resume_from=at, validate_every=_SAVE_AT)
-        for rank, (one, other) in enumerate(zip(whole, resumed, strict=True)):
+        for rank, (one, other) in enumerate(zip(uninterrupted, resumed, strict=True)):
             _check_same_losses(one, other, rank)
             differing = [name for name, values in one.buffers.items() if other.buffers.get(name) != values]
             if differing:
@@ -79,7 +79,7 @@ class Checkpoints(StrategyTests):
                     f"a resumed training is not the one that was never stopped: rank {rank} ends with other buffers: "
                     f"{', '.join(differing)}",
                     expected="each rank goes on with the statistics that it has gathered of its own data.",
-                    cure="leave buffers alone when a training begins, or when a rank's state is loaded.",
+                    fix="leave buffers alone when a training begins, or when a rank's state is loaded.",
                 )
             expected = one.validated[-len(other.validated) :]
             if expected != other.validated:
@@ -101,29 +101,29 @@ class Checkpoints(StrategyTests):
         other = next(size for size in (*reversed(self.world_sizes), 1) if size != several)
         self._check_move(self.alias, several, self.alias, other, tmp_path)
 
-    def _check_round_trip(self, part: str, name: str, world_size: int, checkpoint_format: str) -> None:
+    def _check_round_trip(self, key: str, name: str, world_size: int, checkpoint_format: str) -> None:
         __tracebackhide__ = True
         from dstrat.testing.ranks.fits import Fit, differences, round_trip
 
         work = Fit(samples=24, accelerator=self.accelerator, checkpoint_format=checkpoint_format)  # type: ignore[arg-type]
         self.need_processes(world_size)
         saved, loaded = self.shared_job(round_trip, world_size, subject=self.subject, work=work)[0]
-        if part == "optimizer" and not _has_momentum(saved[part]):
+        if key == "optimizer" and not _has_momentum(saved[key]):
             fail(
                 f"optimizer_state of {self.alias} has no state of any parameter after three steps of AdamW, so that "
                 "a checkpoint loses it",
                 expected="the whole state of the optimizer in rank 0, as optimizer.state_dict() has it.",
             )
-        found = differences({"": saved[part]}, {"": loaded[part]})
-        if found:
+        differing = differences({"": saved[key]}, {"": loaded[key]})
+        if differing:
             fail(
                 f"a checkpoint in the {checkpoint_format} format, saved and loaded by {world_size} ranks, does not "
-                f"bring back the {name}: {len(found)} entries differ, such as {found[0].lstrip('.')}",
+                f"bring back the {name}: {len(differing)} entries differ, such as {differing[0].lstrip('.')}",
                 expected="what load_module_state_dict and load_optimizer_state (or their sharded forms) load is what "
                 "the methods that save have returned.",
             )
 
-    def _check_same_data(self, one: Fitted, other: Fitted, rank: int) -> None:
+    def _check_same_data(self, one: FitResult, other: FitResult, rank: int) -> None:
         __tracebackhide__ = True
         if one.seen[_SAVE_AT:] != other.seen:
             fail(
@@ -137,16 +137,16 @@ class Checkpoints(StrategyTests):
         at = str(tmp_path / "checkpoint")
         self._run(saved_by, origin, save_to=at, save_at=_SAVE_AT, stop_at=_SAVE_AT)
         moved = self._run(loaded_by, target, resume_from=at)[0]
-        whole = on_one_device(samples=_SAMPLES)
-        for name, values in whole.state.items():
-            found = moved.state.get(name)
-            if found is None:
+        reference = on_one_device(samples=_SAMPLES)
+        for name, values in reference.state.items():
+            moved_values = moved.state.get(name)
+            if moved_values is None:
                 fail(
                     f"the module has no {name!r} after a checkpoint moved from {origin} to {target}: its names are "
                     f"{', '.join(moved.state)}",
                     expected="the names of the user's module, without prefixes of a wrapper.",
                 )
-            largest = max(abs(one - two) for one, two in zip(values, found, strict=True))
+            largest = max(abs(one - two) for one, two in zip(values, moved_values, strict=True))
             if largest > self.tolerance * 10:
                 fail(
                     f"a training that {origin} on {saved_by} began and {target} on {loaded_by} went on with ends with "
@@ -155,7 +155,7 @@ class Checkpoints(StrategyTests):
                     "under the names of the user's module.",
                 )
 
-    def _run(self, world_size: int, alias: str = "", **options: Any) -> list[Fitted]:
+    def _run(self, world_size: int, alias: str = "", **options: Any) -> list[FitResult]:
         __tracebackhide__ = True
         from dstrat.testing.ranks.fits import Fit, fit
         from dstrat.testing.ranks.jobs import run_in_team
@@ -166,13 +166,13 @@ class Checkpoints(StrategyTests):
         return self.job(fit, world_size, subject=self.subject, work=work)
 
 
-def _check_same_losses(one: Fitted, other: Fitted, rank: int) -> None:
+def _check_same_losses(one: FitResult, other: FitResult, rank: int) -> None:
     __tracebackhide__ = True
     pairs = list(zip(one.losses[_SAVE_AT:], other.losses, strict=True))
-    wrong = [step for step, (left, right) in enumerate(pairs) if left != right]
+    wrong = [step for step, (expected, resumed) in enumerate(pairs) if expected != resumed]
     if not wrong:
         return
-    left, right = pairs[wrong[0]]
+    expected, resumed = pairs[wrong[0]]
     begins = (
         "the first step after it already draws other random numbers (or has other weights): draw none in setup or in "
         "the first step"
@@ -182,9 +182,9 @@ def _check_same_losses(one: Fitted, other: Fitted, rank: int) -> None:
     )
     fail(
         f"a resumed training is not the one that was never stopped: in rank {rank} the loss of step "
-        f"{_SAVE_AT + wrong[0]} is {right!r}, and would have been {left!r}",
+        f"{_SAVE_AT + wrong[0]} is {resumed!r}, and would have been {expected!r}",
         expected="the same bits: weights, optimizer, random state and data position come back.",
-        cure=f"{later if wrong[0] else begins}.",
+        fix=f"{later if wrong[0] else begins}.",
     )
 
 

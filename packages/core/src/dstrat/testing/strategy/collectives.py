@@ -18,77 +18,78 @@ class Collectives(StrategyTests):
 
     @standard("processes", "collectives")
     def test_each_rank_knows_where_it_is(self, world_size: int) -> None:
-        found = self.collected("positions", world_size)
-        for rank, says in enumerate(found):
+        positions = self.collected("positions", world_size)
+        for rank, says in enumerate(positions):
             expected = {"world_size": world_size, "global_rank": rank, "local_rank": rank, "node_rank": 0}
             expected["is_global_zero"] = rank == 0
             for name, value in expected.items():
                 if says[name] != value:
                     fail(
                         f"{name} is {says[name]!r} in rank {rank} of {world_size}, where it should be {value!r}",
-                        cure="take it from the cluster environment, as ParallelStrategy does.",
+                        fix="take it from the cluster environment, as ParallelStrategy does.",
                     )
 
     @standard("processes", "collectives")
     def test_its_ranks_divide_the_data_among_them(self, world_size: int) -> None:
         shares = [says["sampler"] for says in self.collected("positions", world_size)]
         readers = {share.get("num_replicas", 1) for share in shares}
-        wanted = set(range(next(iter(readers))))
-        given = {share.get("rank", 0) for share in shares}
-        if len(readers) != 1 or given != wanted:
+        expected_ranks = set(range(next(iter(readers))))
+        ranks = {share.get("rank", 0) for share in shares}
+        if len(readers) != 1 or ranks != expected_ranks:
             fail(
                 f"distributed_sampler_kwargs of the {world_size} ranks are {shares}: together they read "
-                f"{len(given)} of {max(readers)} parts of the data, so that samples are used twice or never",
+                f"{len(ranks)} of {max(readers)} parts of the data, so that samples are used twice or never",
                 expected='the same "num_replicas" in all ranks, and a "rank" for each part.',
             )
 
     @standard("processes", "collectives")
     def test_reduce_gives_mean_sum_max_and_min(self, world_size: int) -> None:
-        from dstrat.testing.ranks.communication import OPERATIONS, own_values
+        from dstrat.testing.ranks.communication import OPERATIONS, rank_values
 
-        columns = list(zip(*(own_values(part) for part in range(self.readers(world_size))), strict=True))
-        for rank, found in enumerate(self.collected("reductions", world_size)):
+        columns = list(zip(*(rank_values(shard) for shard in range(self.readers(world_size))), strict=True))
+        for rank, results in enumerate(self.collected("reductions", world_size)):
             for operation in OPERATIONS:
                 expected = [_reduced(operation, column) for column in columns]
-                _check_reduction(operation, found[operation]["reduced"], expected, columns, rank)
+                _check_reduction(operation, results[operation]["reduced"], expected, columns, rank)
 
     @standard("processes", "collectives")
     def test_reduce_leaves_its_argument_and_other_values_alone(self, world_size: int) -> None:
-        from dstrat.testing.ranks.communication import OPERATIONS, own_values
+        from dstrat.testing.ranks.communication import OPERATIONS, rank_values
 
-        for found, says in zip(
+        for results, says in zip(
             self.collected("reductions", world_size), self.collected("positions", world_size), strict=True
         ):
-            if found["other"] != "not a tensor":
-                fail(f'reduce("not a tensor") returned {found["other"]!r}: it must return other values as they are')
-            own = own_values(says["sampler"].get("rank", 0))
-            changed = [name for name in OPERATIONS if found[name]["argument"] != own]
+            if results["other"] != "not a tensor":
+                fail(f'reduce("not a tensor") returned {results["other"]!r}: it must return other values as they are')
+            argument = rank_values(says["sampler"].get("rank", 0))
+            changed = [name for name in OPERATIONS if results[name]["argument"] != argument]
             if changed:
                 fail(
                     f"reduce with reduce_op={changed[0]!r} changed the tensor that it was given",
-                    cure="reduce a clone of it.",
+                    fix="reduce a clone of it.",
                 )
 
     @standard("processes", "collectives")
     def test_reduce_gives_the_mean_of_integers_as_a_float(self, world_size: int) -> None:
         largest = self.readers(world_size) - 1
-        for found in self.collected("reductions", world_size):
-            if abs(found["integers"] - largest / 2) > 1e-6:
+        for results in self.collected("reductions", world_size):
+            if abs(results["integers"] - largest / 2) > 1e-6:
                 fail(
-                    f"reduce of the integers 0 to {largest} gave {found['integers']}, and their mean is {largest / 2}",
-                    cure="divide after the sum, with `/`.",
+                    f"reduce of the integers 0 to {largest} gave {results['integers']}, and their mean is "
+                    f"{largest / 2}",
+                    fix="divide after the sum, with `/`.",
                 )
 
     @standard("processes", "collectives")
     def test_all_gather_stacks_in_the_order_of_ranks(self, world_size: int) -> None:
-        from dstrat.testing.ranks.communication import own_values
+        from dstrat.testing.ranks.communication import rank_values
 
-        expected = [[own_values(rank)] * 2 for rank in range(world_size)]
-        for rank, found in enumerate(self.collected("gathering", world_size)):
-            values = found["values"]
+        expected = [[rank_values(rank)] * 2 for rank in range(world_size)]
+        for rank, result in enumerate(self.collected("gathering", world_size)):
+            values = result["values"]
             if values == expected:
                 continue
-            order = [expected.index(part) if part in expected else None for part in values]
+            order = [expected.index(tensor) if tensor in expected else None for tensor in values]
             if None not in order:
                 fail(
                     f"all_gather gave the tensors of ranks {order} to rank {rank}, in the wrong order of ranks",
@@ -99,25 +100,25 @@ class Collectives(StrategyTests):
                 expected=f"the shape ({world_size}, *shape), also in a world of one.",
                 details=f"expected {expected}\ngot      {values}",
             )
-        for rank, found in enumerate(self.collected("gathering", world_size)):
-            _check_scalars(found["scalars"], rank, world_size)
+        for rank, result in enumerate(self.collected("gathering", world_size)):
+            _check_scalars(result["scalars"], rank, world_size)
 
     @standard("processes", "collectives")
     def test_all_gather_lets_gradients_flow_back_only_when_asked(self, world_size: int) -> None:
-        for rank, found in enumerate(self.collected("gathering", world_size)):
+        for rank, result in enumerate(self.collected("gathering", world_size)):
             expected = [float(world_size * (rank + 1))] * 2
-            if found["needs_gradient"]:
+            if result["needs_gradient"]:
                 fail("all_gather returned a tensor that needs gradients though sync_grads is False: detach it")
-            if found["gradient"] != expected:
+            if result["gradient"] != expected:
                 fail(
-                    f"the gradient through all_gather(sync_grads=True) is {found['gradient']} in rank {rank}",
+                    f"the gradient through all_gather(sync_grads=True) is {result['gradient']} in rank {rank}",
                     expected=f"{expected}, the sum over all ranks of the gradients of this rank's part.",
                 )
 
     @standard("processes", "collectives")
     def test_broadcast_sends_the_object_of_the_source_rank(self, world_size: int) -> None:
-        for rank, found in enumerate(self.collected("broadcasts", world_size)):
-            for source, received in enumerate(found):
+        for rank, objects in enumerate(self.collected("broadcasts", world_size)):
+            for source, received in enumerate(objects):
                 if received != {"from": source, "text": "x" * source}:
                     came = received.get("from") if isinstance(received, dict) else None
                     from_where = repr(received) if came is None else f"the object of rank {came}"
@@ -128,18 +129,18 @@ class Collectives(StrategyTests):
 
     @standard("processes", "collectives")
     def test_barrier_waits_for_every_rank(self, world_size: int) -> None:
-        found = self.collected("barriers", world_size)
-        for rank, times in enumerate(found):
+        results = self.collected("barriers", world_size)
+        for rank, times in enumerate(results):
             if isinstance(times, str):
                 fail(
                     f"rank {rank} of {world_size} did not get out of a barrier to which all ranks came",
                     expected="barrier returns in every rank as soon as all have called it.",
-                    cure="do the same in all ranks: one that leaves the waiting to others keeps them waiting.",
+                    fix="do the same in all ranks: one that leaves the waiting to others keeps them waiting.",
                     details=times,
                 )
         for last in range(world_size):
-            latest = max(times[last][0] for times in found)
-            for rank, times in enumerate(found):
+            latest = max(times[last][0] for times in results)
+            for rank, times in enumerate(results):
                 if times[last][1] < latest - _SLACK:
                     fail(
                         f"rank {rank} of {world_size} passed the barrier {latest - times[last][1]:.2f} s before rank "
@@ -158,21 +159,22 @@ class Collectives(StrategyTests):
             "all of everybody": True,
             "any of everybody": True,
         }
-        for rank, found in enumerate(self.collected("decisions", world_size)):
-            wrong = [name for name, value in expected.items() if found[name] != value]
+        for rank, decisions in enumerate(self.collected("decisions", world_size)):
+            wrong = [name for name, value in expected.items() if decisions[name] != value]
             if wrong:
                 fail(
-                    f"reduce_boolean_decision returned {found[wrong[0]]} in rank {rank} of {world_size} for "
+                    f"reduce_boolean_decision returned {decisions[wrong[0]]} in rank {rank} of {world_size} for "
                     f"{wrong[0]!r}: whether all, or any, of the ranks are for it where some are"
                 )
 
 
-def _check_scalars(found: object, rank: int, world_size: int) -> None:
-    if found != [float(other) for other in range(world_size)]:
+def _check_scalars(gathered: object, rank: int, world_size: int) -> None:
+    if gathered != [float(other) for other in range(world_size)]:
         fail(
-            f"all_gather gave rank {rank} {found} for a tensor without dimensions, of which each rank had its number",
+            f"all_gather gave rank {rank} {gathered} for a tensor without dimensions, which held "
+            "the number of each rank",
             expected=f"the shape ({world_size},): one new dimension, also where there was none.",
-            cure="gather into a list and torch.stack it; torch.cat makes no new dimension.",
+            fix="gather into a list and torch.stack it; torch.cat makes no new dimension.",
         )
 
 
@@ -185,13 +187,15 @@ def _reduced(operation: str, values: Sequence[float]) -> float:
 
 
 def _check_reduction(
-    operation: str, found: list[float], expected: list[float], columns: Sequence[Sequence[float]], rank: int
+    operation: str, reduced: list[float], expected: list[float], columns: Sequence[Sequence[float]], rank: int
 ) -> None:
-    if all(abs(one - other) < 1e-5 for one, other in zip(found, expected, strict=True)):
+    if all(abs(one - other) < 1e-5 for one, other in zip(reduced, expected, strict=True)):
         return
-    others = [name for name in ("sum", "mean", "max", "min") if found == [_reduced(name, column) for column in columns]]
-    instead = f", which is the {others[0]}" if others else ""
+    matching = [
+        name for name in ("sum", "mean", "max", "min") if reduced == [_reduced(name, column) for column in columns]
+    ]
+    instead = f", which is the {matching[0]}" if matching else ""
     fail(
-        f"reduce(tensor, reduce_op={operation!r}) gave {found}{instead} in rank {rank}",
+        f"reduce(tensor, reduce_op={operation!r}) gave {reduced}{instead} in rank {rank}",
         expected=f"the {operation} over {len(columns[0])} ranks, {expected}.",
     )

@@ -38,10 +38,10 @@ class Evaluation(StrategyTests):
         from dstrat.testing.ranks.fits import Fit, evaluate
 
         for samples in _SAMPLES:
-            found = self._evaluate(world_size, samples)
-            self._check_seen([rank[stage][1] for rank in found], stage, samples)
+            results = self._evaluate(world_size, samples)
+            self._check_seen([rank[stage][1] for rank in results], stage, samples)
             expected = self.reference_job(evaluate, subject=one_device(), work=Fit(evaluated=samples))[stage][0]
-            for rank, values in enumerate(found):
+            for rank, values in enumerate(results):
                 logged = values[stage][0]
                 if logged["samples"] != samples:
                     fail(
@@ -58,9 +58,9 @@ class Evaluation(StrategyTests):
 
     def _check_seen(self, seen: list[list[list[int]]], stage: str, samples: int) -> None:
         __tracebackhide__ = True
-        parts = [tuple(chain.from_iterable(batches)) for batches in seen]
+        shards = [tuple(chain.from_iterable(batches)) for batches in seen]
         readers = self.collected("positions", len(seen))[0]["sampler"].get("num_replicas", 1)
-        shared = parts if readers == len(seen) else list(dict.fromkeys(parts))
+        shared = shards if readers == len(seen) else list(dict.fromkeys(shards))
         used = sorted(chain.from_iterable(shared))
         if self.subject.make().evaluates_together:  # a rank without samples takes part in the steps of the others
             used = sorted(set(used))
@@ -68,7 +68,7 @@ class Evaluation(StrategyTests):
             fail(
                 f"{stage} of samples 0 to {samples - 1} on {len(seen)} ranks ran over {used}",
                 expected="each sample once, in one rank.",
-                cure='distributed_sampler_kwargs must give each rank its own "rank" of "num_replicas".',
+                fix='distributed_sampler_kwargs must give each rank its own "rank" of "num_replicas".',
             )
 
     def _evaluate(self, world_size: int, samples: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from dstrat.testing.suite import fail, not_declared, standard
 
 if TYPE_CHECKING:
     from dstrat.testing.ranks.jobs import Subject
-    from dstrat.testing.ranks.launching import JobResult, Misdeed
+    from dstrat.testing.ranks.launching import Fault, JobResult
 
 _NEEDS_NO_SCRIPT = ("fork", "forkserver")
 _WAITS = 4.0  # seconds that a collective waits for a rank that hangs, where the strategy lets it be chosen
@@ -24,13 +24,13 @@ class Failures(StrategyTests):
 
     @standard("processes", "failures")
     def test_a_rank_that_raises_ends_the_job_with_its_own_words(self, pair: int) -> None:
-        from dstrat.testing.ranks.launching import WORDS
+        from dstrat.testing.ranks.launching import ERROR_MESSAGE
 
         outcome = self._launched(pair, "raises")
         self._check_end(outcome, "raised", pair)
-        if WORDS not in outcome.error:
+        if ERROR_MESSAGE not in outcome.error:
             fail(
-                f"the error does not say what rank {pair - 1} raised, ValueError({WORDS!r})",
+                f"the error does not say what rank {pair - 1} raised, ValueError({ERROR_MESSAGE!r})",
                 expected="the traceback of the rank that failed first is part of the error.",
                 details=outcome.error,
             )
@@ -47,37 +47,37 @@ class Failures(StrategyTests):
 
     @standard("processes", "failures")
     def test_no_process_is_left_after_a_failure(self, pair: int) -> None:
-        self._check_nothing_left(self._launched(pair, "raises"), "a rank had raised")
+        self._check_no_processes(self._launched(pair, "raises"), "a rank had raised")
 
     @standard("processes", "failures")
     def test_no_process_is_left_after_a_training(self, pair: int) -> None:
         outcome = self._launched(pair, "nothing")
         if outcome.error:
             fail("a training that launches its own ranks failed", details=outcome.error)
-        self._check_nothing_left(outcome, "a training had ended well")
+        self._check_no_processes(outcome, "a training had ended well")
 
     @standard("basic", "failures")
     def test_an_error_in_a_step_reaches_the_user(self) -> None:
-        from dstrat.testing.ranks.launching import WORDS, launch
+        from dstrat.testing.ranks.launching import ERROR_MESSAGE, launch
 
         if self.fewest > 1:
             not_declared(f"{type(self).__name__} declares world_sizes = {self.world_sizes}")
-        job = {"subject": self.subject, "accelerator": self.accelerator, "devices": 1, "misdeed": "raises"}
+        job = {"subject": self.subject, "accelerator": self.accelerator, "devices": 1, "fault": "raises"}
         outcome = self.job(launch, 1, needs_new_ranks=True, **job)[0][0]
-        if WORDS not in outcome.error:
+        if ERROR_MESSAGE not in outcome.error:
             fail(
-                f"a training step raised ValueError({WORDS!r}) on one device, and fit "
+                f"a training step raised ValueError({ERROR_MESSAGE!r}) on one device, and fit "
                 f"{'returned as if nothing had happened' if not outcome.error else f'raised {outcome.error}'}",
                 expected="exceptions of the user's module pass through the strategy as they are.",
             )
 
-    def _launched(self, devices: int, misdeed: Misdeed) -> JobResult:
+    def _launched(self, devices: int, fault: Fault) -> JobResult:
         __tracebackhide__ = True
         from dstrat.testing.ranks.launching import launch
 
         self.need_processes(devices)
-        job = {"accelerator": self.accelerator, "devices": devices, "misdeed": misdeed}
-        subject = self.launched(self._waiting_for(devices, misdeed))
+        job = {"accelerator": self.accelerator, "devices": devices, "fault": fault}
+        subject = self.launched(self._collective_timeout(devices, fault))
         return self.shared_job(launch, 1, needs_new_ranks=True, subject=subject, **job)[0][0]
 
     def launched(self, seconds: float | None = None) -> Subject:
@@ -93,50 +93,50 @@ class Failures(StrategyTests):
             not_declared(f"{self.alias} takes no start_method, and {method!r} starts no ranks from here")
         return subject
 
-    def _waiting_for(self, devices: int, misdeed: Misdeed) -> float | None:
+    def _collective_timeout(self, devices: int, fault: Fault) -> float | None:
         """Return how long collectives wait for other ranks; None where it does not matter."""
         __tracebackhide__ = True
-        if misdeed == "nothing":
+        if fault == "nothing":
             return None
-        return _WAITS if misdeed == "hangs" else _MUCH_LATER + self._busyness(devices)
+        return _WAITS if fault == "hangs" else _MUCH_LATER + self._busyness(devices)
 
     def _busyness(self, devices: int) -> float:
         """Return how many seconds more a job may take on this machine at this moment."""
         __tracebackhide__ = True
         return 3 * round(self._launched(devices, "nothing").seconds, 1)
 
-    def _check_end(self, outcome: JobResult, what: str, world_size: int, *, waits: float = 0.0) -> None:
+    def _check_end(self, outcome: JobResult, event: str, world_size: int, *, waits: float = 0.0) -> None:
         __tracebackhide__ = True
         culprit = world_size - 1
         if not outcome.error:
             fail(
-                f"rank {culprit} of {world_size} {what}, and fit returned as if nothing had happened",
+                f"rank {culprit} of {world_size} {event}, and fit returned as if nothing had happened",
                 expected="RankFailedError, which names the rank.",
-                cure="let exceptions of the module pass through every method of the strategy.",
+                fix="let exceptions of the module pass through every method of the strategy.",
             )
         if outcome.rank != culprit:
             fail(
-                f"rank {culprit} of {world_size} {what}, and the error blames "
+                f"rank {culprit} of {world_size} {event}, and the error blames "
                 f"{'no rank' if outcome.rank is None else f'rank {outcome.rank}'}",
                 expected="the rank that failed first; the others only lose their connection to it.",
-                cure="on_exception must free what others wait for at once, and neither raise nor communicate.",
+                fix="on_exception must free what others wait for at once, and neither raise nor communicate.",
                 details=outcome.error,
             )
         soon = waits + _SOON + self._busyness(world_size)
         if outcome.seconds > soon:
             fail(
-                f"it took {outcome.seconds:.0f} s until the job had ended after rank {culprit} {what}",
+                f"it took {outcome.seconds:.0f} s until the job had ended after rank {culprit} {event}",
                 expected=f"less than {soon:.0f} s here: nothing waits for a rank that is gone.",
-                cure="on_exception must free what others wait for at once, and not communicate.",
+                fix="on_exception must free what others wait for at once, and not communicate.",
             )
 
-    def _check_nothing_left(self, outcome: JobResult, when: str) -> None:
+    def _check_no_processes(self, outcome: JobResult, when: str) -> None:
         __tracebackhide__ = True
         if not can_look():
             not_declared("this system has no /proc to look for processes in")
-        if outcome.left:
+        if outcome.running:
             fail(
-                f"{len(outcome.left)} processes still ran after {when}: {'; '.join(outcome.left[:3])}",
+                f"{len(outcome.running)} processes still ran after {when}: {'; '.join(outcome.running[:3])}",
                 expected="every process that the strategy starts ends with the job.",
-                cure="end it in teardown, and start it in the rank's own session so that the launcher finds it.",
+                fix="end it in teardown, and start it in the rank's own session so that the launcher finds it.",
             )

@@ -46,14 +46,14 @@ class Gradients(StrategyTests):
         work = self._work(batches=_ACCUMULATE + 1, accumulate=_ACCUMULATE)
         state = self._state_after(work, world_size)
         possible = self.reference_job(uneven_groups, work=work)
-        found = _nearest(possible, state)
-        if found != "right":
+        nearest = _nearest(possible, state)
+        if nearest != "right":
             fail(
                 f"the last group of an epoch, of one batch where accumulate_grad_batches is {_ACCUMULATE}, was "
-                f"{found or 'applied wrongly'}, with {world_size} ranks",
+                f"{nearest or 'applied wrongly'}, with {world_size} ranks",
                 expected="every group ends with an optimizer step, and is averaged over the batches that it has.",
-                cure="step whenever optimizer_step is called, and leave the counting to whoever runs the strategy.",
-                details="" if found else _compared(possible["right"], state),
+                fix="step whenever optimizer_step is called, and leave the counting to whoever runs the strategy.",
+                details="" if nearest else _compared(possible["right"], state),
             )
 
     def _check_step(self, world_size: int, *, accumulate: int = 1, **clipping: object) -> None:
@@ -66,14 +66,14 @@ class Gradients(StrategyTests):
         first = [value for values in self.reference_job(first_values, net="linear").values() for value in values]
         change = [after - before for after, before in zip(state, first, strict=True)]
         possible = self.reference_job(possible_steps, work=work, readers=self.readers(world_size))
-        found = _nearest(possible, change)
-        if found != "right":
+        nearest = _nearest(possible, change)
+        if nearest != "right":
             fail(
-                f"with {world_size} ranks{_circumstances(work)} the gradient that the optimizer applied was "
-                f"{found or 'neither the right one nor one of the usual mistakes'}",
+                f"with {world_size} ranks{_describe_options(work)} the gradient that the optimizer applied was "
+                f"{nearest or 'neither the right one nor one of the usual mistakes'}",
                 expected=f"the mean over all ranks{' and all accumulated batches' if accumulate > 1 else ''}"
                 f"{', and then clipped' if clipping else ''}.",
-                details="" if found else _compared(possible["right"], change),
+                details="" if nearest else _compared(possible["right"], change),
             )
 
     def _work(self, *, batches: int, **options: object) -> Fit:
@@ -96,28 +96,28 @@ class Gradients(StrategyTests):
         return [value for values in fitted[0].state.values() for value in values]
 
 
-def _nearest(possible: dict[str, list[float]], found: list[float]) -> str | None:
-    """Return which of the possible lists of numbers it is; None where it is none of them."""
-    return next((name for name, values in possible.items() if _distance(values, found) < _CLOSE), None)
+def _nearest(possible: dict[str, list[float]], actual: list[float]) -> str | None:
+    """Return the name of the list that matches; None where none does."""
+    return next((name for name, values in possible.items() if _distance(values, actual) < _CLOSE), None)
 
 
-def _distance(expected: list[float], found: list[float]) -> float:
+def _distance(expected: list[float], actual: list[float]) -> float:
     largest = max(map(abs, expected)) or 1.0
-    return max(abs(one - other) for one, other in zip(expected, found, strict=True)) / largest
+    return max(abs(one - other) for one, other in zip(expected, actual, strict=True)) / largest
 
 
-def _compared(expected: list[float], found: list[float]) -> str:
-    size = sum(map(abs, found)) / (sum(map(abs, expected)) or 1.0)
-    rows = [f"{one:12.6f}  {other:12.6f}" for one, other in list(zip(expected, found, strict=True))[:5]]
+def _compared(expected: list[float], actual: list[float]) -> str:
+    size = sum(map(abs, actual)) / (sum(map(abs, expected)) or 1.0)
+    rows = [f"{one:12.6f}  {other:12.6f}" for one, other in list(zip(expected, actual, strict=True))[:5]]
     return "\n".join(
         ["    expected         found  (the first numbers)", *rows, f"its size is {size:.4f} of the right one"]
     )
 
 
-def _circumstances(work: Fit) -> str:
-    parts = []
+def _describe_options(work: Fit) -> str:
+    options = []
     if work.accumulate > 1:
-        parts.append(f"accumulate_grad_batches={work.accumulate}")
+        options.append(f"accumulate_grad_batches={work.accumulate}")
     if work.clip is not None:
-        parts.append(f"gradient_clip_val={work.clip} by {work.algorithm}")
-    return f", {' and '.join(parts)}," if parts else ""
+        options.append(f"gradient_clip_val={work.clip} by {work.algorithm}")
+    return f", {' and '.join(options)}," if options else ""

@@ -28,7 +28,7 @@ class LifeCycle(StrategyTests):
                 fail(
                     f"{name} was called {count} times from setup_environment to teardown",
                     expected="once.",
-                    cure="call the same method of Strategy (super()) in the one that you override.",
+                    fix="call the same method of Strategy (super()) in the one that you override.",
                 )
 
     @standard("basic", "life cycle")
@@ -57,24 +57,24 @@ class LifeCycle(StrategyTests):
 
     @standard("basic", "life cycle")
     def test_optimizers_are_of_the_parameters_that_train(self) -> None:
-        found = self._life(is_fitting=True)
-        after = found["after setup"]
+        observed = self._life(is_fitting=True)
+        after = observed["after setup"]
         if after["optimizers"] != 1:
             fail(f"after setup of a training there are {after['optimizers']} optimizers, and the module has one")
         if after["optimized elsewhere"]:
             fail(
                 f"{after['optimized elsewhere']} parameters of the optimizer are not those of the module after setup",
-                cure="create the optimizers (super().setup_optimizers) after the module was moved and wrapped.",
+                fix="create the optimizers (super().setup_optimizers) after the module was moved and wrapped.",
             )
-        if found["error in steps"]:
-            fail(f"in a hand-written loop {found['error in steps']}")
-        if not found["has trained"]:
+        if observed["error in steps"]:
+            fail(f"in a hand-written loop {observed['error in steps']}")
+        if not observed["has trained"]:
             fail("three optimizer steps in a hand-written loop left every parameter as it was")
 
     @standard("basic", "life cycle")
     def test_an_evaluation_makes_no_optimizers(self) -> None:
-        found = self._life(is_fitting=False)
-        if "configure_optimizers" in found["events"] or found["after setup"]["optimizers"]:
+        observed = self._life(is_fitting=False)
+        if "configure_optimizers" in observed["events"] or observed["after setup"]["optimizers"]:
             fail("setup created optimizers though trainer.is_fitting is False: an evaluation has no memory for them")
 
     @standard("basic", "life cycle")
@@ -105,7 +105,7 @@ class LifeCycle(StrategyTests):
         if problems:
             fail(
                 f"after teardown {', and '.join(problems)}",
-                cure="call super().teardown() and close what setup_environment has opened.",
+                fix="call super().teardown() and close what setup_environment has opened.",
             )
 
     @standard("basic", "life cycle")
@@ -124,11 +124,11 @@ class LifeCycle(StrategyTests):
         from dstrat.testing.ranks.own_loop import losses_in_a_loop, reference_losses
 
         self.need_losses_of_one_device()
-        found = self.job(
+        losses = self.job(
             losses_in_a_loop, world_size, subject=self.subject, accelerator=self.accelerator, steps=_STEPS
         )[0]
         expected = self.reference_job(reference_losses, steps=_STEPS)
-        for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+        for step, (one, other) in enumerate(zip(expected, losses, strict=True)):
             if abs(one - other) > self.tolerance * abs(one):
                 fail(
                     f"in a hand-written loop on {world_size} ranks the loss of step {step} is {other:.7f}, and plain "
@@ -141,5 +141,5 @@ class LifeCycle(StrategyTests):
         from dstrat.testing.ranks.own_loop import life_cycle
 
         arguments = {"subject": self.subject, "accelerator": self.accelerator, "is_fitting": is_fitting}
-        found: dict[str, Any] = self.shared_job(life_cycle, self.fewest, **arguments)[0]
-        return found
+        observed: dict[str, Any] = self.shared_job(life_cycle, self.fewest, **arguments)[0]
+        return observed

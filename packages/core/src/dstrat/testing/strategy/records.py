@@ -25,7 +25,7 @@ class Records(StrategyTests):
         if self.component.starts_processes and max(self.world_sizes) == 1:
             fail(
                 f"{type(self).__name__} declares world_sizes = {self.world_sizes}, and {self.alias} starts processes",
-                cure="try at least two processes, or nothing is proven of what they do together.",
+                fix="try at least two processes, or nothing is proven of what they do together.",
             )
         self.subject.make()  # raises where the record contradicts the class, as it would for users
 
@@ -35,7 +35,7 @@ class Records(StrategyTests):
         if self.component.notebook_safe and method in ("popen", "spawn"):
             fail(
                 f"the record of {self.alias} says notebook_safe=True, and start_method={method!r} needs a script",
-                cure='write notebook_safe=False, or offer a variant with start_method="fork".',
+                fix='write notebook_safe=False, or offer a variant with start_method="fork".',
             )
 
     @standard("basic", "record")
@@ -49,7 +49,7 @@ class Records(StrategyTests):
         if shared:
             fail(
                 f"two instances of {type(first).__name__} share {', '.join(shared)}: a run would see what another left",
-                cure="create it anew in __init__, never as a default argument or class attribute.",
+                fix="create it anew in __init__, never as a default argument or class attribute.",
             )
 
     @standard("basic", "record")
@@ -61,5 +61,5 @@ class Records(StrategyTests):
             fail(
                 f"{type(strategy).__name__} cannot be pickled ({type(error).__name__}: {error}), so that it cannot "
                 "reach processes that are started with spawn or forkserver",
-                cure="open what cannot travel in setup_environment or setup, not in __init__.",
+                fix="open what cannot travel in setup_environment or setup, not in __init__.",
             )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dstrat.plugins.offer import Offer
-    from dstrat.testing.ranks.team import Place
+    from dstrat.testing.ranks.team import RankContext
 
 
 _FEW_SAMPLES = 32
@@ -36,7 +36,7 @@ class Sessions(Failures):
                 fail(
                     f"the second fit in one process failed in rank {rank} of {world_size}",
                     expected="teardown leaves the process as it was, so that a fit can follow.",
-                    cure="keep nothing in globals or class attributes, and close what setup_environment opened.",
+                    fix="keep nothing in globals or class attributes, and close what setup_environment opened.",
                     details=second,
                 )
             if first.losses != second.losses:
@@ -58,7 +58,7 @@ class Sessions(Failures):
             subject=self.launched(),
             accelerator=self.accelerator,
             devices=pair,
-            misdeed="nothing",
+            fault="nothing",
             times=2,
         )[0]
         for name, outcome in zip(("first", "second"), outcomes, strict=True):
@@ -94,13 +94,13 @@ class Sessions(Failures):
         if not can_look():
             not_declared("this system has no /proc to look for sockets in")
         job = {"subject": self.subject, "accelerator": self.accelerator}
-        for rank, found in enumerate(self.job(sockets, pair, needs_new_ranks=True, **job)):
-            if found:
+        for rank, addresses in enumerate(self.job(sockets, pair, needs_new_ranks=True, **job)):
+            if addresses:
                 fail(
-                    f"rank {rank} of {pair} listens on {', '.join(found)}: any machine of the network can connect to "
-                    "a job that runs on one",
+                    f"rank {rank} of {pair} listens on {', '.join(addresses)}: any machine of the network can connect "
+                    "to a job that runs on one",
                     expected="a job on one machine listens on 127.0.0.1 only.",
-                    cure="open the process group with open_process_group, which takes the socket of the cluster "
+                    fix="open the process group with open_process_group, which takes the socket of the cluster "
                     "environment, and bind sockets of your own to 127.0.0.1.",
                 )
 
@@ -114,13 +114,13 @@ class Sessions(Failures):
         if self.component.notebook_safe and outcome.error:
             fail(
                 f"the record of {self.alias} says notebook_safe=True, and at a prompt it fails",
-                cure='write notebook_safe=False, or start processes with start_method="fork".',
+                fix='write notebook_safe=False, or start processes with start_method="fork".',
                 details=outcome.error,
             )
         if not self.component.notebook_safe and not outcome.error:
             fail(
                 f"the record of {self.alias} says notebook_safe=False, and it trains at a prompt all the same",
-                cure="write notebook_safe=True, so that users of notebooks may choose it.",
+                fix="write notebook_safe=True, so that users of notebooks may choose it.",
             )
         if not self.component.notebook_safe and "notebook" not in outcome.error:
             fail(
@@ -130,14 +130,14 @@ class Sessions(Failures):
             )
 
 
-# Tests of common trainings: schedulers, validation, a module used twice.
+# Common scenarios: schedulers, validation, a module used twice
 
 
 _SAMPLES = 64  # 8 batches
 _FEW = 32  # samples
 
 
-class Everyday(Training):
+class Scenarios(Training):
     """A few steps each, on two ranks."""
 
     @standard("processes", "training")
@@ -145,17 +145,17 @@ class Everyday(Training):
         options = {"net": "scheduled", "samples": _SAMPLES, "accumulate": 2}
         fitted = self._fit(pair, **options)
         expected = on_one_device(**options).rates
-        for rank, found in enumerate(fitted):
+        for rank, result in enumerate(fitted):
             wrong = [
-                batch for batch, pair_of in enumerate(zip(expected, found.rates, strict=True)) if _differ(*pair_of)
+                batch for batch, pair_of in enumerate(zip(expected, result.rates, strict=True)) if _differ(*pair_of)
             ]
             if wrong:
                 fail(
-                    f"in batch {wrong[0]} the two groups of parameters have the learning rates {found.rates[wrong[0]]} "
-                    f"in rank {rank} of {pair}, and {expected[wrong[0]]} on one device",
+                    f"in batch {wrong[0]} the two groups of parameters have the learning rates "
+                    f"{result.rates[wrong[0]]} in rank {rank} of {pair}, and {expected[wrong[0]]} on one device",
                     expected="the groups of the user's optimizer, and a scheduler that is stepped once for each "
                     "optimizer step.",
-                    cure="never step schedulers: whoever runs the strategy does. Keep the groups where an engine "
+                    fix="never step schedulers: whoever runs the strategy does. Keep the groups where an engine "
                     "makes an optimizer of its own.",
                 )
         if self.gives_losses_of_one_device:
@@ -171,7 +171,7 @@ class Everyday(Training):
                 f"a training that validates after every second batch has other losses, first in batch {wrong[0]}: "
                 f"{losses[wrong[0]]!r}, and {without[wrong[0]]!r} without validation",
                 expected="the same bits: what an evaluation sets or changes is as before when it ends.",
-                cure="leave evaluation_context with the weights, modes and gradients with which it was entered.",
+                fix="leave evaluation_context with the weights, modes and gradients with which it was entered.",
             )
 
     @standard("processes", "training")
@@ -190,16 +190,16 @@ class Everyday(Training):
             fail(
                 f"{pair} ranks that were seeded differently draw the same random number after a step, {drawn[0]:.6f}",
                 expected="each rank's own: with the same numbers dropout drops the same units for all data.",
-                cure="never call torch.manual_seed; draw what all ranks share from a torch.Generator of your own.",
+                fix="never call torch.manual_seed; draw what all ranks share from a torch.Generator of your own.",
             )
 
     @standard("processes", "sessions")
     def test_a_trained_module_works_by_itself_and_can_be_trained_again(self, pair: int) -> None:
-        from dstrat.testing.ranks.fits import Fit, use_again
+        from dstrat.testing.ranks.fits import Fit, reuse
 
         work = Fit(samples=_FEW, accelerator=self.accelerator)
-        found = self.job(use_again, pair, subject=self.subject, work=work)
-        again = [rank for rank in found if rank is not None]
+        results = self.job(reuse, pair, subject=self.subject, work=work)
+        again = [rank for rank in results if rank is not None]
         if not again:
             not_declared(f"{self.alias} leaves its parameters sharded")
         for rank, (problem, _) in enumerate(again):
@@ -207,11 +207,11 @@ class Everyday(Training):
                 fail(
                     f"after fit the user's module, without the strategy, {problem} (rank {rank} of {pair})",
                     expected="teardown leaves a plain module: no hooks, and nothing that needs the other ranks.",
-                    cure="keep the handles of hooks on modules and parameters, and remove them in teardown.",
+                    fix="keep the handles of hooks on modules and parameters, and remove them in teardown.",
                 )
         if self.gives_losses_of_one_device:
             losses = [sum(of_batch) / pair for of_batch in zip(*(losses for _, losses in again), strict=True)]
-            reference = self.reference_job(use_again, subject=one_device(), work=Fit(samples=_FEW))
+            reference = self.reference_job(reuse, subject=one_device(), work=Fit(samples=_FEW))
             [(_, expected)] = filter(None, [reference])
             self._check_close(losses, expected, f"{pair} ranks that train a module a second time")
 
@@ -226,7 +226,7 @@ class Everyday(Training):
                 fail(
                     f"after a fit in which every rank raised, the next one fails in rank {rank} of {pair}",
                     expected="on_exception and teardown leave the process ready for another fit, as in a notebook.",
-                    cure="free in teardown what setup has taken; finish_training is not called when something breaks.",
+                    fix="free in teardown what setup has taken; finish_training is not called when something breaks.",
                     details=after,
                 )
             if after.losses != fresh[rank].losses:
@@ -237,13 +237,13 @@ class Everyday(Training):
                 )
 
 
-def _differ(expected: list[float], found: list[float]) -> bool:
-    return len(expected) != len(found) or any(
-        abs(one - other) > 1e-9 for one, other in zip(expected, found, strict=True)
+def _differ(expected: list[float], actual: list[float]) -> bool:
+    return len(expected) != len(actual) or any(
+        abs(one - other) > 1e-9 for one, other in zip(expected, actual, strict=True)
     )
 
 
-# Tests of training on this machine's hardware against the CPU.
+# Training on this machine's hardware, compared with the CPU
 
 
 _CPU = "cpu"
@@ -295,13 +295,13 @@ class Devices(StrategyTests):
         return is_meant and has_type and can_communicate and not is_served
 
 
-def count_devices(place: Place, names: Sequence[str]) -> dict[str, int]:  # noqa: ARG001 - every job's function takes it
-    """Return how many devices of each accelerator are here, of those that are."""
+def count_devices(rank_context: RankContext, names: Sequence[str]) -> dict[str, int]:  # noqa: ARG001 - every job's function takes it
+    """Return the number of devices of each available accelerator."""
     catalog = get_catalog()
-    found = {}
+    counts = {}
     for name in names:
         offer = catalog.find("accelerator", name)
         accelerator = catalog.load(offer)(**offer.component.options)
         if accelerator.is_available():
-            found[name] = accelerator.auto_device_count()
-    return found
+            counts[name] = accelerator.auto_device_count()
+    return counts

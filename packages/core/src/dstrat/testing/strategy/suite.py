@@ -8,10 +8,10 @@ from dstrat.testing.strategy.evaluation import Evaluation
 from dstrat.testing.strategy.gradients import Gradients
 from dstrat.testing.strategy.life_cycle import LifeCycle
 from dstrat.testing.strategy.records import Records
-from dstrat.testing.strategy.sessions import Devices, Everyday, Sessions
+from dstrat.testing.strategy.sessions import Devices, Scenarios, Sessions
 
 
-class StrategySuite(Records, LifeCycle, Collectives, Gradients, Everyday, Evaluation, Checkpoints, Sessions, Devices):
+class StrategySuite(Records, LifeCycle, Collectives, Gradients, Scenarios, Evaluation, Checkpoints, Sessions, Devices):
     """Standard tests of a strategy.
 
     ::

@@ -12,7 +12,7 @@ from dstrat.testing.suite import fail, not_declared, standard
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dstrat.testing.ranks.fits import Fitted
+    from dstrat.testing.ranks.fits import FitResult
 
 _STEPS = 20
 _FEW = 64  # samples
@@ -38,25 +38,25 @@ class Training(StrategyTests):
     @standard("processes", "training")
     def test_batch_norm_takes_the_statistics_of_each_ranks_own_batch(self, pair: int) -> None:
         from dstrat.testing.ranks.fits import Fit
-        from dstrat.testing.ranks.gradients import with_own_statistics
+        from dstrat.testing.ranks.gradients import with_local_statistics
 
         self.need_losses_of_one_device()
         fitted = self._fit(pair, net="normed", samples=_FEW)
         work = Fit(net="normed", samples=_FEW)
-        losses, statistics = self.reference_job(with_own_statistics, work=work, readers=self.readers(pair))
-        found = {name: values for name, values in fitted[0].state.items() if name in statistics}
+        losses, statistics = self.reference_job(with_local_statistics, work=work, readers=self.readers(pair))
+        saved = {name: values for name, values in fitted[0].state.items() if name in statistics}
         if not _close(self._losses(fitted), losses, self.tolerance):
             fail(
                 f"the losses of {pair} ranks with a layer of batch norm differ from those of torch",
                 expected="each rank normalises what it reads, unless sync_batchnorm=True, and gradients are averaged.",
                 details=_table(losses, self._losses(fitted)),
             )
-        shown = [value + 1.0 for value in _values(found)]  # relative to what they normalise, which is about 1
+        shown = [value + 1.0 for value in _values(saved)]  # relative to what they normalise, which is about 1
         if not _close(shown, [value + 1.0 for value in _values(statistics)], self.tolerance):
             fail(
                 "the statistics of a layer of batch norm are not those that rank 0 has gathered",
                 expected="buffers are saved with the module, as they are in rank 0.",
-                details=f"expected {statistics}\nfound    {found}",
+                details=f"expected {statistics}\nfound    {saved}",
             )
 
     @standard("processes", "training")
@@ -93,14 +93,14 @@ class Training(StrategyTests):
                 f"in one epoch of {_FEW} samples on {world_size} ranks {len(twice)} samples were used more than once "
                 f"and {len(never)} never",
                 expected="each rank trains on its own part of the shuffled data.",
-                cure='distributed_sampler_kwargs must give each rank its own "rank" of "num_replicas".',
+                fix='distributed_sampler_kwargs must give each rank its own "rank" of "num_replicas".',
             )
 
     @standard("processes", "training")
     def test_every_rank_has_the_same_parameters_at_the_end(self, several: int) -> None:
         self.need_losses_of_one_device()
         fitted = self._fit(several)
-        self._need_whole_modules(fitted)
+        self._need_full_modules(fitted)
         self._check_same(fitted, "at the end of a training")
 
     @standard("processes", "training")
@@ -108,7 +108,7 @@ class Training(StrategyTests):
         self.need_losses_of_one_device()
         fitted = self._fit(pair, net="own", samples=8)
         expected = on_one_device(net="own", samples=8)
-        if self._has_whole_modules(fitted):
+        if self._has_full_modules(fitted):
             self._check_same(fitted, "after ranks that had initialised the module differently trained one step")
         if not _close(_values(fitted[0].state), _values(expected.state), self.tolerance):
             fail(
@@ -119,8 +119,8 @@ class Training(StrategyTests):
     @standard("processes", "training")
     def test_the_user_gets_the_trained_module_back(self, world_size: int) -> None:
         first = self._fit(world_size)[0]
-        self._need_whole_modules([first])
-        if _values(first.own) != _values(first.state):
+        self._need_full_modules([first])
+        if _values(first.user_state) != _values(first.state):
             fail(
                 "the parameters of the user's module after fit are not those at the end of training",
                 expected="teardown leaves the trained module, unwrapped and on the CPU.",
@@ -149,7 +149,7 @@ class Training(StrategyTests):
                 details=_table(expected, losses),
             )
 
-    def _fit(self, world_size: int, **options: Any) -> list[Fitted]:
+    def _fit(self, world_size: int, **options: Any) -> list[FitResult]:
         from dstrat.testing.ranks.fits import Fit, fit
 
         __tracebackhide__ = True
@@ -160,12 +160,12 @@ class Training(StrategyTests):
         __tracebackhide__ = True
         self._compare(self._fit(world_size, **options), **options)
 
-    def _compare(self, fitted: Sequence[Fitted], **options: Any) -> None:
+    def _compare(self, fitted: Sequence[FitResult], **options: Any) -> None:
         __tracebackhide__ = True
         self.need_losses_of_one_device()
         self._check_close(self._losses(fitted), on_one_device(**options).losses, f"{len(fitted)} ranks")
 
-    def _check_close(self, losses: Sequence[float], expected: Sequence[float], whose: str) -> None:
+    def _check_close(self, losses: Sequence[float], expected: Sequence[float], subject: str) -> None:
         __tracebackhide__ = True
         if _close(losses, expected, self.tolerance):
             return
@@ -175,38 +175,38 @@ class Training(StrategyTests):
             if not _close([one], [other], self.tolerance)
         )
         fail(
-            f"the losses of {whose} differ from those of one device, first in batch {first}",
+            f"the losses of {subject} differ from those of one device, first in batch {first}",
             expected=f"a relative difference below {self.tolerance:g}.",
-            cure="a difference in batch 0 is in the data or the first values of parameters; a later one in the "
+            fix="a difference in batch 0 is in the data or the first values of parameters; a later one in the "
             "gradients or the optimizer, of which the tests of 'gradients' say more.",
             details=_table(expected, losses),
         )
 
-    def _losses(self, fitted: Sequence[Fitted]) -> list[float]:
+    def _losses(self, fitted: Sequence[FitResult]) -> list[float]:
         """Return the loss of each global batch."""
         return [sum(losses) / len(losses) for losses in zip(*(rank.losses for rank in fitted), strict=True)]
 
-    def _of_readers(self, fitted: Sequence[Fitted], value: Any) -> list[Any]:
+    def _of_readers(self, fitted: Sequence[FitResult], value: Any) -> list[Any]:
         """Return the values of the ranks that read different data, in one list."""
-        parts = [found["sampler"].get("rank") for found in self.collected("positions", len(fitted))]
-        readers = {part: rank for rank, part in reversed(list(enumerate(parts))) if part is not None}
+        shards = [position["sampler"].get("rank") for position in self.collected("positions", len(fitted))]
+        readers = {shard: rank for rank, shard in reversed(list(enumerate(shards))) if shard is not None}
         ranks = readers.values() if len(readers) == self.readers(len(fitted)) else range(len(fitted))
         return [item for rank in ranks for item in value(fitted[rank])]
 
-    def _need_whole_modules(self, fitted: Sequence[Fitted]) -> None:
+    def _need_full_modules(self, fitted: Sequence[FitResult]) -> None:
         __tracebackhide__ = True
-        if not self._has_whole_modules(fitted):
+        if not self._has_full_modules(fitted):
             not_declared(f"{self.alias} leaves its parameters sharded (replicates_state=False)")
 
-    def _has_whole_modules(self, fitted: Sequence[Fitted]) -> bool:
+    def _has_full_modules(self, fitted: Sequence[FitResult]) -> bool:
         """Return whether ranks have the whole module afterwards: they must where they hold replicas, others may."""
-        return self.subject.replicates_state or all(rank.own.keys() == fitted[0].state.keys() for rank in fitted)
+        return self.subject.replicates_state or all(rank.user_state.keys() == fitted[0].state.keys() for rank in fitted)
 
-    def _check_same(self, fitted: Sequence[Fitted], when: str) -> None:
+    def _check_same(self, fitted: Sequence[FitResult], when: str) -> None:
         __tracebackhide__ = True
         for rank, other in enumerate(fitted):
-            if _values(other.own) != _values(fitted[0].own):
-                differing = [name for name, values in other.own.items() if values != fitted[0].own[name]]
+            if _values(other.user_state) != _values(fitted[0].user_state):
+                differing = [name for name, values in other.user_state.items() if values != fitted[0].user_state[name]]
                 fail(
                     f"rank {rank} of {len(fitted)} has other parameters than rank 0 {when}: {', '.join(differing[:4])}",
                     expected="ranks that hold replicas apply the same gradients to the same values.",
@@ -219,14 +219,14 @@ def _values(state: dict[str, list[float]]) -> list[float]:
 
 def _close(one: Sequence[float], other: Sequence[float], tolerance: float) -> bool:
     return len(one) == len(other) and all(
-        abs(left - right) <= tolerance * max(abs(left), abs(right), 1e-6)
-        for left, right in zip(one, other, strict=True)
+        abs(first - second) <= tolerance * max(abs(first), abs(second), 1e-6)
+        for first, second in zip(one, other, strict=True)
     )
 
 
-def _table(expected: Sequence[float], found: Sequence[float]) -> str:
+def _table(expected: Sequence[float], actual: Sequence[float]) -> str:
     rows = [
         f"{step:5d} {one:12.7f} {other:12.7f} {abs(one - other) / (abs(one) or 1.0):11.1e}"
-        for step, (one, other) in enumerate(zip(expected, found, strict=False))
+        for step, (one, other) in enumerate(zip(expected, actual, strict=False))
     ]
     return "\n".join(["batch   one device        found  difference", *rows[:6], *(["  ..."] if len(rows) > 6 else [])])
