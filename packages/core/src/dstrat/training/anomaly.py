@@ -152,8 +152,8 @@ def watched_fit(trainer: Trainer, module: TrainModule) -> Iterator[None]:
         return
     place = _Place(trainer)
     with AnomalyDetection(module, place.describe) as anomalies:
-        trainer.dispatch.insert("on_before_backward", anomalies.check_loss)
-        trainer.dispatch.insert("on_validation_batch_start", place.note_validation_batch)
+        trainer.context.hooks.insert("on_before_backward", anomalies.check_loss)
+        trainer.context.hooks.insert("on_validation_batch_start", place.note_validation_batch)
         yield
 
 

@@ -97,7 +97,7 @@ class RunResult:
             return
         trainer.fit_loop.load_state_dict(self.changes.counters)
         trainer.fit_loop.data.num_batches = self.changes.num_training_batches
-        trainer.ckpt_path = self.changes.ckpt_path
+        trainer.context.ckpt_path = self.changes.ckpt_path
         trainer.metrics.load_state_dict(self.changes.metrics)
         trainer.callbacks = with_callbacks_of(module, trainer.callbacks)  # as the run did, in its own copy
         for callback in trainer.callbacks:

@@ -15,6 +15,7 @@ from dstrat.training.checkpoint.path import resolve_checkpoint
 from dstrat.training.checkpoint.restore import CheckpointRestore
 from dstrat.training.contexts import numerics
 from dstrat.training.hooks import HookRunner, hook_of, overrides
+from dstrat.training.loggers.defaults import agree_on_folders
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.stopping import Interrupted, Terminated
 from dstrat.training.module.data_module import DataModule
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.checkpoint.path import Asked
     from dstrat.training.loops.sources import DataSources
-    from dstrat.training.state import Stage
+    from dstrat.training.run_context import Stage
     from dstrat.training.trainer import Trainer
 
 
@@ -110,18 +111,15 @@ def execute_elsewhere(random_state: RandomState, *args: Any) -> RunResult:
 
 def _begin(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
     """Attach the module and the data module in the process that runs them."""
-    trainer.module, trainer.datamodule, trainer.sources = module, sources.datamodule, sources
+    context = trainer.context
     module.attach(trainer)
     if sources.datamodule is not None:
         sources.datamodule.attach(trainer)
     trainer.strategy.module_backward = module.backward if overrides(module, "backward", TrainModule) else None
     trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
     _let_log(trainer.callbacks, module)
-    trainer.dispatch = HookRunner(trainer, module, trainer.called_callbacks)
-    trainer.should_stop = trainer.sanity_checking = trainer.is_evaluating = False
-    trainer.evaluation_loop, trainer.evaluation_batches = None, []  # which another stage had
-    trainer.publisher.start()
-    trainer.is_running = True
+    context.hooks = HookRunner(trainer, module, trainer.called_callbacks)
+    context.is_running = True
 
 
 def _end(trainer: Trainer) -> None:
@@ -129,7 +127,7 @@ def _end(trainer: Trainer) -> None:
         trainer.module.untoggle_optimizer()  # which a step that raised has left toggled
     _let_log(trainer.callbacks, None)
     trainer.strategy.module_backward = None
-    trainer.is_running = False
+    trainer.context.is_running = False
 
 
 def _let_log(callbacks: Iterable[Callback], module: TrainModule | None) -> None:
@@ -143,7 +141,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_p
     if strategy.local_rank == 0:
         sources.prepare_data()
     strategy.barrier("prepare_data")
-    trainer.publisher.agree_on_folders()
+    trainer.context.log_dir = agree_on_folders(trainer.loggers, strategy)
     if trainer.profiler is not None:
         trainer.profiler.start(trainer.stage, trainer.log_dir, trainer.global_rank)
     for hook in _in_turn(trainer, "setup"):
@@ -154,7 +152,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_p
     if trainer.sync_batchnorm and trainer.is_fitting:
         strategy.synchronize_batchnorm()
     path = resolve_checkpoint(trainer, ckpt_path)
-    trainer.ckpt_path = None if path is None else str(path)
+    trainer.context.ckpt_path = None if path is None else str(path)
     restoration = None if path is None else CheckpointRestore(trainer, path)
     trainer.publisher.log_graph(module)
     strategy.setup(trainer)
@@ -167,36 +165,36 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_p
 
 
 def _fit(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
-    dispatch, loop = trainer.dispatch, trainer.fit_loop
+    hooks, loop = trainer.context.hooks, trainer.fit_loop
     with watched_fit(trainer, module):
         loop.setup(module, sources)
-        dispatch.call("on_fit_start")
+        hooks.call("on_fit_start")
         validates = sources.has("val") and sources.has_step("validation_step") and trainer.limit_val_batches != 0
         sanity_checks = validates and trainer.num_sanity_val_steps != 0 and loop.batches_seen == 0  # and not resumed
         if sanity_checks:
-            dispatch.call_callbacks("on_sanity_check_start")
+            hooks.call_callbacks("on_sanity_check_start")
         validation = None
         if validates:
             validation = EvaluationLoop(trainer, module, sources.loader("val", may_be_none=True), "validation")
-            trainer.evaluation_loop = validation  # known from now on, and not only when it runs
+            trainer.context.evaluation_loop = validation  # known from now on, and not only when it runs
         if validation is not None and sanity_checks:
             _sanity_check(trainer, validation)
         loop.run(validation)
         trainer.strategy.finish_training()
-        dispatch.call("on_fit_end")
+        hooks.call("on_fit_end")
 
 
 def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
     """Try a few validation batches."""
     random_state = RandomState.capture()  # so that training draws the same numbers with and without the check
-    trainer.sanity_checking = True
+    trainer.context.sanity_checking = True
     with trainer.interruption:
         validation.run(None if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps)
     random_state.restore()  # also for a checkpoint that is saved in the hook
-    trainer.dispatch.call_callbacks("on_sanity_check_end")
-    trainer.sanity_checking = False
+    trainer.context.hooks.call_callbacks("on_sanity_check_end")
+    trainer.context.sanity_checking = False
     random_state.restore()
-    trainer.publisher.start()  # values of a few batches are no results
+    trainer.context.forget_logged_values(trainer.strategy)  # values of a few batches are no results
 
 
 def _evaluate(trainer: Trainer, module: TrainModule, sources: DataSources) -> list[dict[str, float]]:
@@ -211,10 +209,10 @@ def _evaluate(trainer: Trainer, module: TrainModule, sources: DataSources) -> li
 
 def _predict(trainer: Trainer, module: TrainModule, sources: DataSources) -> list[Any]:
     loop = EvaluationLoop(trainer, module, sources.loader("predict"), "predict")
-    loop.keeps_outputs = trainer.return_predictions
+    loop.keeps_outputs = trainer.context.return_predictions
     with trainer.interruption:
         loop.run()
-    if not trainer.return_predictions:
+    if not trainer.context.return_predictions:
         return []
     predictions = loop.predictions()
     return predictions[0] if len(predictions) == 1 else predictions
@@ -231,11 +229,11 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
     from dstrat.launch.peer_watch import name_ended_ranks  # only runs that break need it
 
     name_ended_ranks(exception)
-    trainer.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
-    status = "interrupted" if trainer.interrupted else "failed"
+    trainer.context.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
+    status = "interrupted" if trainer.context.interrupted else "failed"
     tell: list[Callable[[], None]] = [
         partial(trainer.strategy.on_exception, exception),
-        *(partial(hook, exception) for hook in trainer.dispatch.of_callbacks("on_exception")),
+        *(partial(hook, exception) for hook in trainer.context.hooks.of_callbacks("on_exception")),
         *([partial(hook_of(trainer.datamodule, "on_exception", DataModule), exception)] if trainer.datamodule else []),
     ]
     if isinstance(exception, Interrupted | Terminated):
@@ -253,7 +251,7 @@ def _in_turn(trainer: Trainer, name: Literal["setup", "teardown"]) -> list[Calla
     """Return a hook of the data module, then of the callbacks, which may look at the data, then of the module."""
     assert trainer.module is not None  # noqa: S101 - there is one in every run
     of_data = [] if trainer.datamodule is None else [hook_of(trainer.datamodule, name, DataModule)]
-    return [*of_data, *trainer.dispatch.of_callbacks(name), hook_of(trainer.module, name, TrainModule)]
+    return [*of_data, *trainer.context.hooks.of_callbacks(name), hook_of(trainer.module, name, TrainModule)]
 
 
 def _stopped(trainer: Trainer, exception: Interrupted | Terminated) -> RunResult | None:

@@ -6,7 +6,7 @@ import math
 import signal
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.paths import on_this_machine
 from dstrat.errors import MisuseError
@@ -30,14 +30,12 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.progress_bar import ProgressBar
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.loggers.logger import Logger
-    from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
-    from dstrat.training.loops.sources import DataSources
     from dstrat.training.loops.stopping import Interruption
-    from dstrat.training.metrics.logged import LoggedValues
     from dstrat.training.metrics.publisher import Metrics, Publisher
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.run_context import RunContext, Stage
 
 
 # The status of a Trainer, by Lightning's names.
@@ -113,71 +111,45 @@ class TrainerState:
         return self.status.stopped
 
 
-Stage = Literal["fit", "validate", "test", "predict"]
-
-
 class RunState:
     """The readable side of a Trainer.
 
     Attributes:
         plan: What was chosen, and why.
         strategy: How the run is distributed.
-        stage: What was called last: fit, validate, test or predict.
+        context: What belongs to the run, or to the last one.
         should_stop: Set it to True in any process, and training ends after the same step in all of them; honoured when
             ``min_epochs`` and ``min_steps`` are done.
-        is_evaluating: Whether an evaluation loop runs at this moment, also within a fit.
-        is_running: Whether a stage runs at this moment.
         status: How far what was called last is.
         ended_optimization: Optimizers and schedulers of the last fit, where it has ended in this process.
         optimization_ended_elsewhere: Whether the last fit has ended in other processes.
         barebones: Whether everything beside training is off.
         fast_dev_run: Number of batches that are only tried; 0 in a usual run.
-        sanity_checking: Whether the validation batches at the start of a fit are tried.
-        interrupted: Whether the last run was ended by a signal.
         interruption: Keeps signals that come while batches are read.
         callbacks: In the order in which they are called.
         loggers: All of them.
-        module: The user's module; the last run's after its end.
-        datamodule: The run's, None without one.
-        agreed_log_dir: Where the loggers of this run or the last one write, None where none of them writes to a folder.
-        ckpt_path: The checkpoint that the run has begun with, None without one.
         max_time: How long training may take, as it was given.
         default_root_dir: Where logs and checkpoints go by default.
-        metrics: The values that were logged.
-        publisher: Brings them to callbacks and loggers.
+        publisher: Brings logged values to callbacks and loggers.
         fit_loop: Trains.
-        evaluation_loop: Validates, tests or predicts, also within a fit; None before.
     """
 
     plan: Plan
     strategy: Strategy
-    stage: Stage
+    context: RunContext
     should_stop: bool
-    sanity_checking: bool
-    interrupted: bool
     interruption: Interruption
     callbacks: list[Callback]
     loggers: list[Logger]
-    module: TrainModule | None
-    datamodule: DataModule | None
-    agreed_log_dir: Path | None
-    ckpt_path: str | None
     max_time: Duration | None
     default_root_dir: Place
     fit_loop: FitLoop
-    evaluation_loop: EvaluationLoop | None
-    evaluation_batches: list[int | None]
-    logged: LoggedValues
-    metrics: Metrics
     publisher: Publisher
-    sources: DataSources | None
     barebones: bool
     fast_dev_run: int
     max_epochs: int
     max_steps: int
     accumulate_grad_batches: int
-    is_evaluating: bool
-    is_running: bool
     status = TrainerStatus.INITIALIZING
     ended_optimization = Optimization()
     optimization_ended_elsewhere = False
@@ -248,6 +220,51 @@ class RunState:
     # Where the run is
 
     @property
+    def stage(self) -> Stage:
+        """The method that was called last: fit, validate, test or predict."""
+        return self.context.stage
+
+    @property
+    def module(self) -> TrainModule | None:
+        """The user's module, also after the run."""
+        return self.context.module
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The user's data module, None without one."""
+        return self.context.datamodule
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that the run begins with, None without one."""
+        return self.context.ckpt_path
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run has begun in this process, and not ended."""
+        return self.context.is_running
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the validation batches at the start of a fit are tried at this moment."""
+        return self.context.sanity_checking
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation loop runs at this moment, also within a fit."""
+        return self.context.is_evaluating
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the last run."""
+        return self.context.interrupted
+
+    @property
+    def metrics(self) -> Metrics:
+        """The logged values of the run."""
+        return self.context.metrics
+
+    @property
     def state(self) -> TrainerState:
         """How far the Trainer is with what was called last, by Lightning's names."""
         fn = None if self.status is TrainerStatus.INITIALIZING else TrainerFn(self.stage)
@@ -304,8 +321,8 @@ class RunState:
 
         Before a run only global rank 0 knows the folder of a logger, which is made when it is asked for.
         """
-        if self.agreed_log_dir is not None:
-            return self.agreed_log_dir
+        if self.context.log_dir is not None:
+            return self.context.log_dir
         folders = (logger.log_dir for logger in self.loggers)
         return next(filter(None, folders), None) or on_this_machine(self.default_root_dir)
 
@@ -332,24 +349,24 @@ class RunState:
     @property
     def num_val_batches(self) -> list[int | None]:
         """Number of batches of each validation loader, from ``on_train_start`` on; None where it is unknown."""
-        if self.stage not in ("fit", "validate") or self.evaluation_loop is None:
+        if self.stage not in ("fit", "validate") or self.context.evaluation_loop is None:
             return []
-        return self.evaluation_loop.num_batches
+        return self.context.evaluation_loop.num_batches
 
     @property
     def num_sanity_val_batches(self) -> list[int | None]:
         """The same in the sanity check; empty at other times."""
-        return self.evaluation_batches if self.sanity_checking else []
+        return self.context.evaluation_batches if self.sanity_checking else []
 
     @property
     def num_test_batches(self) -> list[int | None]:
         """Number of batches of each test loader; None where it is unknown."""
-        return self.evaluation_batches if self.stage == "test" else []
+        return self.context.evaluation_batches if self.stage == "test" else []
 
     @property
     def num_predict_batches(self) -> list[int | None]:
         """Number of batches of each prediction loader; None where it is unknown."""
-        return self.evaluation_batches if self.stage == "predict" else []
+        return self.context.evaluation_batches if self.stage == "predict" else []
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -357,9 +374,9 @@ class RunState:
 
         It may be asked for in ``configure_optimizers``, as for ``OneCycleLR(total_steps=...)``.
         """
-        if self.sources is None:
+        if self.context.sources is None:
             raise MisuseError("estimated_stepping_batches is known during a fit: ask for it in configure_optimizers")
-        self.fit_loop.data.load(self.sources)
+        self.fit_loop.data.load(self.context.sources)
         most = math.inf if self.max_steps < 0 else self.max_steps
         batches = self.fit_loop.data.num_batches
         if batches is None or self.max_epochs < 0:
@@ -394,7 +411,11 @@ class RunState:
         return self._loaders_of("predict")
 
     def _loaders_of(self, *stages: Stage) -> list[Any]:
-        return self.evaluation_loop.loaders if self.evaluation_loop is not None and self.stage in stages else []
+        return (
+            self.context.evaluation_loop.loaders
+            if self.context.evaluation_loop is not None and self.stage in stages
+            else []
+        )
 
     @property
     def predict_batch_indices(self) -> list[Any] | None:
@@ -402,7 +423,7 @@ class RunState:
 
         Known to callbacks of which ``reads_batch_indices`` is True.
         """
-        return None if self.evaluation_loop is None else self.evaluation_loop.batch_indices
+        return None if self.context.evaluation_loop is None else self.context.evaluation_loop.batch_indices
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:

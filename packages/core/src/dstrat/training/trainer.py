@@ -17,9 +17,9 @@ from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.hooks import overrides
 from dstrat.training.loggers.defaults import complete_loggers
 from dstrat.training.loops.stopping import Interruption, end_by, is_by_signal
-from dstrat.training.metrics.logged import LoggedValues
 from dstrat.training.metrics.publisher import Metrics, Publisher
 from dstrat.training.profilers.defaults import make_profiler
+from dstrat.training.run_context import RunContext
 from dstrat.training.state import RunState, TrainerStatus
 
 if TYPE_CHECKING:
@@ -31,16 +31,14 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.checkpoint.path import Asked
-    from dstrat.training.hooks import HookRunner
     from dstrat.training.loggers.logger import Logger
-    from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
     from dstrat.training.loops.sources import DataSources, Source
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.profilers.profiler import Profiler
     from dstrat.training.results import FinalState, RunResult
-    from dstrat.training.state import Stage
+    from dstrat.training.run_context import Stage
 
 R = TypeVar("R")
 B = TypeVar("B")
@@ -221,21 +219,10 @@ class Trainer(RunState):
             max_time=max_time,
         )
 
-        self.stage: Stage = "fit"
-        self.should_stop = self.sanity_checking = self.interrupted = False
+        self.should_stop = False
         self.interruption = Interruption()
-        self.evaluation_loop: EvaluationLoop | None = None
-        self.metrics = Metrics(self.strategy)
         self.publisher = Publisher(self)
-        self.sources: DataSources | None = None
-        self.module: TrainModule | None = None
-        self.datamodule: DataModule | None = None
-        self.agreed_log_dir = self.ckpt_path = None
-        self.logged = LoggedValues(training=True)
-        self.evaluation_batches: list[int | None] = []
-        self.dispatch: HookRunner
-        self.is_evaluating = self.is_running = False
-        self.return_predictions = True
+        self.context = RunContext(metrics=Metrics(self.strategy))
         self.ended_fit: FinalState | None = None
 
     def _limit_to_a_try(self) -> None:
@@ -365,8 +352,9 @@ class Trainer(RunState):
         ``return_predictions=False`` and a ``PredictionWriter``; the list is empty then.  Which weights are used is as
         in :meth:`test`.
         """
-        self.return_predictions = return_predictions
-        predictions: list[Any] = self._evaluate("predict", model, datamodule, dataloaders, ckpt_path)
+        predictions: list[Any] = self._evaluate(
+            "predict", model, datamodule, dataloaders, ckpt_path, return_predictions=return_predictions
+        )
         return predictions
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
@@ -424,7 +412,7 @@ class Trainer(RunState):
         assert self.module is not None  # noqa: S101 - there is one in every run
         returned = self.module.configure_optimizers()
         optimization = read_optimizers(returned, steps_schedulers=self.module.automatic_optimization)
-        self.dispatch.call_callbacks("on_configure_optimizers", optimization.optimizers)
+        self.context.hooks.call_callbacks("on_configure_optimizers", optimization.optimizers)
         return optimization
 
     def profiled(self, name: str, function: Callable[..., R]) -> Callable[..., R]:
@@ -456,6 +444,7 @@ class Trainer(RunState):
         datamodule: DataModule | None,
         dataloaders: Any,
         ckpt_path: str | Path | None,
+        **settings: Any,
     ) -> Any:
         from dstrat.training.checkpoint.path import Search
         from dstrat.training.loops.sources import DataSources
@@ -467,7 +456,7 @@ class Trainer(RunState):
         sources = DataSources(module, datamodule, {source: dataloaders})
         sources.require(source, step)
         asked = Search.BEST_OF_LAST_FIT if model is None and ckpt_path is None else ckpt_path
-        return self._launch(stage, module, sources, asked)
+        return self._launch(stage, module, sources, asked, **settings)
 
     def _shown(self, stage: str, results: list[dict[str, float]]) -> list[dict[str, float]]:
         """Show what an evaluation came to, and return it."""
@@ -477,16 +466,26 @@ class Trainer(RunState):
             show_results(stage, results)
         return results
 
-    def _launch(self, stage: Stage, module: TrainModule, sources: DataSources, ckpt_path: Asked) -> Any:
+    def _launch(
+        self, stage: Stage, module: TrainModule, sources: DataSources, ckpt_path: Asked, **settings: Any
+    ) -> Any:
         if self.is_running:
             raise MisuseError(
                 f"this Trainer is in the middle of its {self.stage}, and {stage} was called: call it after the end, or "
                 "on another Trainer"
             )
-        self.stage, self.interrupted, self.ckpt_path = stage, False, None
         if stage == "fit" or module is not self.module:
             self.ended_fit = None
-        self.module = module
+        self.should_stop = False
+        self.context = RunContext(
+            stage=stage,
+            module=module,
+            datamodule=sources.datamodule,
+            sources=sources,
+            metrics=Metrics(self.strategy),
+            log_dir=self.context.log_dir,
+            **settings,
+        )
         if stage == "fit":
             self.ended_optimization, self.optimization_ended_elsewhere = Optimization(), False
         self.status = TrainerStatus.RUNNING
@@ -510,13 +509,13 @@ class Trainer(RunState):
         if self.node_rank == 0 and not launcher.reruns_the_script:
             # Here rather than in rank 0, so that this process knows the folder afterwards.
             folders = [logger.log_dir for logger in self.loggers]
-            self.agreed_log_dir = next(filter(None, folders), None)
+            self.context.log_dir = next(filter(None, folders), None)
         try:
             outcome: RunResult | None = launcher.launch(
                 execute_elsewhere, RandomState.capture(), self, module, sources, ckpt_path
             )
         except (KeyboardInterrupt, SystemExit) as error:  # at once, so that there is no outcome
-            self.interrupted = is_by_signal(error)
+            self.context.interrupted = is_by_signal(error)
             raise
         if outcome is None:  # on machines without global rank 0
             return None
@@ -524,7 +523,7 @@ class Trainer(RunState):
         module.attach(self)
         outcome.restore(self, module)
         if outcome.stopped_by:
-            self.interrupted, self.interruption.requested = True, outcome.stopped_by
+            self.context.interrupted, self.interruption.requested = True, outcome.stopped_by
             end_by(outcome.stopped_by)
         return outcome.result
 

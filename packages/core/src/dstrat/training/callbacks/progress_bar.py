@@ -173,7 +173,7 @@ class ProgressBar(Callback):
         if self._display is not None and trainer.is_fitting and not trainer.sanity_checking:
             self._take_values(trainer)  # they stay while validation goes on
         self._evaluation = EvaluationProgress(
-            title, trainer.evaluation_batches, trainer.strategy.evaluation_batches_per_item()
+            title, trainer.context.evaluation_batches, trainer.strategy.evaluation_batches_per_item()
         )
         self._evaluation_start = monotonic()
         self._update_when_due(trainer)

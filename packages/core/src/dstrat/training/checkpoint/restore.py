@@ -49,7 +49,7 @@ class CheckpointRestore:
         self._trainer, self._path = trainer, path
         self._io = io_for(path, trainer.strategy.checkpoint_io)
         self._values = read_values(trainer.strategy, self._io, path)
-        trainer.dispatch.call("on_load_checkpoint", self._values)
+        trainer.context.hooks.call("on_load_checkpoint", self._values)
 
     def finish(self) -> None:
         """Load everything, in a fit with optimizers, schedulers and counters, when the strategy has set up; collective.

@@ -38,7 +38,7 @@ def collect_checkpoint(
         )
         if trainer.is_fitting or ended is not None:
             checkpoint |= _of_each_rank(trainer, collect_rank_state(trainer) if ended is None else ended.rank_state)
-    trainer.dispatch.call("on_save_checkpoint", checkpoint)
+    trainer.context.hooks.call("on_save_checkpoint", checkpoint)
     return checkpoint
 
 
@@ -57,7 +57,7 @@ def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
         checkpoint |= _of_each_rank(trainer, collect_rank_state(trainer))
     else:
         checkpoint["state_dict"] = trainer.strategy.module_state_dict()  # with this process's buffers
-    trainer.dispatch.call("on_save_checkpoint", checkpoint)
+    trainer.context.hooks.call("on_save_checkpoint", checkpoint)
     writes_alone = trainer.world_size == 1 or not io.is_collective
     (io if writes_alone else TorchCheckpointIO()).save_checkpoint(checkpoint, path)
 

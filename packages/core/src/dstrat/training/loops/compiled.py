@@ -89,7 +89,7 @@ def _check(trainer: Trainer, module: TrainModule, compiled: CompiledSteps) -> No
     if trainer.detect_anomaly:
         raise ConflictError(f"{whole}, in which detect_anomaly=True cannot look at values: leave it out")
     methods = [f"{kind}.{method}" for method in _METHODS_WITHIN if overrides(module, method, TrainModule)]
-    hooks = [hook for hook in _HOOKS_WITHIN if trainer.dispatch.of(hook)]
+    hooks = [hook for hook in _HOOKS_WITHIN if trainer.context.hooks.of(hook)]
     if within := [*methods, *(f"{hook} (of the module or a callback)" for hook in hooks)]:
         raise ConflictError(
             f"{whole}, so that {', '.join(within)} would never be called: leave that out, use on_train_batch_start or "

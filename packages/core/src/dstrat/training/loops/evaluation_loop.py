@@ -134,10 +134,10 @@ class EvaluationLoop:
                 self._run(at_most, before_end)
 
     def _run(self, at_most: int | None, before_end: Callable[[], None] | None) -> None:
-        trainer, dispatch, purpose = self._trainer, self._trainer.dispatch, self._purpose
-        trainer.publisher.follow(self.logged)
-        trainer.evaluation_loop, trainer.is_evaluating = self, True
-        trainer.evaluation_batches = counts = [
+        trainer, hooks, purpose = self._trainer, self._trainer.context.hooks, self._purpose
+        trainer.context.log_to(self.logged)
+        trainer.context.evaluation_loop, trainer.context.is_evaluating = self, True
+        trainer.context.evaluation_batches = counts = [
             round_to_items(_smaller(count, at_most), self._per_item) for count in self.num_batches
         ]
         if purpose != "predict":
@@ -147,25 +147,25 @@ class EvaluationLoop:
         modes = [(part, part.training) for part in self._module.modules()]
         try:
             hook_of(self._module, f"on_{purpose}_model_eval", TrainModule)()
-            dispatch.call(f"on_{purpose}_start")
-            dispatch.call(f"on_{purpose}_epoch_start")
+            hooks.call(f"on_{purpose}_start")
+            hooks.call(f"on_{purpose}_epoch_start")
             for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True)):
                 self._run_loader(dataloader_idx, loader, count)
             if self._votes is not None:
                 self._votes.finish()
-            trainer.publisher.publish_epoch(self.logged, dispatch.of(f"on_{purpose}_epoch_end"))
+            trainer.publisher.publish_epoch(self.logged, hooks.of(f"on_{purpose}_epoch_end"))
             if before_end is not None:
                 before_end()
-            for hook in dispatch.early(f"on_{purpose}_end"):
+            for hook in hooks.early(f"on_{purpose}_end"):
                 hook()
             self.logged.reset_metrics()  # before a checkpoint is saved, as after an epoch of training
-            for hook in dispatch.late(f"on_{purpose}_end"):
+            for hook in hooks.late(f"on_{purpose}_end"):
                 hook()
         finally:  # also for a fit after one whose validation broke
             for part, was_training in modes:
                 part.training = was_training
         hook_of(self._module, f"on_{purpose}_model_train", TrainModule)()
-        trainer.is_evaluating = False
+        trainer.context.is_evaluating = False
 
     def predictions(self) -> list[list[Any]]:
         """Return what the steps returned, for each loader in the order of its batches; collective.
@@ -249,7 +249,7 @@ class EvaluationLoop:
             others: Number of arguments before the index.
             dataloader_idx: The index.
         """
-        hooks, several = self._trainer.dispatch.of(name), len(self.loaders) > 1
+        hooks, several = self._trainer.context.hooks.of(name), len(self.loaders) > 1
         return [(hook, (dataloader_idx,) if several or requires_arguments(hook) > others else ()) for hook in hooks]
 
     def _publish_step(self, dataloader_idx: int) -> None:
@@ -344,15 +344,15 @@ def discard_results(trainer: Trainer, module: TrainModule, batch: Any) -> Iterat
         module: Whose metric objects do.
         batch: The batch of the step.
     """
-    logged, trainer.logged = trainer.logged, LoggedValues(training=False)
-    trainer.logged.start_epoch()
-    trainer.logged.in_step, trainer.logged.batch = True, batch
+    logged, trainer.context.logged = trainer.context.logged, LoggedValues(training=False)
+    trainer.context.logged.start_epoch()
+    trainer.context.logged.in_step, trainer.context.logged.batch = True, batch
     metrics: list[Any] = [part for part in module.modules() if is_metric(part)]
     states = [(copy.deepcopy(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001 - torchmetrics offers no other way to set it back
     try:
         yield
     finally:
-        trainer.logged = logged
+        trainer.context.logged = logged
         for metric, (state, count) in zip(metrics, states, strict=True):
             for name, value in state.items():
                 setattr(metric, name, value)

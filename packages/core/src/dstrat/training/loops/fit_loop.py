@@ -134,9 +134,9 @@ class FitLoop(Position):
         self._schedule = ValidationSchedule(trainer, self.data.num_batches)
         self._votes = Votes(trainer.strategy, self.batches_seen)
         self._agrees_on_end = self._must_agree_on_end()
-        trainer.publisher.follow(self.logged)
+        trainer.context.log_to(self.logged)
         self.logged.start_epoch()  # what on_train_start logs belongs to the first epoch
-        trainer.dispatch.call("on_train_start")
+        trainer.context.hooks.call("on_train_start")
         _tell_of_evaluation_mode(self._module)
         if self.finished and trainer.is_global_zero:
             _log.warning(
@@ -151,17 +151,17 @@ class FitLoop(Position):
             while not (self.finished or self._stops or self.data.num_batches == 0):
                 self._run_epoch()
                 self._stops = self._stops or self._decide()
-        trainer.dispatch.call("on_train_end")
+        trainer.context.hooks.call("on_train_end")
 
     def _run_epoch(self) -> None:
-        trainer, dispatch = self._trainer, self._trainer.dispatch
+        trainer, hooks = self._trainer, self._trainer.context.hooks
         self._reload_when_due()
         set_epoch(self.data.loader, self.epoch)
         continuation, goes_on = self._continuation, self.batches_done > 0
         if continuation is not None and not goes_on:
             continuation.restore()
         self.logged.start_epoch()
-        dispatch.call("on_train_epoch_start")
+        hooks.call("on_train_epoch_start")
         if continuation is not None and goes_on:
             continuation.restore()  # after the hooks, which have drawn their random numbers before
         self._look_up()
@@ -172,11 +172,11 @@ class FitLoop(Position):
             self.epochs_done, self.batches_done = self.epoch + 1, 0
         else:
             self._broken_off = self.logged.state_dict()  # for a run that goes on with the epoch
-        trainer.publisher.publish_epoch(self.logged, dispatch.early("on_train_epoch_end"))
+        trainer.publisher.publish_epoch(self.logged, hooks.early("on_train_epoch_end"))
         if completed:
             self._schedulers.after_epoch(self.epochs_done)
         self.logged.reset_metrics()  # before a checkpoint is saved, which another epoch begins from
-        for hook in dispatch.late("on_train_epoch_end"):
+        for hook in hooks.late("on_train_epoch_end"):
             hook()
         self.epoch = self.epochs_done
 
@@ -192,7 +192,7 @@ class FitLoop(Position):
         """Train on the batches of an epoch; return whether it was not broken off."""
         trainer, logged, votes, interruption = self._trainer, self.logged, self._votes, self._trainer.interruption
         is_alone, is_timed = trainer.world_size == 1, self._schedule.is_timed
-        batch_start = trainer.dispatch.of("on_train_batch_start")
+        batch_start = trainer.context.hooks.of("on_train_batch_start")
         must_agree = self._agrees_on_end
         batches = self._batches()  # which may go on in the middle of the epoch
         if self.phase != "done":
@@ -245,7 +245,7 @@ class FitLoop(Position):
         is_compiled = isinstance(self._optimization, CompiledOptimization)
         self._accumulate = 1 if is_compiled else trainer.accumulate_grad_batches
         self._batches_per_item = self.data.batches_per_item
-        self._batch_end = trainer.dispatch.of("on_train_batch_end")
+        self._batch_end = trainer.context.hooks.of("on_train_batch_end")
         self._publishes = bool(trainer.log_every_n_steps and (trainer.loggers or trainer.world_size > 1))
         self._steps_schedulers = self._schedulers.step_with_batches
         self._profiler_step = trainer.profiler.step if trainer.profiler else None
@@ -329,7 +329,7 @@ class FitLoop(Position):
         trainer = self._trainer
         if trainer.world_size == 1:
             return False
-        answering = trainer.dispatch.answering("on_train_batch_start")  # in some, where rank 0 has callbacks alone
+        answering = trainer.context.hooks.answering("on_train_batch_start")  # in some, where rank 0 has callbacks alone
         if answering and trainer.is_global_zero:
             _log.warning(
                 "on_train_batch_start of %s may return -1, so that the processes ask each other before every batch: "
@@ -383,7 +383,7 @@ class FitLoop(Position):
         self.data.record_position()
         self._validation.run(before_end=self._note_validated)
         self._schedule.note_run()
-        self._trainer.publisher.follow(self.logged)
+        self._trainer.context.log_to(self.logged)
         self._must_vote = True  # something may have seen enough, perhaps not in every process
 
     def _decide(self) -> bool:

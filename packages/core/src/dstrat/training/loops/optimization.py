@@ -106,7 +106,7 @@ class AutomaticOptimization:
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule) -> None:
-        strategy, dispatch = trainer.strategy, trainer.dispatch
+        strategy, hooks = trainer.strategy, trainer.context.hooks
         self._trainer, self._module, self._strategy = trainer, module, strategy
         self.optimizers = strategy.optimizers
         self._optimizer = _only(strategy.optimizers)
@@ -122,10 +122,10 @@ class AutomaticOptimization:
             module, "configure_gradient_clipping", TrainModule
         )
         self._configure_clipping = hook_of(module, "configure_gradient_clipping", TrainModule)
-        self._before_zero_grad = dispatch.of("on_before_zero_grad")
-        self._before_backward = dispatch.of("on_before_backward")
-        self._after_backward = dispatch.of("on_after_backward")
-        self._before_optimizer_step = dispatch.of("on_before_optimizer_step")
+        self._before_zero_grad = hooks.of("on_before_zero_grad")
+        self._before_backward = hooks.of("on_before_backward")
+        self._after_backward = hooks.of("on_after_backward")
+        self._before_optimizer_step = hooks.of("on_before_optimizer_step")
         self._prepares = self._clips or bool(self._unscale or self._before_optimizer_step)
         self._arguments: tuple[Any, ...] = ()
         self._group_size = 1
@@ -289,8 +289,8 @@ class ManualOptimization:
         self.module = module
         self._training_step = trainer.profiled("training_step", bind_step(trainer.strategy, module, "training_step"))
         self._backward = bind_backward(trainer.strategy)
-        self._before_backward = trainer.dispatch.of("on_before_backward")
-        self._after_backward = trainer.dispatch.of("on_after_backward")
+        self._before_backward = trainer.context.hooks.of("on_before_backward")
+        self._after_backward = trainer.context.hooks.of("on_after_backward")
         self.optimizers = [ManualOptimizer(optimizer, trainer, self) for optimizer in trainer.strategy.optimizers]
         self.waits = self.is_in_backward = False
         if trainer.is_global_zero:
@@ -333,7 +333,7 @@ class ManualOptimizer(OptimizerProxy):
     def __init__(self, optimizer: Optimizer, trainer: Trainer, manual: ManualOptimization) -> None:
         super().__init__(optimizer, trainer.strategy, manual.module)
         self._loop, self._manual = trainer.fit_loop, manual
-        self._before_step = trainer.dispatch.of("on_before_optimizer_step")
+        self._before_step = trainer.context.hooks.of("on_before_optimizer_step")
         self._step = end_graph_after("optimizer_step", super().step, trainer.strategy)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

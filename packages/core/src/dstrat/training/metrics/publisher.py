@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dstrat.training.loggers.defaults import agree_on_folders, call_loggers
+from dstrat.training.loggers.defaults import call_loggers
 from dstrat.training.metrics.logged import entry_of
 from dstrat.training.metrics.reduction import LocalSummary, exchange_epoch, exchange_steps
 from dstrat.training.metrics.values import DATALOADER_SUFFIX, LoggedValue, MetricEntry, NumberEntry
@@ -37,19 +37,6 @@ class Publisher:
     def __init__(self, trainer: RunState) -> None:
         self._trainer = trainer
         self._last_save = monotonic()
-
-    def start(self) -> None:
-        """Forget what an earlier run or a sanity check has logged."""
-        self._trainer.metrics = Metrics(self._trainer.strategy)
-
-    def agree_on_folders(self) -> None:
-        """Let rank 0 choose where the loggers write, and tell the others; collective."""
-        self._trainer.agreed_log_dir = agree_on_folders(self._trainer.loggers, self._trainer.strategy)
-
-    def follow(self, logged: LoggedValues) -> None:
-        """Let the module log to a stage; values of another one stay known."""
-        self._trainer.logged = logged
-        self._trainer.metrics.follow(logged)
 
     def start_run(self) -> None:
         """Let the loggers begin."""

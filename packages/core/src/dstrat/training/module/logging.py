@@ -121,7 +121,7 @@ class LoggingMethods:
             return
         if not isinstance(name, str):
             raise MisuseError(f"log({name!r}, ...): the name is of the type {type(name).__name__}: give a str")
-        trainer.logged.log(
+        trainer.context.logged.log(
             name,
             value,
             (
