@@ -155,7 +155,7 @@ def test_gradients_of_another_mesh_are_left_out_and_one_line_says_so(tmp_path):
     [line], nothing = in_ranks(moved_to_another_mesh, folder=str(tmp_path))
     assert line == (
         "the checkpoint has gradients that were not cleared when it was saved, sharded over a mesh of (2,): over "
-        "(2, 1) they are left out"
+        "(2, 1) they are dropped"
     )
     assert nothing == []
 

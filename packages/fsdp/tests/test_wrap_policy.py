@@ -99,5 +99,5 @@ def test_a_policy_that_matches_nothing_is_refused_with_what_there_is(policy, par
 
 
 def test_a_block_may_not_share_a_parameter_with_a_layer_outside_of_it():
-    with pytest.raises(RequestError, match="Embedding that is to be sharded by itself has a parameter"):
+    with pytest.raises(RequestError, match="Embedding that is sharded by itself shares its parameter"):
         blocks_of(Tied(), {nn.Embedding})

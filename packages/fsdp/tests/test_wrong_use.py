@@ -278,7 +278,7 @@ def alone(cluster):
 
 
 def test_one_process_works_and_says_that_nothing_is_shared():
-    assert in_ranks(alone, 1) == [["there is one process, which keeps the whole of what would be sharded over several"]]
+    assert in_ranks(alone, 1) == [["there is one process, so that nothing is sharded"]]
 
 
 def not_split(cluster):
@@ -334,7 +334,7 @@ def test_a_step_before_setup_says_what_is_missing():
         ({"state_dict_type": "local"}, "state_dict_type 'local' is not one of 'sharded', 'full'"),
         (
             {"activation_checkpointing": Block, "activation_checkpointing_policy": {Block}},
-            "both say which layers are meant",
+            "both select layers",
         ),
         ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "reshard_after_forward=False"),
     ],
@@ -389,7 +389,7 @@ def test_a_mesh_that_does_not_fit_is_refused(sharding, mesh, kind, message):
     ("options", "message"),
     [
         ({"auto_wrap_policy": "Block"}, "auto_wrap_policy 'Block' is not a class of layers such as"),
-        ({"auto_wrap_policy": [nn.Linear(1, 1)]}, "a function that says of a module whether it is meant, or the least"),
+        ({"auto_wrap_policy": [nn.Linear(1, 1)]}, "a function that returns whether it selects a module, or the least"),
         ({"auto_wrap_policy": True}, "auto_wrap_policy True is not"),
         ({"activation_checkpointing": 3}, "activation_checkpointing 3 is not a class of layers"),
         ({"activation_checkpointing_policy": "x"}, "activation_checkpointing_policy 'x' is not"),

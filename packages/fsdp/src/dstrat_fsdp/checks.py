@@ -1,4 +1,4 @@
-"""Checks of what cannot be sharded, and of changes that would be lost."""
+"""Checks of a module: shapes, dtypes and optimizers that can be sharded, and parameters that were changed."""
 
 from __future__ import annotations
 
@@ -39,87 +39,88 @@ def refuse_copy(memo: Any) -> Any:  # noqa: ARG001 - Python's signature
 
 
 class ViewOutputGuard:
-    """Copies what a block returns where it is a view of another tensor.
+    """Copies outputs of a block that are views of other tensors.
 
-    torch gathers a block for its backward pass by a hook on what it returned, and an in-place operation on a view
-    loses that hook.
+    torch gathers a block for its backward pass by a hook on its outputs, and an in-place operation on a view drops
+    that hook.
 
     Args:
-        block: Not sharded yet.
+        block: A block that is not sharded yet.
         name: Its name in the user's module, for the log.
     """
 
     def __init__(self, block: Module, name: str) -> None:
         self._name = name
-        self._has_told = False
+        self._has_logged = False
         self._handle = block.register_forward_hook(self._after_forward)
 
     def remove(self) -> None:
-        """Leave the block alone again."""
+        """Remove the hook."""
         self._handle.remove()
 
     def _after_forward(self, block: Module, args: Any, output: Any) -> Any:  # noqa: ARG002 - torch's signature
-        return apply_to_tensors(output, self._owned) if torch.is_grad_enabled() else output
+        return apply_to_tensors(output, self._copy_view) if torch.is_grad_enabled() else output
 
-    def _owned(self, tensor: Tensor) -> Tensor:
+    def _copy_view(self, tensor: Tensor) -> Tensor:
         if tensor._base is None or not tensor.requires_grad:  # noqa: SLF001 - torch has no public name for it
             return tensor
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_logged:
+            self._has_logged = True
             _logger.info(
-                "block %r returns a view, which is copied in each step; a tensor of its own saves that", self._name
+                "block %r returns a view, which is copied in each step; returning a new tensor saves that", self._name
             )
         return tensor.clone()
 
 
 class ParameterGuard:
-    """Notices what would be lost: a parameter replaced by another, or changed while it is gathered.
+    """Detects parameters that were replaced, or changed while they were gathered, as such a change would be lost.
 
     Args:
-        module: The user's module, sharded; nothing of it is gathered.
-        kept: What torch keeps of its parameters.
+        module: The user's module, sharded; no unit is gathered.
+        fsdp_params: torch's records (``FSDPParam``) of its parameters.
     """
 
-    def __init__(self, module: Module, kept: Iterable[Any]) -> None:
-        self._module, self._kept = module, list(kept)
-        self._versions: list[int | None] = [None] * len(self._kept)
+    def __init__(self, module: Module, fsdp_params: Iterable[Any]) -> None:
+        self._module, self._fsdp_params = module, list(fsdp_params)
+        self._versions: list[int | None] = [None] * len(self._fsdp_params)
         self._sharded = [
             (layer, name, parameter)
             for layer in module.modules()
             for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
         ]
-        self._places = [(layer._parameters, name, parameter) for layer, name, parameter in self._sharded]  # noqa: SLF001 - read in each step
+        self._stores = [(layer._parameters, name, parameter) for layer, name, parameter in self._sharded]  # noqa: SLF001 - read in each step
 
     def check_not_replaced(self) -> None:
-        """Look at every parameter; nothing is gathered at this moment.
+        """Check that no parameter was replaced; no unit is gathered now.
 
         Raises:
-            MisuseError: One of them is another one.
+            MisuseError: A parameter was replaced.
         """
-        for index, (store, name, parameter) in enumerate(self._places):
+        for index, (store, name, parameter) in enumerate(self._stores):
             if store.get(name) is not parameter:
                 raise MisuseError(
-                    f"parameter {self._name(index)!r} was replaced after the module was sharded, and the one that it "
-                    "had then is what is trained: change its values in place, or replace it in configure_model"
+                    f"parameter {self._name(index)!r} was replaced after the module was sharded, and the old "
+                    "parameter is still the one that is trained: change its values in place, or replace it in "
+                    "configure_model"
                 )
 
     def check_not_changed(self) -> None:
-        """Compare how often each parameter has been changed in place while it was gathered with the last time.
+        """Compare the version counters of gathered parameters with those of the last call.
 
-        Torch's gathering does not count as a change, nor does one of ``parameter.data``.
+        torch's gathering does not increase them, and neither does a change of ``parameter.data``.
 
         Raises:
-            MisuseError: One of them was changed in between.
+            MisuseError: A parameter was changed in place while it was gathered.
         """
-        versions = [getattr(getattr(kept, "_unsharded_param", None), "_version", None) for kept in self._kept]
+        versions = [getattr(getattr(param, "_unsharded_param", None), "_version", None) for param in self._fsdp_params]
         before, self._versions = self._versions, versions
-        for kept, old, new in zip(self._kept, before, versions, strict=True):
+        for param, old, new in zip(self._fsdp_params, before, versions, strict=True):
             if old not in (None, new):
-                index = next(i for i, (_, _, one) in enumerate(self._sharded) if one is kept.sharded_param)
+                index = next(i for i, (_, _, one) in enumerate(self._sharded) if one is param.sharded_param)
                 raise self._lost(index, "in the step before")
 
     def gathered(self, unit: Module) -> dict[int, Tensor]:
-        """Return a sum of each parameter of a unit that is gathered at this moment, by its place."""
+        """Return the sum of each parameter of a unit that is gathered now, by its index."""
         layers = {id(layer) for layer in unit.modules()}
         sums = {}
         for index, (layer, name, parameter) in enumerate(self._sharded):
@@ -147,16 +148,16 @@ class ParameterGuard:
 
     def _name(self, index: int) -> str:
         layer, name, _ = self._sharded[index]
-        prefix = next((key for key, part in self._module.named_modules() if part is layer), "")
+        prefix = next((key for key, submodule in self._module.named_modules() if submodule is layer), "")
         return f"{prefix}.{name}".lstrip(".")
 
 
 class ChangesInForward:
-    """Watches units until a first step is over, for changes of parameters that are gathered.
+    """Hooks on units that check gathered parameters for changes in forward passes, during the first step.
 
     Args:
-        guard: Knows the parameters.
-        units: What is gathered together.
+        guard: The guard of the parameters.
+        units: The units.
     """
 
     def __init__(self, guard: ParameterGuard, units: Sequence[Module]) -> None:
@@ -168,7 +169,7 @@ class ChangesInForward:
             self._handles.append(unit.register_forward_hook(self._compare, prepend=True))  # before they are freed
 
     def end(self) -> None:
-        """Watch no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._before = [], {}
@@ -180,53 +181,53 @@ class ChangesInForward:
         self._guard.check_unchanged(self._before.pop(id(unit), {}), self._guard.gathered(unit))
 
 
-# Restrictions of torch's ``fully_shard``, as clear errors.
+# Restrictions of torch's ``fully_shard``
 
 
 def check_shapes(module: Module) -> None:
-    """Check that each parameter can be divided.
+    """Check that each parameter has a dimension to shard.
 
     Raises:
-        MisuseError: One is a scalar.
+        MisuseError: A parameter is a scalar.
     """
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0 and not isinstance(parameter, DTensor):
             raise MisuseError(f"parameter {name!r} is a scalar, which cannot be sharded: give it the shape (1,)")
 
 
-def check_gradients(module: Module, whose: str) -> None:
+def check_gradients(module: Module, strategy: str) -> None:
     """Check that no layer has sparse gradients.
 
     Args:
-        module: Is going to be trained.
-        whose: Name of the strategy.
+        module: The module to be trained.
+        strategy: Name of the strategy.
 
     Raises:
-        MisuseError: An embedding has.
+        MisuseError: An embedding has sparse gradients.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
             raise MisuseError(
-                f"the embedding {name!r} has sparse=True, and {whose} has no sparse gradients: leave "
+                f"the embedding {name!r} has sparse=True, and {strategy} has no sparse gradients: leave "
                 "sparse=True out, or choose a strategy that does not shard parameters"
             )
 
 
 def check_dtypes(units: Sequence[FSDPModule], module: Module) -> None:
-    """Check that the parameters that are trained and gathered together are of one dtype.
+    """Check that the trained parameters of each unit have the same dtype.
 
     Args:
-        units: What is gathered together.
-        module: Sharded; it has the names.
+        units: The units of the module.
+        module: The sharded module, for the names.
 
     Raises:
-        MisuseError: Those of a unit are not.
+        MisuseError: Dtypes of a unit differ.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for unit in units:
         first = None
-        for kept in fsdp_params([unit]):
-            shard = kept.sharded_param
+        for param in fsdp_params([unit]):
+            shard = param.sharded_param
             if not shard.requires_grad:
                 continue
             first = shard if first is None else first
@@ -238,15 +239,15 @@ def check_dtypes(units: Sequence[FSDPModule], module: Module) -> None:
                 )
 
 
-def check_steps_shards(optimizers: Sequence[Optimizer], whose: str) -> None:
-    """Check that optimizers give the same results where they step parameters that are sharded; collective.
+def check_steps_shards(optimizers: Sequence[Optimizer], strategy: str) -> None:
+    """Check that optimizers give the same results with sharded parameters; collective.
 
     Args:
-        optimizers: Of a module that has been sharded.
-        whose: Name of the strategy.
+        optimizers: Optimizers of a sharded module.
+        strategy: Name of the strategy.
 
     Raises:
-        MisuseError: One needs whole parameters, or uses operations that torch does not have for shards.
+        MisuseError: One needs full parameters, or operations that torch does not have for shards.
     """
     for optimizer in optimizers:
         sharded = next((p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)), None)
@@ -258,23 +259,23 @@ def check_steps_shards(optimizers: Sequence[Optimizer], whose: str) -> None:
             reason = how_division_fails(optimizer, sharded.device, partial(_sharded_as, sharded))
         if reason is not None:
             raise MisuseError(
-                f"{type(optimizer).__name__} cannot step parameters as {whose} shards them ({reason}): take another "
+                f"{type(optimizer).__name__} cannot step parameters as {strategy} shards them ({reason}): take another "
                 "optimizer, such as torch.optim.AdamW, or a strategy that does not shard parameters"
             )
 
 
-def _sharded_as(sharded: DTensor, whole: Tensor) -> list[Tensor]:
-    """Return a matrix, which all ranks have, in shards by rows over the same dimensions of the mesh; collective."""
+def _sharded_as(sharded: DTensor, tensor: Tensor) -> list[Tensor]:
+    """Return a matrix that all ranks have as a DTensor, sharded by rows over the same mesh dimensions; collective."""
     placements = [placement if placement.is_replicate() else Shard(0) for placement in sharded.placements]
-    return [distribute_tensor(whole.clone(), sharded.device_mesh, placements)]
+    return [distribute_tensor(tensor.clone(), sharded.device_mesh, placements)]
 
 
 @contextmanager
-def shards_explained() -> Iterator[None]:
-    """Say what torch's error means where a module computes with parameters that are sharded at that moment.
+def explain_shards() -> Iterator[None]:
+    """Replace torch's error for computing with sharded parameters by one that names the cause.
 
     Raises:
-        MisuseError: It did so in the ``with`` block.
+        MisuseError: The ``with`` block computed with sharded parameters.
     """
     try:
         yield

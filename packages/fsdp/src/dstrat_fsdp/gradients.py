@@ -1,6 +1,7 @@
-"""Gradients of shards: accumulated, gathered, clipped.
+"""Gradients of sharded parameters: accumulation, saving, clipping.
 
-torch keeps whole ones beside the parameters that it gathers, where ``optimizer.zero_grad`` does not reach them.
+Gradients that are accumulated without communication are unsharded.  torch stores them beside the unsharded parameters,
+where ``optimizer.zero_grad`` does not reach them.
 """
 
 from __future__ import annotations
@@ -25,43 +26,43 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def waiting_gradients(units: Sequence[FSDPModule], module: Module, *, has_shards: bool) -> dict[str, Any]:
-    """Return this rank's gradients by name, as they are; empty where none wait.
+def pending_gradients(units: Sequence[FSDPModule], module: Module, *, has_shards: bool) -> dict[str, Any]:
+    """Return this rank's gradients that are pending for an optimizer step, by name; empty if there are none.
 
     Args:
-        units: Nothing of them is gathered.
+        units: The units of the module, none of which is gathered.
         module: The user's module.
-        has_shards: Whether gradients that are reduced already may wait too, as where steps run backward passes
-            themselves; otherwise such a gradient is what an optimizer step has left.
+        has_shards: Whether reduced gradients may be pending too, as with manual optimization; otherwise a reduced
+            gradient remains from the last optimizer step.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    whole, placements = {}, {}
+    full, placements = {}, {}
     for param in fsdp_params(units):
         gradient = _accumulated(param)
         if gradient is None:
             continue
         name = names[id(param.sharded_param)]
-        if isinstance(gradient, DTensor):  # of a layer that is split: its ranks have parts, or summands
-            placements[name] = [_described(placement) for placement in gradient.placements]
-        whole[name] = _local(gradient)
+        if isinstance(gradient, DTensor):  # of a tensor-parallel layer: its ranks have shards or summands
+            placements[name] = [_describe(placement) for placement in gradient.placements]
+        full[name] = _local(gradient)
     shards = {n: _local(p.grad) for n, p in module.named_parameters() if p.grad is not None} if has_shards else {}
-    found = {"whole": whole, "placements": placements, "shards": shards}
-    return found if whole or shards else {}
+    gradients = {"whole": full, "placements": placements, "shards": shards}
+    return gradients if full or shards else {}
 
 
-def put_back(units: Sequence[FSDPModule], module: Module, saved: Mapping[str, Any]) -> None:
-    """Let the next backward pass accumulate onto what :func:`waiting_gradients` returned; collective.
+def restore_gradients(units: Sequence[FSDPModule], module: Module, saved: Mapping[str, Any]) -> None:
+    """Restore the gradients that :func:`pending_gradients` returned, for the next backward pass; collective.
 
     Args:
-        units: Sharded over the same mesh.
+        units: The units of the module, sharded over the same mesh.
         module: The user's module.
-        saved: The gradients; empty where this rank had none.
+        saved: The gradients; empty if this rank had none.
     """
     _gather_once(units)
     parameters = dict(module.named_parameters())
-    places = {id(param.sharded_param): param for param in fsdp_params(units)}
+    params = {id(param.sharded_param): param for param in fsdp_params(units)}
     for name, gradient in saved.get("whole", {}).items():
-        param = places[id(parameters[name])]
+        param = params[id(parameters[name])]
         like = param.unsharded_param
         restored = gradient.to(like.device, _accumulation_dtype(param))
         if name in saved["placements"]:
@@ -75,12 +76,12 @@ def put_back(units: Sequence[FSDPModule], module: Module, saved: Mapping[str, An
         parameter.grad = with_local(parameter, gradient.to(parameter.device))
 
 
-def drop_waiting(units: Sequence[FSDPModule], parameters: Container[int]) -> None:
-    """Clear the whole gradients of some parameters.
+def drop_accumulated(units: Sequence[FSDPModule], parameters: Container[int]) -> None:
+    """Clear the unsharded gradients of some parameters.
 
     Args:
-        units: The module's.
-        parameters: The ids of their shards.
+        units: The units of the module.
+        parameters: The ids of the parameters' shards.
     """
     for param in fsdp_params(units):
         if id(param.sharded_param) in parameters:
@@ -91,14 +92,14 @@ def drop_waiting(units: Sequence[FSDPModule], parameters: Container[int]) -> Non
 
 
 def fsdp_params(units: Sequence[FSDPModule]) -> Iterator[Any]:
-    """Yield what torch keeps of each parameter."""
+    """Yield torch's record (``FSDPParam``) of each parameter."""
     for unit in units:
         for group in parameter_groups(unit):
             yield from group.fsdp_params
 
 
 def _has_separate_gradient(param: Any) -> bool:
-    """Return whether torch keeps what it accumulates in another dtype beside the parameter, as before 2.15."""
+    """Return whether torch accumulates gradients of another dtype in a separate attribute, as before 2.15."""
     return "unsharded_accumulated_grad" in vars(param)  # a property from then on
 
 
@@ -109,14 +110,14 @@ def _accumulation_dtype(param: Any) -> Any:
 
 
 def _accumulated(param: Any) -> Tensor | None:
-    if param.unsharded_accumulated_grad is not None:  # in another dtype than the parameter is gathered in
+    if param.unsharded_accumulated_grad is not None:  # in another dtype than the unsharded parameter
         return param.unsharded_accumulated_grad  # type: ignore[no-any-return]  # torch's own attribute
     return param.unsharded_param.grad if hasattr(param, "_unsharded_param") else None
 
 
 def _gather_once(units: Sequence[FSDPModule]) -> None:
-    """Make torch gather every unit, as only then there is a place for its gradients; collective."""
-    for unit in units:  # outer ones first, as torch wants it
+    """Gather and free every unit once, which allocates the unsharded parameters that hold gradients; collective."""
+    for unit in units:  # outer ones first, which torch requires
         unit._get_fsdp_state()._lazy_init()  # noqa: SLF001 - as a forward pass begins
     for unit in units:
         unit.unshard()
@@ -138,8 +139,8 @@ def _distributed(local: Tensor, like: DTensor, placements: Sequence[int | str | 
     )
 
 
-def _described(placement: Placement) -> int | str | None:
-    """Return a placement as a checkpoint has it: the dimension that is split, None for replicas, or how to reduce."""
+def _describe(placement: Placement) -> int | str | None:
+    """Return a placement as checkpoints have it: the sharded dimension, None for replicas, or the reduction."""
     if isinstance(placement, Shard):
         return placement.dim
     return placement.reduce_op if isinstance(placement, Partial) else None
@@ -151,17 +152,17 @@ def _placement(described: int | str | None) -> Placement:
     return Partial(described) if isinstance(described, str) else Shard(described)
 
 
-# Clipping gradients that are sharded, each over a mesh of its own.
+# Clipping of sharded gradients, which may be sharded over different meshes
 
 
 @torch.no_grad()
 def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
-    """Scale gradients in place so that the norm of all of them together is at most the largest; collective.
+    """Scale gradients in place so that their total norm is at most the largest; collective.
 
-    The norm is that of the whole gradients, whatever meshes they are sharded over, and the same on every rank.
+    The norm is that of the full gradients, over all meshes, and the same on every rank.
 
     Args:
-        parameters: Whose gradients are clipped; those that have none are left out.
+        parameters: Parameters whose gradients are clipped; those without a gradient are skipped.
         largest: The largest 2-norm.
 
     Returns:
@@ -181,7 +182,7 @@ def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
     """Limit each value of gradients in place.
 
     Raises:
-        MisuseError: A gradient is still spread over ranks as summands, of which no single value is known.
+        MisuseError: A gradient is not reduced yet: ranks have summands, so no value of it is known.
     """
     local = [_summed_shard(gradient) for gradient in _gradients(parameters)]
     for gradient in local:
@@ -191,15 +192,15 @@ def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients together, a scalar; collective.
 
-    The squares of this rank's parts are summed over the ranks that have other parts, for each way of sharding by
-    itself, in one collective for each dimension of its mesh.
+    For each layout, the squares of this rank's shards are summed over the ranks with other shards, in one collective
+    per dimension of the mesh.
     """
     by_layout: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         by_layout.setdefault(_layout(gradient), []).append(_summed_shard(gradient))
     squares = []
-    for layout, parts in by_layout.items():
-        norms = torch._foreach_norm(parts)  # noqa: SLF001 - as torch.nn.utils does
+    for layout, shards in by_layout.items():
+        norms = torch._foreach_norm(shards)  # noqa: SLF001 - as torch.nn.utils does
         square = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])).square()
         for mesh, dimension in layout:
             dist.all_reduce(square, group=mesh.get_group(dimension))
@@ -208,7 +209,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _layout(gradient: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
-    """Return the dimensions of a mesh along which ranks have different parts of a gradient."""
+    """Return the dimensions of a mesh along which ranks have different shards of a gradient."""
     if not isinstance(gradient, DTensor):
         return ()
     return tuple(
@@ -223,7 +224,7 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _summed_shard(gradient: Tensor) -> Tensor:
-    """Return this rank's part of a gradient, in the same memory."""
+    """Return this rank's shard of a gradient, in the same memory."""
     if not isinstance(gradient, DTensor):
         return gradient
     if any(isinstance(placement, Partial) for placement in gradient.placements):

@@ -22,17 +22,17 @@ REPLICATE, SHARD = "replicate", "shard"
 DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
 
 
-def checked_mesh(given: Any) -> DeviceMesh | tuple[int, ...] | None:
-    """Return a mesh as it was given, a shape as a tuple.
+def checked_mesh(value: Any) -> DeviceMesh | tuple[int, ...] | None:
+    """Return a mesh, or its shape as a tuple.
 
     Raises:
-        RequestError: It is neither a mesh nor the shape of one.
+        RequestError: The value is neither a mesh nor the shape of one.
     """
-    if given is None or isinstance(given, DeviceMesh):
-        return given
-    if isinstance(given, tuple | list) and given and all(type(size) is int and size > 0 for size in given):
-        return tuple(given)
-    raise RequestError(f"device_mesh {given!r} is not a tuple of positive numbers, such as (2, 4), or a DeviceMesh")
+    if value is None or isinstance(value, DeviceMesh):
+        return value
+    if isinstance(value, tuple | list) and value and all(type(size) is int and size > 0 for size in value):
+        return tuple(value)
+    raise RequestError(f"device_mesh {value!r} is not a tuple of positive numbers, such as (2, 4), or a DeviceMesh")
 
 
 def sharding_mesh_shape(
@@ -41,8 +41,8 @@ def sharding_mesh_shape(
     """Return the shape of the mesh: the shards, or the replicas and the shards of each.
 
     Args:
-        sharding: The sharding strategy; None is that of the mesh.
-        device_mesh: What the user gave.
+        sharding: The sharding strategy; None for that of the mesh.
+        device_mesh: The user's mesh, or its shape.
         world_size: Number of processes of the job.
         per_machine: Number of processes of this machine.
 
@@ -77,11 +77,11 @@ def _check_shape(shape: tuple[int, ...], world_size: int) -> None:
 
 
 def parallel_sizes(data: int | str, tensor: int | str, *, world_size: int, per_machine: int) -> tuple[int, int]:
-    """Return the number of groups that read different data, and of the processes in each.
+    """Return the number of groups that read different data, and the number of processes in each.
 
     Args:
-        data: Number of groups; "auto" is what the other leaves.
-        tensor: Number of processes in a group; "auto" is what the other leaves, and where both are, a machine's.
+        data: Number of groups; "auto" follows from the other.
+        tensor: Number of processes in a group; "auto" follows from the other, or is a machine's if both are "auto".
         world_size: Number of processes of the job.
         per_machine: Number of processes of this machine.
 
@@ -109,9 +109,9 @@ def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], 
     """Open the groups of processes of a mesh; collective.
 
     Args:
-        device_type: Of the processes' devices.
+        device_type: Type of the processes' devices.
         shape: Number of processes along each dimension.
-        names: Of the dimensions.
+        names: Names of the dimensions.
         timeout: How long a collective waits for the other ranks; torch's groups have its default otherwise.
 
     Raises:
@@ -125,10 +125,10 @@ def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], 
         warnings.filterwarnings("ignore", message="Set timeout is now only supported", category=UserWarning)
         for dimension in range(len(shape)):
             set_timeout(timeout, mesh.get_group(dimension))
-    wait_for_all_ranks("open the device mesh")  # before any of them may close it
+    wait_for_all_ranks("open the device mesh")  # Gloo fails in a rank that still connects when another one closes
     return mesh
 
 
 def release_mesh(mesh: DeviceMesh) -> None:
-    """Let go of the process groups of a mesh, which close only when nobody holds them; DTensors keep the mesh."""
+    """Drop a mesh's references to process groups, which close with their last reference; DTensors keep the mesh."""
     getattr(mesh, "_pg_registry", {}).clear()

@@ -85,7 +85,7 @@ class ModelParallelStrategy(ShardedStrategy):
             timeout,
             start_method,
         )
-        self._asked_sizes = (data_parallel_size, tensor_parallel_size)
+        self._requested_sizes = (data_parallel_size, tensor_parallel_size)
         self._checkpointing = ActivationCheckpointing(None, None)
         self._state_dict_type = state_dict_type_name(state_dict_type)
 
@@ -93,7 +93,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        data, tensor = self._asked_sizes
+        data, tensor = self._requested_sizes
         return parallel_sizes(data, tensor, world_size=self.world_size, per_machine=len(self.parallel_devices))
 
     @property
@@ -140,13 +140,13 @@ class ModelParallelStrategy(ShardedStrategy):
             )
         return blocks_of(self.module, None)
 
-    def _take_first_parts(self, split: Sequence[DTensor]) -> None:
+    def _take_first_shards(self, split: Sequence[DTensor]) -> None:
         groups = self.device_mesh[DATA_PARALLEL]
-        parts = [tensor.to_local() for tensor in split if tensor.device_mesh == self.device_mesh[TENSOR_PARALLEL]]
-        take_from_first_rank(parts, groups.get_group())
+        shards = [tensor.to_local() for tensor in split if tensor.device_mesh == self.device_mesh[TENSOR_PARALLEL]]
+        take_from_first_rank(shards, groups.get_group())
 
     @property
-    def _can_go_on(self) -> bool:
+    def _is_reusable(self) -> bool:
         return False  # layers that are split keep the mesh of their run
 
     # Communication

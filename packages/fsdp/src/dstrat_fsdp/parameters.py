@@ -29,93 +29,95 @@ _RESETS = ("reset_parameters", "_reset_parameters")  # torch's own layers have e
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Let parameters that a module registers be on the meta device; buffers are made as always.
+    """Convert parameters to the meta device when a module registers them; buffers are created as usual.
 
-    Only one parameter at a time is ever in memory, as it is left behind when it is registered.  One that is split in
-    the place of a frozen one is frozen too, which torch's tensor parallelism forgets.
+    So at most one parameter is in memory at a time.  A parameter that replaces a frozen one is frozen too, which
+    torch's tensor parallelism omits.
     """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: Module, name: str, param: Any) -> None:
         if isinstance(param, DTensor):
-            replaced = module._parameters.get(name)  # noqa: SLF001 - getattr would need it to be there
+            replaced = module._parameters.get(name)  # noqa: SLF001 - getattr raises where it is missing
             param.requires_grad_(param.requires_grad and (replaced is None or replaced.requires_grad))
         elif param is not None and not param.is_meta:
             param = type(param)(param.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]  # there is no hook for one thread
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]  # torch's hook for this is global too
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]  # as above
 
 
-def materialize(module: Module, device: torch.device, known: Callable[[Module, str], Tensor | None]) -> None:
-    """Give memory and values to what is on the meta device; on each rank for its shards only.
+def materialize(module: Module, device: torch.device, existing_shard: Callable[[Module, str], Tensor | None]) -> None:
+    """Allocate the tensors that are on the meta device, each rank its shards, and compute their values.
 
-    A layer's values are computed whole, by its ``reset_parameters``, before the next layer's are: all ranks compute
-    the same ones, and keep their parts.
+    Layer by layer, ``reset_parameters`` computes full tensors.  All ranks compute the same values, and keep their
+    shards.
 
     Args:
-        module: Sharded.
-        device: Where shards go.
-        known: Returns this rank's shard of a layer's parameter where it has one already.
+        module: A sharded module.
+        device: Device of the shards.
+        existing_shard: Returns this rank's shard of a layer's parameter from an earlier run, or None.
 
     Raises:
         MisuseError: A layer has no ``reset_parameters``.
     """
-    names = {layer: found for layer in _inner_first(module) if (found := _meta_names(layer))}
-    owned = _first_owners(names)
+    names = {layer: meta_names for layer in _inner_first(module) if (meta_names := _meta_names(layer))}
+    owned = _owned_names(names)
     if names:
         module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # noqa: SLF001 - as to_empty does, which would empty everything
-    for layer, found in names.items():
-        _fill(layer, found, owned[layer], known)
+    for layer, meta_names in names.items():
+        _fill(layer, meta_names, owned[layer], existing_shard)
 
 
 def _inner_first(module: Module) -> Iterator[Module]:
-    """Yield the parts of a module in the order in which their constructors have ended."""
+    """Yield the submodules in the order in which their constructors returned."""
     seen: set[int] = set()
 
-    def visit(part: Module) -> Iterator[Module]:
-        if id(part) in seen:
+    def visit(submodule: Module) -> Iterator[Module]:
+        if id(submodule) in seen:
             return
-        seen.add(id(part))
-        for child in part.children():
+        seen.add(id(submodule))
+        for child in submodule.children():
             yield from visit(child)
-        yield part
+        yield submodule
 
     return visit(module)
 
 
 def _meta_names(layer: Module) -> list[str]:
-    own = itertools.chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))
-    return [name for name, tensor in own if tensor.is_meta]
+    tensors = itertools.chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))
+    return [name for name, tensor in tensors if tensor.is_meta]
 
 
-def _first_owners(names: Mapping[Module, list[str]]) -> dict[Module, set[str]]:
-    """Return for each layer the names whose values are its own, and not those of a layer that it shares them with."""
+def _owned_names(names: Mapping[Module, list[str]]) -> dict[Module, set[str]]:
+    """Return for each layer the names of the tensors that no earlier layer shares, whose values it computes."""
     seen: set[int] = set()
     owned: dict[Module, set[str]] = {}
-    for layer, found in names.items():
-        tensors = {name: id(getattr(layer, name)) for name in found}
+    for layer, meta_names in names.items():
+        tensors = {name: id(getattr(layer, name)) for name in meta_names}
         owned[layer] = {name for name, tensor in tensors.items() if tensor not in seen}
         seen.update(tensors.values())
     return owned
 
 
 @torch.no_grad()
-def _fill(layer: Module, names: list[str], owned: set[str], known: Callable[[Module, str], Tensor | None]) -> None:
-    shards = {name: known(layer, name) for name in owned}
+def _fill(
+    layer: Module, names: list[str], owned: set[str], existing_shard: Callable[[Module, str], Tensor | None]
+) -> None:
+    shards = {name: existing_shard(layer, name) for name in owned}
     if any(shard is None for shard in shards.values()):
-        _compute(layer, names, owned)
+        _reset_layer(layer, names, owned)
     for name, shard in shards.items():
         if shard is not None:
             _local(getattr(layer, name)).copy_(shard)
 
 
-def _compute(layer: Module, names: list[str], owned: set[str]) -> None:
-    """Let a layer compute its values whole, and keep this rank's parts of those that are its own."""
+def _reset_layer(layer: Module, names: list[str], owned: set[str]) -> None:
+    """Compute the full values of a layer, and keep this rank's shards of the owned tensors."""
     reset = next((getattr(layer, name) for name in _RESETS if hasattr(layer, name)), None)
     if reset is None:
         raise MisuseError(
@@ -124,87 +126,90 @@ def _compute(layer: Module, names: list[str], owned: set[str]) -> None:
         )
     sharded = {name: getattr(layer, name) for name in names}
     for name, tensor in sharded.items():
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=_local(tensor).device)
-        setattr(layer, name, nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=_local(tensor).device)
+        setattr(layer, name, nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full)
     reset()
     for name, tensor in sharded.items():
-        whole = getattr(layer, name)
+        full = getattr(layer, name)
         setattr(layer, name, tensor)
         if name in owned:
-            copy_whole(tensor, whole)
+            copy_whole(tensor, full)
 
 
 def _local(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# The shards that a run leaves in a module, so that the next run can go on with them.
+# Shards parked between runs
+#
+# A run leaves its shards in the module, on the CPU, and the next run over the same mesh continues with them.
 
 
-_resting: weakref.WeakKeyDictionary[Module, RestingShards] = weakref.WeakKeyDictionary()
+_parked: weakref.WeakKeyDictionary[Module, ParkedShards] = weakref.WeakKeyDictionary()
 
-_AFTER_THE_RUN = "the run has ended, and this process has one shard of each parameter"
+_SHARDED_NOTE = "the run has ended, and this process has one shard of each parameter"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RestingShards:
-    """Shards of parameters on the CPU, and the mesh that they were made for.
+class ParkedShards:
+    """Shards of parameters on the CPU, and the mesh of the run that made them.
 
     Attributes:
-        shards: This rank's part of each parameter, by layer and name.
+        shards: This rank's shard of each parameter, by layer and name.
         mesh_shape: The shape of the mesh.
-        coordinate: Where in it this process was.
-        can_go_on: Whether another run can take them: not where layers communicate by themselves.
-        hooks: Of the layers, for uses between two runs.
+        coordinate: The coordinate of this process in the mesh.
+        is_reusable: Whether another run can use them; false if layers communicate by themselves.
+        hooks: Hooks on the layers, for uses between two runs.
     """
 
     shards: dict[tuple[Module, str], Tensor]
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
-    can_go_on: bool
+    is_reusable: bool
     hooks: Sequence[RemovableHandle]
 
     def shard(self, layer: Module, name: str) -> Tensor | None:
-        """Return this rank's part of a parameter of a layer; None where it was not sharded."""
+        """Return this rank's shard of a parameter of a layer; None if it was not sharded."""
         return self.shards.get((layer, name))
 
 
-def put_to_rest(module: Module, mesh: DeviceMesh, *, can_go_on: bool) -> None:
-    """Keep the shards of a module on the CPU for its next run; parameters that this rank has whole are plain tensors.
+def park_shards(module: Module, mesh: DeviceMesh, *, is_reusable: bool) -> None:
+    """Move the shards of a module to the CPU until its next run; on a mesh of one process they are plain tensors.
 
-    Until then the module loads whole tensors, of which each rank takes its part; forward and state dict are errors.
+    Until then ``load_state_dict`` takes full tensors, of which each rank copies its shard.  A forward pass and
+    ``state_dict`` raise an error.
 
     Args:
-        module: Its parameters are DTensors; nothing of it is gathered.
+        module: Its parameters are DTensors; no unit is gathered.
         mesh: The mesh that they are sharded over.
-        can_go_on: Whether another run can take them.
+        is_reusable: Whether another run can use the shards.
     """
     shards = {}
-    is_whole = can_go_on and all(_is_whole(parameter) for _, _, parameter in _sharded_parameters(module))
+    is_complete = is_reusable and all(_is_complete(parameter) for _, _, parameter in _sharded_parameters(module))
     for layer, name, parameter in _sharded_parameters(module):
         local = parameter.detach().to_local().cpu()
-        value = local if is_whole else with_local(parameter, local)
+        value = local if is_complete else with_local(parameter, local)
         setattr(layer, name, nn.Parameter(value, parameter.requires_grad))
         shards[layer, name] = local
-    if shards and not is_whole:
-        _resting[module] = RestingShards(
+    if shards and not is_complete:
+        _parked[module] = ParkedShards(
             shards=shards,
             mesh_shape=tuple(mesh.shape),
             coordinate=tuple(mesh.get_coordinate() or ()),
-            can_go_on=can_go_on,
+            is_reusable=is_reusable,
             hooks=_guard_between_runs(module),
         )
 
 
-def make_whole(module: Module) -> None:
+def gather_parameters(module: Module) -> None:
     """Gather the parameters of a module on the CPU of each rank, one after the other; collective."""
     for layer, name, parameter in _sharded_parameters(module):
-        whole = whole_of(parameter).cpu()
-        setattr(layer, name, nn.Parameter(whole, parameter.requires_grad))
+        full = whole_of(parameter).cpu()
+        setattr(layer, name, nn.Parameter(full, parameter.requires_grad))
 
 
-def wake(module: Module, mesh: DeviceMesh) -> RestingShards | None:
-    """Return the shards that an earlier run left in a module, whose parameters are then on the meta device.
+def unpark_shards(module: Module, mesh: DeviceMesh) -> ParkedShards | None:
+    """Return the shards that an earlier run parked, and move the module's parameters to the meta device.
 
     Args:
         module: The user's module.
@@ -213,40 +218,40 @@ def wake(module: Module, mesh: DeviceMesh) -> RestingShards | None:
     Raises:
         MisuseError: They were made for another mesh.
     """
-    resting = _resting.pop(module, None)
-    if resting is None:
+    parked = _parked.pop(module, None)
+    if parked is None:
         return None
-    place = (tuple(mesh.shape), tuple(mesh.get_coordinate() or ()))
-    if not resting.can_go_on or place != (resting.mesh_shape, resting.coordinate):
-        _resting[module] = resting
+    position = (tuple(mesh.shape), tuple(mesh.get_coordinate() or ()))
+    if not parked.is_reusable or position != (parked.mesh_shape, parked.coordinate):
+        _parked[module] = parked
         raise MisuseError(
-            f"an earlier run has left {type(module).__name__} sharded over a mesh of {resting.mesh_shape}, which this "
-            f"run, over {tuple(mesh.shape)}, cannot take: build the module anew and load a checkpoint of it"
+            f"an earlier run has left {type(module).__name__} sharded over a mesh of {parked.mesh_shape}, which this "
+            f"run, over {tuple(mesh.shape)}, cannot use: build the module anew and load a checkpoint of it"
         )
-    for hook in resting.hooks:
+    for hook in parked.hooks:
         hook.remove()
     for layer, name, parameter in _sharded_parameters(module):
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        setattr(layer, name, nn.Parameter(whole, parameter.requires_grad))
-    return resting
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        setattr(layer, name, nn.Parameter(full, parameter.requires_grad))
+    return parked
 
 
 def _sharded_parameters(module: Module) -> Iterator[tuple[Module, str, Any]]:
     for layer in module.modules():
-        own: list[tuple[str, Any]] = list(layer.named_parameters(recurse=False))
-        for name, parameter in own:
+        parameters: list[tuple[str, Any]] = list(layer.named_parameters(recurse=False))
+        for name, parameter in parameters:
             if isinstance(parameter, DTensor):
                 yield layer, name, parameter
 
 
-def _is_whole(parameter: DTensor) -> bool:
-    """Return whether a parameter is sharded over meshes of one process only, and so on every rank."""
+def _is_complete(parameter: DTensor) -> bool:
+    """Return whether this rank has all elements of a parameter: it is replicated, or sharded over one process."""
     mesh = parameter.device_mesh
     return all(placement.is_replicate() or mesh.size(dim) == 1 for dim, placement in enumerate(parameter.placements))
 
 
 def _guard_between_runs(module: Module) -> list[RemovableHandle]:
-    """Register hooks on layers with shards, which serve or explain uses without communication."""
+    """Register hooks on layers with shards, which load full tensors and refuse uses that need communication."""
     hooks: list[RemovableHandle] = []
     for layer in {layer: None for layer, _, _ in _sharded_parameters(module)}:
         hooks.append(layer.register_load_state_dict_pre_hook(_load_shards))
@@ -256,19 +261,19 @@ def _guard_between_runs(module: Module) -> list[RemovableHandle]:
 
 
 def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ARG001 - torch's signature
-    """Copy this rank's part of whole tensors that ``load_state_dict`` got."""
+    """Copy this rank's shards of the full tensors that ``load_state_dict`` received."""
     for name, parameter in layer.named_parameters(recurse=False):
-        whole = state.get(prefix + name)
-        if isinstance(parameter, DTensor) and isinstance(whole, Tensor) and whole.shape == parameter.shape:
-            if isinstance(whole, DTensor):
+        full = state.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(full, Tensor) and full.shape == parameter.shape:
+            if isinstance(full, DTensor):
                 continue
-            copy_whole(parameter, whole)
+            copy_whole(parameter, full)
             state[prefix + name] = parameter  # which torch then copies onto itself, or assigns
 
 
 def _refuse_state_dict(layer: Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001 - torch's signature
     raise MisuseError(
-        f"the state dict of {prefix.rstrip('.') or type(layer).__name__} cannot be gathered: {_AFTER_THE_RUN}. "
+        f"the state dict of {prefix.rstrip('.') or type(layer).__name__} cannot be gathered: {_SHARDED_NOTE}. "
         "Checkpoints of the run, such as those of ModelCheckpoint(save_last=True), have everything, and with "
         'FSDPStrategy(state_dict_type="full") a run leaves whole parameters on each rank'
     )
@@ -276,6 +281,6 @@ def _refuse_state_dict(layer: Module, prefix: str, keep_vars: bool) -> None:  # 
 
 def _refuse_forward(layer: Module, args: Any) -> None:  # noqa: ARG001 - torch's signature
     raise MisuseError(
-        f"{type(layer).__name__} cannot compute: {_AFTER_THE_RUN}. trainer.test and trainer.predict gather them, and "
+        f"{type(layer).__name__} cannot compute: {_SHARDED_NOTE}. trainer.test and trainer.predict gather them, and "
         'with FSDPStrategy(state_dict_type="full") a run leaves whole parameters on each rank'
     )

@@ -16,10 +16,10 @@ from dstrat_fsdp.checks import (
     ViewOutputGuard,
     check_dtypes,
     check_shapes,
+    explain_shards,
     refuse_copy,
-    shards_explained,
 )
-from dstrat_fsdp.gradients import drop_waiting, fsdp_params, put_back, waiting_gradients
+from dstrat_fsdp.gradients import drop_accumulated, fsdp_params, pending_gradients, restore_gradients
 from dstrat_fsdp.units import SelfShardedSteps, unwrap
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 
@@ -43,8 +43,8 @@ class Sharding:
         reshard_after_forward: Whether blocks are freed between their forward and backward passes; an int keeps the
             shards of a smaller mesh of that size.
         precision_policy: The dtypes in which parameters are gathered, gradients summed, and outputs of steps returned.
-        offload_policy: Where shards are kept.
-        gathers_early: Whether a block is gathered while the gradients of the one after it are still computed.
+        offload_policy: The device of the shards.
+        prefetches_backward: Whether a block is gathered while the gradients of the next one are still computed.
         input_dtype: The dtype to which a step's floating-point tensors are cast; None leaves them as they are.
         buffer_dtype: The dtype of floating-point buffers in steps; None leaves them as they are.
         sums_gradients: Whether gradients are summed and then divided, for backends without a mean.
@@ -54,65 +54,65 @@ class Sharding:
     reshard_after_forward: bool | int
     precision_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
-    gathers_early: bool = True
+    prefetches_backward: bool = True
     input_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     sums_gradients: bool = False
 
-    def apply_to(self, part: Module) -> FSDPModule:
-        """Shard what of a module is not sharded yet, as one unit that is gathered together."""
+    def apply_to(self, layer: Module) -> FSDPModule:
+        """Shard the parameters of a layer that are not sharded yet, as one unit that is gathered together."""
         unit = fully_shard(
-            part,
+            layer,
             mesh=self.mesh,
             reshard_after_forward=self.reshard_after_forward,
-            mp_policy=self._policy_of(part),
+            mp_policy=self._policy_of(layer),
             offload_policy=self.offload_policy,
         )
-        if not self.gathers_early:
-            unit.set_modules_to_backward_prefetch([unit])  # which is gathered already
+        if not self.prefetches_backward:
+            unit.set_modules_to_backward_prefetch([unit])  # gathered already, so nothing is prefetched
         return unit
 
     def apply_to_root(self, root: Module) -> FSDPModule:
-        """Shard what is in no block; it is needed from the first layer to the last, and is freed after the last."""
+        """Shard the parameters outside of blocks, which are gathered for a full step."""
         policy = self._policy(cast_forward_inputs=False)
         return fully_shard(root, mesh=self.mesh, mp_policy=policy, offload_policy=self.offload_policy)
 
-    def _policy_of(self, part: Module) -> MixedPrecisionPolicy:
-        if keeps_statistics(part):  # torch computes them in the dtype of their buffers, and takes inputs of any other
+    def _policy_of(self, layer: Module) -> MixedPrecisionPolicy:
+        if keeps_statistics(layer):  # torch computes in the dtype of their buffers, and accepts inputs of any dtype
             return dataclasses.replace(self.precision_policy, param_dtype=None, output_dtype=None)
         return self._policy(cast_forward_inputs=self.precision_policy.cast_forward_inputs)
 
     def _policy(self, *, cast_forward_inputs: bool) -> MixedPrecisionPolicy:
-        # ShardedModule casts what a step gets and returns: in any kind of batch, and also where there is no root.
-        # A block that casts what it returns would pass another dtype to the layers behind it than these compute in.
+        # ShardedModule casts inputs and outputs of steps: in any kind of batch, and also without a sharded root.
+        # A block that casts its outputs would pass another dtype to the next layers than these compute in.
         return dataclasses.replace(self.precision_policy, cast_forward_inputs=cast_forward_inputs, output_dtype=None)
 
 
 class ShardedModule:
-    """A module whose parameters are sharded in units, and how its steps are run.
+    """Runs the steps of a module whose parameters are sharded in units.
 
     Args:
-        module: The user's module; parts of it may be sharded already.
-        sharding: How the rest is sharded.
-        blocks: The parts that become units, inner ones first.  Layers that keep statistics, such as batch norm, do so
-            too where the policy computes in another dtype: they stay in that of the parameters.
-        around_steps: Whether what is in no block is gathered for a whole step; False where steps run backward passes
-            themselves, and the blocks contain everything.
+        module: The user's module, which may have sharded some layers itself.
+        sharding: How the other parameters are sharded.
+        blocks: The layers that become units, inner ones first.  If the policy computes in another dtype, layers with
+            running statistics, such as batch norm, become units too, and stay in the dtype of the parameters.
+        gathers_root: Whether the parameters outside of blocks are gathered for a full step; False with manual
+            optimization, where the blocks contain all parameters.
 
     Attributes:
-        root: What steps run in.
+        root: The module that runs steps.
     """
 
-    def __init__(self, module: Module, sharding: Sharding, blocks: Sequence[Module], *, around_steps: bool) -> None:
+    def __init__(self, module: Module, sharding: Sharding, blocks: Sequence[Module], *, gathers_root: bool) -> None:
         check_shapes(module)
-        names = {id(part): name for name, part in module.named_modules()}
+        names = {id(submodule): name for name, submodule in module.named_modules()}
         if sharding.precision_policy.param_dtype is not None:
             blocks = [*(layer for layer in layers_with_statistics(module) if layer not in blocks), *blocks]
-        self._copied = [ViewOutputGuard(block, names[id(block)]) for block in blocks]
-        own = [sharding.apply_to(block) for block in blocks]
+        self._view_guards = [ViewOutputGuard(block, names[id(block)]) for block in blocks]
+        units = [sharding.apply_to(block) for block in blocks]
         self._module = module
         self.root: Any = (SelfShardedSteps if isinstance(module, FSDPModule) else StepModule)(module)
-        if around_steps:
+        if gathers_root:
             sharding.apply_to_root(self.root)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
         for unit in self._units:
@@ -121,19 +121,19 @@ class ShardedModule:
             for unit in self._units:
                 unit.set_force_sum_reduction_for_comms(True)
         check_dtypes(self._units, module)
-        # Training keeps these gathered after their forward, for a backward pass that evaluation does not have.
-        self._kept_in_training = own if sharding.reshard_after_forward is False else []
+        # Training keeps these gathered for the backward pass; evaluation has none, and frees them.
+        self._gathered_in_training = units if sharding.reshard_after_forward is False else []
         self._guard: ParameterGuard | None = None
-        self._around_steps = around_steps
+        self._gathers_root = gathers_root
         self._accumulates = False
         self._input_dtype, self._output_dtype = sharding.input_dtype, sharding.precision_policy.output_dtype
         self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
 
     def train(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the module, a backward pass of which will follow.
+        """Run a training step of the module, which a backward pass follows.
 
         Raises:
-            MisuseError: A parameter was replaced, changed while it was gathered, or used where it is sharded.
+            MisuseError: A parameter was replaced, changed while it was gathered, or used while it was sharded.
         """
         if self._guard is None:
             return self._train_first(step, *args, **kwargs)
@@ -153,7 +153,7 @@ class ShardedModule:
         return outputs
 
     def evaluate(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the module without gradients; nothing is gathered after it."""
+        """Run a step of the module without gradients, and free all units after it."""
         self._free_after_forward(True)
         try:
             return self._run(step, *args, **kwargs)
@@ -165,53 +165,53 @@ class ShardedModule:
         self._buffers.cast()
         if self._input_dtype is not None:
             args, kwargs = _in_dtype((args, kwargs), self._input_dtype)
-        with shards_explained():
+        with explain_shards():
             output = self.root(step, *args, **kwargs)
         return output if self._output_dtype is None else _in_dtype(output, self._output_dtype)
 
     def free(self) -> None:
-        """Free everything that is gathered."""
+        """Free all gathered units."""
         for unit in self._units:
             unit.reshard()
 
     def leave_low_precision(self) -> None:
-        """Give buffers back the dtype that the module made them with, until the next step."""
+        """Convert buffers back to their original dtype, until the next step."""
         self._buffers.restore()
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Let backward passes reduce gradients, or accumulate them without communication."""
+        """Set whether backward passes reduce gradients, or accumulate them without communication."""
         self._accumulates = self._accumulates or not enabled
         for unit in self._units:
             unit.set_requires_gradient_sync(enabled, recurse=False)
 
-    def waiting_gradients(self) -> dict[str, Any]:
-        """Return this rank's gradients that wait for an optimizer step; empty where there are none."""
+    def pending_gradients(self) -> dict[str, Any]:
+        """Return this rank's gradients that are pending for an optimizer step; empty if there are none."""
         self.free()
-        return waiting_gradients(self._units, self._module, has_shards=not self._around_steps)
+        return pending_gradients(self._units, self._module, has_shards=not self._gathers_root)
 
-    def put_back_gradients(self, saved: Mapping[str, Any]) -> None:
-        """Take back what :meth:`waiting_gradients` returned on the same mesh; collective."""
-        put_back(self._units, self._module, saved)
+    def restore_gradients(self, saved: Mapping[str, Any]) -> None:
+        """Restore the gradients that :meth:`pending_gradients` returned on the same mesh; collective."""
+        restore_gradients(self._units, self._module, saved)
         self._accumulates = True
 
     def drop_accumulated(self, optimizer: Optimizer) -> None:
-        """Clear what was accumulated without communication for an optimizer's parameters."""
+        """Clear the unsharded gradients of an optimizer's parameters."""
         if self._accumulates:
-            drop_waiting(self._units, {id(shard) for group in optimizer.param_groups for shard in group["params"]})
+            drop_accumulated(self._units, {id(shard) for group in optimizer.param_groups for shard in group["params"]})
 
     def undo(self) -> None:
-        """Make plain modules of the units again; their parameters stay sharded."""
+        """Turn the units into plain modules again; their parameters stay sharded."""
         self.free()
         self.leave_low_precision()
         for unit in self._units:
             unit.__dict__.pop("__deepcopy__", None)
             unwrap(unit)
-        for copied in self._copied:
-            copied.remove()
-        self._units, self._kept_in_training = [], []
+        for guard in self._view_guards:
+            guard.remove()
+        self._units, self._gathered_in_training = [], []
 
     def _free_after_forward(self, frees: bool) -> None:
-        for unit in self._kept_in_training:
+        for unit in self._gathered_in_training:
             unit.set_reshard_after_forward(frees, recurse=False)
 
 
@@ -220,7 +220,7 @@ def _in_dtype(values: Any, dtype: torch.dtype) -> Any:
 
 
 class _BuffersInSteps:
-    """Floating-point buffers, which have another dtype in steps than in checkpoints and outside of a run."""
+    """Converter of floating-point buffers to another dtype for steps, but not for checkpoints and between runs."""
 
     def __init__(self, module: Module, dtype: torch.dtype | None) -> None:
         self._module, self._dtype = module, dtype

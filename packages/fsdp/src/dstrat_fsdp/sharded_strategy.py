@@ -20,10 +20,10 @@ from dstrat.interfaces.state_dict import load_named_state, named_state
 from dstrat.parallel.collectives import take_from_first_rank
 from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_fsdp.checks import check_gradients, check_steps_shards, shards_explained
+from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shards
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
 from dstrat_fsdp.mesh import release_mesh
-from dstrat_fsdp.parameters import make_whole, materialize, parameters_on_meta, put_to_rest, wake
+from dstrat_fsdp.parameters import gather_parameters, materialize, parameters_on_meta, park_shards, unpark_shards
 from dstrat_fsdp.sharded_module import ShardedModule
 from dstrat_fsdp.state import as_shards, load_optimizer
 from dstrat_fsdp.wrap_policy import outermost_layers, running_statistics
@@ -48,15 +48,15 @@ _logger = logging.getLogger(__name__)
 class ShardedStrategy(ParallelStrategy):
     """A strategy whose ranks keep shards of parameters, gradients and optimizer state.
 
-    A subclass says over which mesh, what the blocks are and how they are sharded.  The module is that of the user
-    again after the run: its parameters are the shards, on the CPU, with which another run of the same size can go on;
+    A subclass defines the mesh, the blocks and how they are sharded.  After the run the module is a plain one again:
+    its parameters are the shards, on the CPU, with which another run of the same size can continue;
     ``state_dict_type="full"`` gathers them on each rank instead.
     """
 
     replicates_state = False
     saves_gradients = True
     evaluates_together = True  # each step gathers parameters
-    allows_inference_mode = False  # what is gathered needs torch's version counters
+    allows_inference_mode = False  # gathered parameters need torch's version counters
 
     _mesh: DeviceMesh | None = None
     _sharded: ShardedModule | None = None
@@ -64,7 +64,7 @@ class ShardedStrategy(ParallelStrategy):
     _state_dict_type: StateDictType
     _checkpointing: ActivationCheckpointing
 
-    # What a subclass says
+    # Hooks of subclasses
 
     @abstractmethod
     def _open_mesh(self) -> DeviceMesh:
@@ -76,11 +76,11 @@ class ShardedStrategy(ParallelStrategy):
 
     @abstractmethod
     def _blocks(self) -> Sequence[Module]:
-        """Return the parts of the module that are gathered by themselves, inner ones first."""
+        """Return the layers of the module that become units, inner ones first."""
 
     @property
-    def _can_go_on(self) -> bool:
-        """Whether another run can take the shards that this one leaves."""
+    def _is_reusable(self) -> bool:
+        """Whether another run can use the shards that this one parks."""
         return True
 
     # The life cycle
@@ -90,7 +90,7 @@ class ShardedStrategy(ParallelStrategy):
         """The mesh of all processes, when communication is open."""
         if self._mesh is None:
             raise MisuseError(
-                f"{type(self).__name__} has no device mesh yet: it is there from configure_model on, in each rank"
+                f"{type(self).__name__} has no device mesh yet: it is available from configure_model on, in each rank"
             )
         return self._mesh
 
@@ -103,42 +103,42 @@ class ShardedStrategy(ParallelStrategy):
         self._mesh = self._open_mesh()
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which parameters are made without memory.
+        """Return the context in which parameters are created on the meta device.
 
-        Each rank computes them when they are sharded, one layer after the other, by the layer's ``reset_parameters``.
+        Each rank computes their values when they are sharded, layer by layer, with ``reset_parameters``.
         """
         return parameters_on_meta()
 
     def model_to_device(self) -> None:
-        """Do nothing: each part goes to the device when it is sharded."""
+        """Do nothing: each layer is moved when it is sharded."""
 
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
         module, sharding = self.module, self._sharding()
-        resting = wake(module, self.device_mesh)
+        parked = unpark_shards(module, self.device_mesh)
         blocks = list(self._blocks())
-        around_steps = getattr(module, "automatic_optimization", True)
-        if not around_steps:
+        gathers_root = getattr(module, "automatic_optimization", True)
+        if not gathers_root:
             blocks += [layer for layer in outermost_layers(module) if layer not in blocks]
         self._checkpointing.apply(module)
         self._take_first_values(module)
-        self._sharded = ShardedModule(module, sharding, blocks, around_steps=around_steps)
+        self._sharded = ShardedModule(module, sharding, blocks, gathers_root=gathers_root)
         shards_on = torch.device("cpu") if isinstance(sharding.offload_policy, CPUOffloadPolicy) else self.root_device
-        materialize(self._sharded.root, shards_on, resting.shard if resting else _no_shard)
+        materialize(self._sharded.root, shards_on, parked.shard if parked else _no_shard)
         self.model = self._sharded.root
 
     def _take_first_values(self, module: Module) -> None:
-        """Let all ranks begin with the values of rank 0, as each keeps a part of its own."""
-        for part in module.modules():
-            tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        """Overwrite the values of all ranks by those of rank 0, before each keeps its shards only."""
+        for submodule in module.modules():
+            tensors = [*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)]
             plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
             for tensor in plain:
                 if not tensor.is_meta:
                     tensor.data = tensor.to(self.root_device)
             take_from_first_rank(plain)
-            self._take_first_parts([tensor for tensor in tensors if isinstance(tensor, DTensor)])
+            self._take_first_shards([tensor for tensor in tensors if isinstance(tensor, DTensor)])
 
-    def _take_first_parts(self, split: Sequence[DTensor]) -> None:
-        """Do the same for tensors that are split already, where several ranks have the same part."""
+    def _take_first_shards(self, split: Sequence[DTensor]) -> None:
+        """Overwrite tensor-parallel shards by those of the first rank that has the same shard."""
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
@@ -150,7 +150,7 @@ class ShardedStrategy(ParallelStrategy):
             optimizer.zero_grad = self._clearing(optimizer)  # type: ignore[method-assign]  # until the run ends
 
     def _clearing(self, optimizer: Optimizer) -> Callable[..., None]:
-        """Return the optimizer's ``zero_grad``, for the gradients too that are not reduced yet."""
+        """Return an optimizer's ``zero_grad`` that also clears gradients that are not reduced yet."""
         zero_grad, sharded = optimizer.zero_grad, self._sharded_module
 
         @functools.wraps(zero_grad)
@@ -174,9 +174,9 @@ class ShardedStrategy(ParallelStrategy):
             self._sharded.undo()
             self._checkpointing.undo()
             if self._state_dict_type == "full" and not self._failed:
-                make_whole(self.module)
+                gather_parameters(self.module)
             else:
-                put_to_rest(self.module, self.device_mesh, can_go_on=self._can_go_on)
+                park_shards(self.module, self.device_mesh, is_reusable=self._is_reusable)
             self._sharded = None
             self.model = self.module
         if self._mesh is not None:
@@ -184,8 +184,8 @@ class ShardedStrategy(ParallelStrategy):
             self._mesh = None
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
-        # In training each process computes the statistics of batch norm from its own data; checkpoints have those of
-        # rank 0. A training step reads none of them, so that it is the same with and without validation.
+        # In training each process computes the statistics of batch norm from its data; checkpoints have those of
+        # rank 0, and evaluation uses the same. A training step reads none, so validation does not change training.
         self.take_from_first_rank(running_statistics(self.module))
         return super().evaluation_context()
 
@@ -203,7 +203,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @contextmanager
     def no_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication: whole, on each rank, until the next backward pass outside."""
+        """Accumulate unsharded gradients without communication, until a backward pass outside of the context."""
         self._sharded_module.set_gradient_sync(False)
         try:
             yield
@@ -211,11 +211,11 @@ class ShardedStrategy(ParallelStrategy):
             self._sharded_module.set_gradient_sync(True)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with shards_explained():
+        with explain_shards():
             super().backward(loss, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
-        """Clip the gradients of an optimizer's parameters in place, by what they are on all ranks together."""
+        """Clip the gradients of an optimizer's parameters in place, by their norm over all ranks, or by value."""
         self.unscale_gradients(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if algorithm == "value":
@@ -244,7 +244,7 @@ class ShardedStrategy(ParallelStrategy):
     def sharded_module_state(self) -> dict[str, Any]:
         """Return the state of the module by its own names; parameters are DTensors of this rank's shards."""
         if self._sharded is not None:
-            self._sharded.free()  # otherwise what is gathered would be in it
+            self._sharded.free()  # else the state dict would have the gathered parameters
             self._sharded.leave_low_precision()
         state: dict[str, Any] = self.module.state_dict()
         return state
@@ -254,31 +254,31 @@ class ShardedStrategy(ParallelStrategy):
         return named_state(optimizer, self.module)
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the same with empty tensors; where the optimizer has no state yet, those that a step would make."""
+        """Return the state that a step would create, with empty tensors."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        kept = optimizer.state
+        state = optimizer.state
         optimizer.state = defaultdict(dict)  # which torch fills by a step that changes nothing else
         try:
             template: dict[str, Any] = get_optimizer_state_dict(self.module, optimizer)
         finally:
-            optimizer.state = kept
+            optimizer.state = state
         return {**template, "state": OptionalTensors(template["state"])}
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the gradients of this rank that wait for an optimizer step."""
-        return {"gradients": self._sharded_module.waiting_gradients(), "mesh": list(self.device_mesh.shape)}
+        """Return the gradients of this rank that are pending for an optimizer step."""
+        return {"gradients": self._sharded_module.pending_gradients(), "mesh": list(self.device_mesh.shape)}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Let the next backward pass accumulate onto the gradients that were saved; collective."""
+        """Restore the saved gradients, for the next backward pass; collective."""
         if not self.reduce_boolean_decision(bool(state.get("gradients")), all=False):
             return
         if state["mesh"] == list(self.device_mesh.shape):
-            self._sharded_module.put_back_gradients(state["gradients"])
+            self._sharded_module.restore_gradients(state["gradients"])
         elif self.is_global_zero:
             _logger.warning(
                 "the checkpoint has gradients that were not cleared when it was saved, sharded over a mesh of %s: "
-                "over %s they are left out",
+                "over %s they are dropped",
                 tuple(state["mesh"]),
                 tuple(self.device_mesh.shape),
             )

@@ -1,4 +1,4 @@
-"""Optimizer state and tensors of the shards of one rank, made of whole ones."""
+"""Optimizer state and tensors of one rank's shards, made from full ones."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def as_shards(state: Mapping[str, Any], module: Module) -> dict[str, Any]:
-    """Return an optimizer's state, by names, with this rank's shards in the place of whole tensors.
+    """Return an optimizer's state, by names, with this rank's shards instead of full tensors.
 
     Args:
-        state: Each rank has it all; what is sharded already stays as it is.
-        module: Whose parameters say which part is this rank's.
+        state: The full state, on each rank; sharded tensors stay as they are.
+        module: The module, whose parameters define the shards.
     """
     parameters = dict(module.named_parameters())
     entries = {
@@ -36,12 +36,12 @@ def as_shards(state: Mapping[str, Any], module: Module) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], strategy: Strategy) -> None:
-    """Load the whole state of rank 0 into an optimizer; collective.
+    """Load the full state of rank 0 into an optimizer; collective.
 
     Args:
-        optimizer: Of sharded parameters.
-        state: As ``optimizer.state_dict()`` on one device; only that of rank 0 counts.
-        strategy: Communicates.
+        optimizer: An optimizer of sharded parameters.
+        state: The state as of ``optimizer.state_dict()`` on one device; only that of rank 0 is used.
+        strategy: The strategy, for communication.
 
     Raises:
         CheckpointError: It is the state of another optimizer.
@@ -50,13 +50,13 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], strategy: Str
     agree_on(strategy, lambda: groups_misfit(optimizer, groups, [group["params"] for group in state["param_groups"]]))
     parameters = [parameter for group in groups for parameter in group]
     entries = scatter_optimizer_entries(
-        strategy, state.get("state", {}), lambda number, whole: _shard_like(parameters[number], whole)
+        strategy, state.get("state", {}), lambda number, full: _shard_like(parameters[number], full)
     )
     optimizer.load_state_dict({"state": entries, "param_groups": strategy.broadcast(state.get("param_groups"))})
 
 
 def _shard_like(parameter: Tensor | None, value: Any) -> Any:
-    """Return this rank's shard of a tensor that has the shape of a sharded parameter, and anything else as it is."""
+    """Return this rank's shard of a tensor with the shape of a sharded parameter; other values unchanged."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != parameter.shape:
@@ -64,11 +64,11 @@ def _shard_like(parameter: Tensor | None, value: Any) -> Any:
     return shard_like(parameter, value)
 
 
-# Whole tensors and this rank's part of them, by the mesh and the placements of a DTensor.
+# Shards of full tensors, by the mesh and the placements of a DTensor
 
 
 def with_local(sharded: DTensor, local: Tensor) -> DTensor:
-    """Return a tensor that is sharded as another is, of which this rank has a given part."""
+    """Return a tensor that is sharded like another, from this rank's shard."""
     return DTensor.from_local(
         local,
         sharded.device_mesh,
@@ -79,13 +79,13 @@ def with_local(sharded: DTensor, local: Tensor) -> DTensor:
     )
 
 
-def shard_like(sharded: DTensor, whole: Tensor) -> DTensor:
-    """Return a whole tensor sharded as another is; no rank communicates.
+def shard_like(sharded: DTensor, full: Tensor) -> DTensor:
+    """Return a full tensor sharded like another, without communication.
 
     Args:
-        sharded: Says which part is this rank's, and on which device.
-        whole: Of the same shape, on every rank.
+        sharded: The other tensor, which defines the shard and its device.
+        full: The full tensor of the same shape, on every rank.
     """
-    shard = with_local(sharded, torch.empty_like(sharded.to_local(), dtype=whole.dtype))
-    copy_whole(shard, whole)
+    shard = with_local(sharded, torch.empty_like(sharded.to_local(), dtype=full.dtype))
+    copy_whole(shard, full)
     return shard

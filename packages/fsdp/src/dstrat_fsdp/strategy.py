@@ -11,11 +11,11 @@ from dstrat.errors import ConflictError, RequestError
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.mesh import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
-    check_known,
-    gathers_early,
     input_dtype,
     offload_policy,
     precision_policy,
+    prefetches_backward,
+    refuse_unknown,
     sharding_name,
     state_dict_type_name,
 )
@@ -68,13 +68,13 @@ class FSDPStrategy(ShardedStrategy):
         cpu_offload: Whether shards and the optimizer's step are on the CPU; True, or torch's policy.
         mixed_precision: Torch's policy of dtypes, with or without a ``precision``: batches are cast to its dtype, too.
             None takes that of the precision plugin.
-        auto_wrap_policy: What the blocks are: classes of layers, a function of a module, or the least number of
-            parameters; None finds layers that are repeated.
+        auto_wrap_policy: The blocks: classes of layers, a function of a module, or the least number of parameters;
+            None selects repeated layers.
         activation_checkpointing: A class of layers, or several, that keep no activations for the backward pass.
         activation_checkpointing_policy: As ``activation_checkpointing``, or a function of a module.
         sharding_strategy: ``"FULL_SHARD"``; ``"SHARD_GRAD_OP"`` keeps blocks gathered until their backward pass;
             ``"HYBRID_SHARD"`` shards inside a machine and replicates between machines; ``"NO_SHARD"`` replicates.
-        state_dict_type: What a run leaves in the module: ``"sharded"``, or ``"full"`` for the whole on each rank.
+        state_dict_type: The parameters after a run: ``"sharded"``, or ``"full"`` on each rank.
         device_mesh: ``(shards,)`` or ``(replicas, shards)``; None follows from the sharding strategy.
         backward_prefetch: ``"BACKWARD_PRE"`` gathers a block while gradients of the one after it are computed,
             ``"BACKWARD_POST"`` when they are, which takes less memory; or torch's enumeration.
@@ -84,7 +84,7 @@ class FSDPStrategy(ShardedStrategy):
         **unknown: Anything else is an error, with a hint for the options of torch's earlier FSDP.
 
     Raises:
-        RequestError: An option has a value that is none of its own.
+        RequestError: An option has an impossible value.
         ConflictError: Two options exclude each other.
     """
 
@@ -111,7 +111,7 @@ class FSDPStrategy(ShardedStrategy):
         start_method: str = "popen",
         **unknown: Any,
     ) -> None:
-        check_known(FSDPStrategy, unknown)
+        refuse_unknown(FSDPStrategy, unknown)
         super().__init__(
             accelerator,
             parallel_devices,
@@ -123,33 +123,33 @@ class FSDPStrategy(ShardedStrategy):
             start_method,
         )
         self._cpu_offload = cpu_offload
-        self._gathers_early = gathers_early(backward_prefetch)
+        self._prefetches_backward = prefetches_backward(backward_prefetch)
         self._mixed_precision = mixed_precision
         self._checkpointing = ActivationCheckpointing(activation_checkpointing, activation_checkpointing_policy)
         self._auto_wrap_policy = checked_policy("auto_wrap_policy", auto_wrap_policy, or_size=True)
         self._sharding_strategy = sharding_name(sharding_strategy)
         self._state_dict_type = state_dict_type_name(state_dict_type)
-        self._asked_mesh = checked_mesh(device_mesh)
+        self._requested_mesh = checked_mesh(device_mesh)
         self._reshard_after_forward = _reshards(reshard_after_forward, self._sharding_strategy)
 
     def setup_environment(self) -> None:
         if self._cpu_offload and self.process_group_backend is None and self.root_device.type != "cpu":
-            # Norms of gradients that are on the CPU are summed there.
+            # Gradients are on the CPU then, and their norms are reduced there, by gloo.
             self.process_group_backend = f"cpu:gloo,{self.root_device.type}:{self.accelerator.process_group_backend}"
         super().setup_environment()
         if self.world_size == 1:
-            _logger.info("there is one process, which keeps the whole of what would be sharded over several")
+            _logger.info("there is one process, so that nothing is sharded")
 
     def _open_mesh(self) -> DeviceMesh:
         shape = sharding_mesh_shape(
             self._sharding_strategy,
-            self._asked_mesh,
+            self._requested_mesh,
             world_size=self.world_size,
             per_machine=len(self.parallel_devices),
         )
         names = (SHARD,) if len(shape) == 1 else (REPLICATE, SHARD)
-        if isinstance(self._asked_mesh, DeviceMesh):
-            return self._asked_mesh
+        if isinstance(self._requested_mesh, DeviceMesh):
+            return self._requested_mesh
         return open_mesh(self.root_device.type, shape, names, self.timeout)
 
     def _sharding(self) -> Sharding:
@@ -164,7 +164,7 @@ class FSDPStrategy(ShardedStrategy):
             reshard_after_forward=smaller,
             precision_policy=precision_policy(self._mixed_precision, self.precision_plugin),
             offload_policy=offload_policy(self._cpu_offload, self.root_device),
-            gathers_early=self._gathers_early,
+            prefetches_backward=self._prefetches_backward,
             input_dtype=input_dtype(self._mixed_precision, self.precision_plugin),
             buffer_dtype=getattr(self._mixed_precision, "buffer_dtype", None),
             sums_gradients=not self.accelerator.averages_in_collectives,
@@ -177,14 +177,14 @@ class FSDPStrategy(ShardedStrategy):
 DDPFullyShardedNativeStrategy = FSDPStrategy
 
 
-def _reshards(given: bool | int | None, sharding: ShardingName | None) -> bool | int:
-    if given is None:
+def _reshards(value: bool | int | None, sharding: ShardingName | None) -> bool | int:
+    if value is None:
         return sharding not in ("SHARD_GRAD_OP", "NO_SHARD")
-    if given is False and sharding in ("FULL_SHARD", "HYBRID_SHARD"):
+    if value is False and sharding in ("FULL_SHARD", "HYBRID_SHARD"):
         raise ConflictError(
             f"sharding_strategy {sharding!r} frees blocks after their forward pass, and reshard_after_forward=False "
             "keeps them: leave one of them out"
         )
-    if not isinstance(given, int) or (given is not False and given < 1):
-        raise RequestError(f"reshard_after_forward {given!r} is not True, False or a number of ranks, such as 8")
-    return given
+    if not isinstance(value, int) or (value is not False and value < 1):
+        raise RequestError(f"reshard_after_forward {value!r} is not True, False or a number of ranks, such as 8")
+    return value

@@ -19,19 +19,21 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def unwrap(unit: FSDPModule) -> None:
-    """Make a plain module of a unit again; its parameters stay what they are, which is shards.
+    """Turn a unit into a plain module again; its parameters stay sharded.
+
+    torch has no public way to undo ``fully_shard``: this reverts its hooks, class, registry entries and process groups.
 
     Args:
-        unit: Nothing of it is gathered.
+        unit: A unit that is not gathered.
     """
     module: Any = unit
-    state = module._get_fsdp_state()  # noqa: SLF001 - torch keeps everything that it has changed in here
+    state = module._get_fsdp_state()  # noqa: SLF001 - torch records its changes in this object
     for handle in _hooks(state):
         handle.remove()
-    module.__class__ = type(module).__mro__[2]  # between them is FSDPModule itself
-    for part in module.modules():
+    module.__class__ = type(module).__mro__[2]  # after torch's combined class and FSDPModule
+    for submodule in module.modules():
         for name in _MARKS:
-            part.__dict__.pop(name, None)
+            submodule.__dict__.pop(name, None)
     _release_groups(state)
     for key in (STATE_KEY, REGISTRY_KEY):
         module.__dict__.pop(key, None)
@@ -39,9 +41,9 @@ def unwrap(unit: FSDPModule) -> None:
 
 
 def _release_groups(state: Any) -> None:
-    """Let go of the process groups, which close when nobody holds them, also where a traceback keeps the unit.
+    """Drop the references to process groups, which close with their last reference.
 
-    Otherwise the other ranks would wait for one that has raised and lives on.
+    A traceback may keep the unit of a failed rank alive, and its peers would wait for the open group.
     """
     for group in _groups(state):
         for holder in (group, *group.fsdp_params):
@@ -49,7 +51,7 @@ def _release_groups(state: Any) -> None:
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
-    """Return what torch gathers together of a unit."""
+    """Return the parameter groups of a unit, each of which torch gathers in one collective."""
     return _groups(unit._get_fsdp_state())  # noqa: SLF001 - as above
 
 
@@ -68,7 +70,7 @@ def _hooks(state: Any) -> list[Any]:
 
 
 class SelfShardedSteps(StepModule):
-    """A module whose forward runs a step of a user's module that has sharded itself, around its forward alone."""
+    """Step module of a user's module that is itself a unit: torch gathers that for ``forward`` only, not for steps."""
 
     def forward(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self.module.unshard()  # type: ignore[operator]  # an FSDPModule

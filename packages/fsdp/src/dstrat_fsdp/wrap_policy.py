@@ -26,30 +26,30 @@ _SMALL = 0.01
 WrapPolicy = type | Iterable[type] | Callable[..., bool] | int
 
 
-def checked_policy(option: str, given: Any, *, or_size: bool) -> Any:
-    """Return a policy of layers as it was given, classes as a tuple of them.
+def checked_policy(option: str, policy: Any, *, or_size: bool) -> Any:
+    """Return a policy of layers, with classes as a tuple.
 
     Args:
-        option: Whose value it is.
-        given: A class of layers, or several; a function of a module; None.
-        or_size: Whether it may be a number of parameters too.
+        option: Name of the option.
+        policy: A class of layers, or several; a function of a module; None.
+        or_size: Whether a number of parameters is allowed too.
 
     Raises:
-        RequestError: It is none of these.
+        RequestError: The policy is none of these.
     """
-    if given is None or (or_size and isinstance(given, int) and not isinstance(given, bool) and given > 0):
-        return given
-    classes = (given,) if isinstance(given, type) else given
+    if policy is None or (or_size and isinstance(policy, int) and not isinstance(policy, bool) and policy > 0):
+        return policy
+    classes = (policy,) if isinstance(policy, type) else policy
     if isinstance(classes, Iterable) and not isinstance(classes, str | nn.Module):
         classes = tuple(classes)
         if classes and all(isinstance(one, type) and issubclass(one, nn.Module) for one in classes):
             return classes
-    elif callable(given) and not isinstance(given, nn.Module):
-        return given
+    elif callable(policy) and not isinstance(policy, nn.Module):
+        return policy
     size = ", or the least number of parameters of a block" if or_size else ""
     raise RequestError(
-        f"{option} {given!r} is not a class of layers such as torch.nn.TransformerEncoderLayer, several of them, a "
-        f"function that says of a module whether it is meant{size}"
+        f"{option} {policy!r} is not a class of layers such as torch.nn.TransformerEncoderLayer, several of them, a "
+        f"function that returns whether it selects a module{size}"
     )
 
 
@@ -57,100 +57,102 @@ def blocks_of(module: Module, policy: WrapPolicy | None) -> list[Module]:
     """Return the blocks of a module that is not sharded yet, inner ones before those that contain them.
 
     Args:
-        module: Parts of it that have sharded themselves are left alone.
+        module: The module; layers that it has sharded itself are skipped.
         policy: Classes of layers; a function of a module (or torch's ``auto_wrap_policy`` functions, of a module,
-            ``recurse`` and ``nonwrapped_numel``); the least number of parameters of a block; None looks for layers
-            that are repeated.
+            ``recurse`` and ``nonwrapped_numel``); the least number of parameters of a block; None for repeated
+            layers.
 
     Raises:
-        RequestError: The policy matches nothing, or a block shares a parameter with the rest of the module.
+        RequestError: The policy matches no layer, or a block shares a parameter with a layer outside of it.
     """
     if policy is None:
         return [block for block in _repeated(module) if not _shared_parameters(block, module)]
-    blocks = [part for part in _chosen(module, policy) if part is not module]
-    if not blocks and not any(isinstance(part, FSDPModule) for part in module.modules()):
-        classes = ", ".join(sorted({type(part).__name__ for part in _parts(module) if part is not module}))
+    blocks = [layer for layer in _matching_policy(module, policy) if layer is not module]
+    if not blocks and not any(isinstance(layer, FSDPModule) for layer in module.modules()):
+        classes = ", ".join(
+            sorted({type(layer).__name__ for layer in _candidate_layers(module) if layer is not module})
+        )
         raise RequestError(
             f"auto_wrap_policy {policy!r} matches no layer of {type(module).__name__}, which has "
             f"{_numel(module)} parameters in layers of the classes {classes or '(none)'}"
         )
     for block in blocks:
-        _check_own_parameters(block, module)
+        _refuse_shared_parameters(block, module)
     return blocks
 
 
 def outermost_layers(module: Module) -> list[Module]:
-    """Return the layers that a step calls by themselves, which have all parameters among them.
+    """Return the outermost layers with a forward, which together have all parameters.
 
     Raises:
         RequestError: A parameter is in no such layer, or in several.
     """
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    if own:
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    if names:
         raise RequestError(
-            f"{type(module).__name__} optimizes manually, and its own parameter {own[0]!r} is in no layer before whose "
-            "forward it could be gathered: move it into one"
+            f"{type(module).__name__} optimizes manually, and its parameter {names[0]!r} is in no layer whose forward "
+            "could gather it: move it into one"
         )
     layers = [layer for child in module.children() for layer in _callable_layers(child)]
     for layer in layers:
-        _check_own_parameters(layer, module)
+        _refuse_shared_parameters(layer, module)
     return layers
 
 
-def _callable_layers(part: Module) -> Iterator[Module]:
-    if has_forward(part):
-        if _numel(part) and not isinstance(part, FSDPModule):
-            yield part
+def _callable_layers(module: Module) -> Iterator[Module]:
+    if has_forward(module):
+        if _numel(module) and not isinstance(module, FSDPModule):
+            yield module
     else:
-        for child in part.children():
+        for child in module.children():
             yield from _callable_layers(child)
 
 
-def parts_of_classes(module: Module, classes: Iterable[type]) -> list[Module]:
-    """Return the parts of a module that are of one of the classes, inner ones first."""
-    wanted = tuple(classes)
-    return [part for part in _parts(module) if isinstance(part, wanted)]
+def layers_of_classes(module: Module, classes: Iterable[type]) -> list[Module]:
+    """Return the layers of a module that are of one of the classes, inner ones first."""
+    accepted = tuple(classes)
+    return [layer for layer in _candidate_layers(module) if isinstance(layer, accepted)]
 
 
-def has_forward(part: Module) -> bool:
+def has_forward(module: Module) -> bool:
     """Return whether a module can be called, unlike a ModuleList."""
-    return type(part).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward
 
 
-def _chosen(module: Module, policy: WrapPolicy) -> list[Module]:
+def _matching_policy(module: Module, policy: WrapPolicy) -> list[Module]:
     if isinstance(policy, int):
         return _by_size(module, lambda _, numel: numel >= policy)
     if not callable(policy):
-        return parts_of_classes(module, policy)
-    ask: Any = policy
-    names = inspect.signature(ask).parameters
+        return layers_of_classes(module, policy)
+    function: Any = policy
+    names = inspect.signature(function).parameters
     if "nonwrapped_numel" in names or "recurse" in names:
-        return _by_size(module, lambda part, numel: ask(part, recurse=False, nonwrapped_numel=numel))
-    return [part for part in _parts(module) if ask(part)]
+        return _by_size(module, lambda layer, numel: function(layer, recurse=False, nonwrapped_numel=numel))
+    return [layer for layer in _candidate_layers(module) if function(layer)]
 
 
-def _parts(module: Module) -> Iterator[Module]:
-    """Yield the parts that can be sharded and have parameters of their own, inner ones first."""
+def _candidate_layers(module: Module) -> Iterator[Module]:
+    """Yield the layers that can be sharded and have parameters, inner ones first."""
     sharded = {id(p) for unit in module.modules() if isinstance(unit, FSDPModule) for p in unit.modules()}
-    for part in reversed(list(module.modules())):  # an outer module comes first in torch's order
-        if has_forward(part) and id(part) not in sharded and _numel(part):
-            yield part
+    for layer in reversed(list(module.modules())):  # torch's order has outer modules first
+        if has_forward(layer) and id(layer) not in sharded and _numel(layer):
+            yield layer
 
 
-def _by_size(module: Module, wants: Callable[[Module, int], bool]) -> list[Module]:
-    """Return the parts that are wanted by the number of their parameters that are in no inner block."""
+def _by_size(module: Module, is_block: Callable[[Module, int], bool]) -> list[Module]:
+    """Return the blocks that a function selects by the number of parameters outside of inner blocks."""
     blocks: list[Module] = []
-    for part in _parts(module):
+    for layer in _candidate_layers(module):
         inner = {id(p) for block in blocks for p in block.parameters()}
-        if wants(part, sum(p.numel() for p in part.parameters() if id(p) not in inner)):
-            blocks.append(part)
+        if is_block(layer, sum(p.numel() for p in layer.parameters() if id(p) not in inner)):
+            blocks.append(layer)
     return blocks
 
 
 def _repeated(module: Module) -> list[Module]:
-    blocks = list(_siblings(module, lambda part: any(True for _ in part.children())))
+    blocks = list(_siblings(module, lambda layer: any(True for _ in layer.children())))
     least = _SMALL * _numel(module)
-    return blocks or list(_siblings(module, lambda part: _numel(part) >= least))
+    return blocks or list(_siblings(module, lambda layer: _numel(layer) >= least))
 
 
 def _siblings(module: Module, is_candidate: Callable[[Module], bool]) -> Iterator[Module]:
@@ -168,23 +170,23 @@ def _siblings(module: Module, is_candidate: Callable[[Module], bool]) -> Iterato
             yield from _siblings(child, is_candidate)
 
 
-def _check_own_parameters(block: Module, module: Module) -> None:
+def _refuse_shared_parameters(block: Module, module: Module) -> None:
     shared = _shared_parameters(block, module)
     if shared:
         raise RequestError(
-            f"a {type(block).__name__} that is to be sharded by itself has a parameter {shared[0]!r} that also belongs "
-            "to a layer outside of it: choose one that contains both, or leave it out of auto_wrap_policy"
+            f"a {type(block).__name__} that is sharded by itself shares its parameter {shared[0]!r} with a layer "
+            "outside of it: shard a layer that contains both, or exclude it from auto_wrap_policy"
         )
 
 
 def _shared_parameters(block: Module, module: Module) -> list[str]:
-    """Return the names (in the block) of parameters that a layer outside of the block has too."""
-    inside = {id(part) for part in block.modules()}
+    """Return the names, within the block, of parameters that a layer outside of it shares."""
+    inside = {id(layer) for layer in block.modules()}
     outside = {
         id(parameter)
-        for part in module.modules()
-        if id(part) not in inside
-        for parameter in part.parameters(recurse=False)
+        for layer in module.modules()
+        if id(layer) not in inside
+        for parameter in layer.parameters(recurse=False)
     }
     return [name for name, parameter in block.named_parameters() if id(parameter) in outside]
 
@@ -194,7 +196,7 @@ def _numel(module: Module) -> int:
 
 
 def layers_with_statistics(module: Module) -> list[Module]:
-    """Return the layers of a module, not sharded yet, that :func:`keeps_statistics` is true of."""
+    """Return the layers of a module with running statistics that are not sharded yet."""
     layers = [layer for layer in module.modules() if layer is not module and keeps_statistics(layer)]
     return [layer for layer in layers if not isinstance(layer, FSDPModule) and not _shared_parameters(layer, module)]
 
@@ -205,13 +207,13 @@ def keeps_statistics(layer: Module) -> bool:
 
 
 def running_statistics(module: Module) -> list[Tensor]:
-    """Return the buffers of the layers that keep running statistics; none that is divided among the processes."""
+    """Return the buffers of the layers with running statistics, without sharded ones."""
     layers = [layer for layer in module.modules() if getattr(layer, "running_mean", None) is not None]
     buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
     return [buffer for buffer in buffers if not isinstance(buffer, DTensor)]
 
 
-# Computing the activations of layers again in the backward pass, rather than keeping them.
+# Activation checkpointing
 
 
 LayerClasses = type | Iterable[type]
@@ -219,54 +221,53 @@ LayerPolicy = Iterable[type] | Callable[["Module"], bool]
 
 
 class ActivationCheckpointing:
-    """What of a module keeps no activations between the passes.
+    """Activation checkpointing of some layers, which compute their activations again in the backward pass.
 
-    The layers' ``forward`` is replaced on the instances, so that no name of a parameter changes.
+    ``forward`` is replaced on the instances.  A wrapper module would change the names of parameters.
 
     Args:
         classes: A class of layers, or several.
-        policy: The same as a set of classes, or a function that says of a module whether it is meant.
+        policy: Classes of layers, or a function that returns whether it selects a module.
 
     Raises:
-        ConflictError: Both are given.
-        RequestError: They are something else.
+        ConflictError: Both are passed.
+        RequestError: A value of another type is passed.
     """
 
     def __init__(self, classes: LayerClasses | None, policy: LayerPolicy | None) -> None:
         if classes is not None and policy is not None:
             raise ConflictError(
-                "activation_checkpointing and activation_checkpointing_policy both say which layers are meant: "
-                "leave one out"
+                "activation_checkpointing and activation_checkpointing_policy both select layers: leave one out"
             )
         name = "activation_checkpointing" if policy is None else "activation_checkpointing_policy"
-        self._chosen = checked_policy(name, policy if classes is None else classes, or_size=False)
+        self._policy = checked_policy(name, policy if classes is None else classes, or_size=False)
         self._layers: list[Module] = []
 
     def apply(self, module: Module) -> None:
-        """Let the layers of a module compute their activations again.
+        """Checkpoint the activations of the selected layers of a module.
 
         Raises:
             RequestError: The module has no such layers.
         """
-        if self._chosen is None:
+        if self._policy is None:
             return
-        self._layers = _matching(module, self._chosen)
+        self._layers = _matching(module, self._policy)
         if not self._layers:
             raise RequestError(
-                f"activation checkpointing of {self._chosen!r} matches no layer of {type(module).__name__}"
+                f"activation checkpointing of {self._policy!r} matches no layer of {type(module).__name__}"
             )
         for layer in self._layers:
             forward = layer.forward
             layer.forward = functools.wraps(forward)(functools.partial(checkpoint, forward, use_reentrant=False))
 
     def undo(self) -> None:
-        """Give the layers their own ``forward`` back."""
+        """Restore the ``forward`` of the layers."""
         for layer in self._layers:
             layer.__dict__.pop("forward", None)
         self._layers = []
 
 
-def _matching(module: Module, chosen: LayerPolicy) -> list[Module]:
-    if callable(chosen):
-        return [part for part in module.modules() if chosen(part)]
-    return parts_of_classes(module, chosen)
+def _matching(module: Module, policy: LayerPolicy) -> list[Module]:
+    if callable(policy):
+        return [layer for layer in module.modules() if policy(layer)]
+    return layers_of_classes(module, policy)
