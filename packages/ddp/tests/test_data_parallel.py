@@ -10,7 +10,7 @@ from tests.ranks import each, in_ranks
 
 from dstrat.errors import MisuseError
 from dstrat_ddp import DataParallelStrategy, DDP2Strategy
-from dstrat_ddp.data_parallel import joined, replica_step
+from dstrat_ddp.data_parallel import join_outputs, replica_step
 
 CPU = torch.device("cpu")
 
@@ -75,7 +75,7 @@ def test_dp_communicates_with_nobody():
 def test_scalars_become_their_mean_and_other_tensors_are_joined():
     first = {"loss": torch.tensor(1.0, requires_grad=True), "guess": torch.zeros(2, 3), "count": torch.tensor(1)}
     second = {"loss": torch.tensor(2.0), "guess": torch.ones(1, 3), "count": torch.tensor(2)}
-    output = joined([first, second], CPU)
+    output = join_outputs([first, second], CPU)
     assert float(output["loss"].detach()) == 1.5
     assert float(output["count"]) == 1.5
     assert output["guess"].tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
@@ -96,13 +96,13 @@ def test_scalars_become_their_mean_and_other_tensors_are_joined():
     ],
 )
 def test_whatever_a_step_returns_is_joined(outputs, expected):
-    assert joined(outputs, CPU) == expected
+    assert join_outputs(outputs, CPU) == expected
 
 
 def test_a_replica_runs_a_step_with_its_own_parameters():
     module, replica = Net(), Net()
     assert replica_step(replica, module.training_step) == replica.training_step
-    assert replica_step(replica, joined) is joined
+    assert replica_step(replica, join_outputs) is join_outputs
 
 
 def ddp2_losses(cluster, **training):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
-"""What DistributedDataParallel calls, with a state, for each bucket of gradients."""
+"""Communication hook, which DistributedDataParallel calls with a state for each bucket of gradients."""
 
 _PACKAGE = "torch.distributed.algorithms.ddp_comm_hooks"
 _HOOKS = {
@@ -43,12 +43,12 @@ _GPU_ONLY = ("batched_powerSGD", "quantization_perchannel", "quantization_perten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommHook:
-    """What the user asked of the communication of gradients.
+    """A communication hook of gradients with its state and its wrapper.
 
     Attributes:
         hook: Takes a state and a bucket, returns a future of the averaged gradients.
-        state: The hook's state; None where it has none, or its default.
-        wrapper: Turns a hook into one that compresses what it sends; None leaves it.
+        state: The hook's state; None for the default, or if it has none.
+        wrapper: Returns a hook that compresses the communication of another; None for no compression.
     """
 
     hook: Hook
@@ -56,22 +56,22 @@ class CommHook:
     wrapper: Callable[[Hook], Hook] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Unpickling torch's PowerSGDState asks for the process group, and processes start before there is one.
+        # Unpickling torch's PowerSGDState needs the process group, which opens after the processes have started.
         if isinstance(self.state, _torch("powerSGD_hook.PowerSGDState")):
             return _with_power_sgd, (self.hook, type(self.state), _slots(self.state), self.wrapper)
         return _comm_hook, (self.hook, self.state, self.wrapper)
 
     @property
     def is_local_sgd(self) -> bool:
-        """Whether gradients stop being averaged over all ranks, so that the parameters must be."""
+        """Whether gradients are no longer averaged over all ranks from some step on, so that parameters must be."""
         return bool(self.hook is _torch(_HOOKS["post_localSGD"]))
 
     def register(self, model: Module, device: torch.device) -> None:
         """Register the hook with a wrapped model whose gradients are on the device.
 
         Raises:
-            RequestError: The hook does not run there.
-            MisuseError: The model takes no hooks.
+            RequestError: The hook does not run on this device.
+            MisuseError: The model has no hooks.
         """
         register: Callable[[Any, Hook], None] | None = getattr(model, "register_comm_hook", None)
         if register is None:
@@ -92,7 +92,7 @@ class CommHook:
 
 
 def comm_hook(hook: Hook | str | None, state: Any, wrapper: Callable[[Hook], Hook] | str | None) -> CommHook | None:
-    """Return what was asked for; None where it is torch's own averaging.
+    """Return the requested hook; None for torch's averaging.
 
     Args:
         hook: A hook, or the name of one of torch's.
@@ -100,23 +100,23 @@ def comm_hook(hook: Hook | str | None, state: Any, wrapper: Callable[[Hook], Hoo
         wrapper: A wrapper of hooks, or the name of one of torch's.
 
     Raises:
-        RequestError: Nothing has that name.
-        ConflictError: A state or a wrapper is given, and no hook; or a hook without the state that it needs.
+        RequestError: No hook or wrapper has that name.
+        ConflictError: A state or a wrapper without a hook, or a hook without the state that it needs.
     """
     if hook is None:
-        _check_unused(ddp_comm_state=state, ddp_comm_wrapper=wrapper)
+        _refuse_options_without_hook(ddp_comm_state=state, ddp_comm_wrapper=wrapper)
         return None
-    chosen = CommHook(
+    selected = CommHook(
         hook=_named("ddp_comm_hook", hook, _HOOKS),
         state=state,
         wrapper=None if wrapper is None else _named("ddp_comm_wrapper", wrapper, _WRAPPERS),
     )
-    if chosen.is_local_sgd and not isinstance(state, _torch("post_localSGD_hook.PostLocalSGDState")):
+    if selected.is_local_sgd and not isinstance(state, _torch("post_localSGD_hook.PostLocalSGDState")):
         raise ConflictError(
             f"ddp_comm_hook 'post_localSGD' got ddp_comm_state {state!r}, and must know when it starts: give "
             "ddp_comm_state=PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)"
         )
-    return chosen
+    return selected
 
 
 def _slots(state: Any) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _comm_hook(hook: Hook, state: Any, wrapper: Callable[[Hook], Hook] | None) -
 
 
 def _acceptable(hook: Hook) -> Hook:
-    """Return a function without annotations: torch asks for its name, and refuses annotations that are text."""
+    """Wrap a hook in a function with a name and without annotations: torch needs the one and refuses string ones."""
 
     def acceptable(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return hook(state, bucket)
@@ -147,39 +147,39 @@ def _acceptable(hook: Hook) -> Hook:
     return acceptable
 
 
-def _check_unused(**given: Any) -> None:
-    for name, value in given.items():
+def _refuse_options_without_hook(**options: Any) -> None:
+    for name, value in options.items():
         if value is not None:
             raise ConflictError(f"{name} is of no use without a ddp_comm_hook: give that too, or leave it out")
 
 
-def _named(argument: str, given: Any, table: dict[str, str]) -> Any:
-    if callable(given):
-        return given
-    if not isinstance(given, str):
-        raise MisuseError(f"{argument} {given!r} must be callable, or one of {', '.join(table)}")
-    asked = given.lower().replace("_", "").removesuffix("hook").removesuffix("wrapper")
+def _named(argument: str, value: Any, table: dict[str, str]) -> Any:
+    if callable(value):
+        return value
+    if not isinstance(value, str):
+        raise MisuseError(f"{argument} {value!r} must be callable, or one of {', '.join(table)}")
+    requested = value.lower().replace("_", "").removesuffix("hook").removesuffix("wrapper")
     for name, path in table.items():
-        if name.lower().replace("_", "") == asked:
+        if name.lower().replace("_", "") == requested:
             return _torch(path)
-    near = nearest(given, table)
+    near = nearest(value, table)
     meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise RequestError(f"{argument} {given!r} is not one of {', '.join(table)}{meant}")
+    raise RequestError(f"{argument} {value!r} is not one of {', '.join(table)}{meant}")
 
 
-def _for_device(given: Any, device: torch.device) -> Any:
-    """Return what does the same on the device."""
+def _for_device(hook: Any, device: torch.device) -> Any:
+    """Return a hook or wrapper, or its replacement on this device."""
     if device.type != "cpu":
-        return given
+        return hook
     for name in _GPU_ONLY:
-        if given is _torch(_HOOKS[name]):
+        if hook is _torch(_HOOKS[name]):
             possible = ", ".join(other for other in _HOOKS if other not in _GPU_ONLY)
             raise RequestError(f"ddp_comm_hook {name!r} runs on GPUs only; on the CPU these do: {possible}")
-    ours = {
+    replacements = {
         _torch(_HOOKS["bf16_compress"]): average_bf16,
-        _torch(_WRAPPERS["bf16_compress"]): bf16_around,
+        _torch(_WRAPPERS["bf16_compress"]): compress_bf16,
     }
-    return ours.get(given, given)
+    return replacements.get(hook, hook)
 
 
 def _torch(path: str) -> Any:
@@ -187,14 +187,14 @@ def _torch(path: str) -> Any:
     return getattr(import_module(f"{_PACKAGE}.{module}"), name)
 
 
-# Communication in bfloat16 on any device: torch's own hook and wrapper ask for NCCL.
+# Communication in bfloat16 on any device: torch's hook and wrapper need NCCL
 
 
 def average_bf16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of a bucket in bfloat16.
 
     Args:
-        state: The processes to average over; None is all of them.
+        state: The processes to average over; None for all.
         bucket: The gradients of this rank.
     """
     buffer = bucket.buffer()
@@ -204,8 +204,8 @@ def average_bf16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> to
     return averaged
 
 
-def bf16_around(hook: Hook) -> Hook:
-    """Return a hook that gives the given one bfloat16 instead of the gradients' dtype."""
+def compress_bf16(hook: Hook) -> Hook:
+    """Return a hook that calls another with gradients in bfloat16."""
 
     def compressing(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -215,14 +215,14 @@ def bf16_around(hook: Hook) -> Hook:
     return compressing
 
 
-# Averaging parameters now and then, where gradients are no longer averaged over all ranks (post-local SGD).
+# Periodic averaging of parameters (post-local SGD)
 
 
 def check_averaging_period(period: int | None, hook: CommHook | None) -> None:
-    """Raise an error unless parameters are averaged exactly where gradients are not.
+    """Check that parameters are averaged if and only if gradients are not.
 
     Raises:
-        ConflictError: There is a period and no local SGD, or the other way round.
+        ConflictError: There is a period without local SGD, or local SGD without a period.
         RequestError: The period is not a number of steps.
     """
     is_local_sgd = hook is not None and hook.is_local_sgd
@@ -243,39 +243,39 @@ def check_averaging_period(period: int | None, hook: CommHook | None) -> None:
 
 
 class ParameterAveraging:
-    """Averages the parameters of each optimizer over all ranks, every so many of its steps.
+    """Averages the parameters of each optimizer over all ranks, periodically.
 
     The algorithm is post-local SGD (https://arxiv.org/abs/1808.07217).
 
     Args:
         period: Number of an optimizer's steps between two averagings.
-        state: The ``PostLocalSGDState``; where it lacks a subgroup, it gets the ranks of this machine.
-        ranks_per_machine: How many there are.
+        state: The ``PostLocalSGDState``; without a subgroup, it gets the ranks of this machine.
+        ranks_per_machine: Number of ranks on each machine.
     """
 
     def __init__(self, period: int, state: Any, ranks_per_machine: int) -> None:
         self._period = period
         self._state = state
         self._averagers: dict[int, PeriodicModelAverager] = {}
-        self._made_subgroup = state.post_local_gradient_allreduce and state.subgroup is None
-        if self._made_subgroup:
-            # torch makes one of its own by the number of CUDA devices, which fails where there is none.
+        self._owns_subgroup = state.post_local_gradient_allreduce and state.subgroup is None
+        if self._owns_subgroup:
+            # torch would create subgroups by the number of CUDA devices, which fails if there is none.
             state.subgroup, _ = dist.new_subgroups(ranks_per_machine)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Count a step of an optimizer, and average its parameters when it is time."""
+        """Count a step of an optimizer, and average its parameters after each period."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._averager(optimizer).average_parameters(iter(parameters))
 
     def close(self) -> None:
-        """Forget the group that was made here: it ends with the process group."""
-        if self._made_subgroup:
+        """Drop the subgroup that was created here, as it ends with the process group."""
+        if self._owns_subgroup:
             self._state.subgroup = None
 
     def _averager(self, optimizer: Optimizer) -> PeriodicModelAverager:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-        # One for each: an averager counts calls, and all optimizers step in one iteration.
+        # One for each optimizer: an averager counts calls, and all optimizers may step in one iteration.
         if id(optimizer) not in self._averagers:
             self._averagers[id(optimizer)] = PeriodicModelAverager(
                 self._period, self._state.start_localSGD_iter, self._state.process_group

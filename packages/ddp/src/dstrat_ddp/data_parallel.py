@@ -32,10 +32,10 @@ T = TypeVar("T")
 class DataParallelStrategy(Strategy):
     """Training in one process with torch's DataParallel, on one machine.
 
-    Each step copies the module to all devices and gives each a part of the batch; a scalar that the step returns
-    becomes the mean over the devices, other tensors are joined along the batch.  Slower than DDPStrategy, for
-    notebooks and for code that must not run in several processes.  Changes that a step makes to the module itself are
-    lost, and CPU devices count as one.
+    Each step copies the module to all devices and gives each a slice of the batch; a scalar that the step returns
+    becomes the mean over the devices, other tensors are joined along the batch.  It is slower than DDPStrategy, and
+    meant for notebooks and for code that must not run in several processes.  Changes that a step makes to the module
+    are lost, and CPU devices count as one.
 
     Args:
         accelerator: The hardware.
@@ -95,18 +95,18 @@ class DataParallelStrategy(Strategy):
         return tensor.unsqueeze(0)
 
 
-# Replicas of a module on several devices of one process, which share the batch of each step.
+# Replicas of a module on several devices of one process
 
 
 _logger = logging.getLogger(__name__)
 
 
 def replicated(steps: StepModule, devices: Sequence[torch.device]) -> Module:
-    """Return a module that runs a step on all devices; the given one where there is nothing to share.
+    """Return a module that runs a step on all devices; with one device, or on CPUs, the module itself.
 
     Args:
-        steps: Runs a step on the first device.
-        devices: Of one kind.
+        steps: The module that runs a step on the first device.
+        devices: Devices of one type.
     """
     if devices[0].type == "cpu":
         if len(devices) > 1:
@@ -116,38 +116,38 @@ def replicated(steps: StepModule, devices: Sequence[torch.device]) -> Module:
 
 
 def replica_step(replica: Module, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the step of a replica: a method of the module that was copied has the parameters of that module."""
+    """Return a step bound to a replica: a method of the original module would use the original's parameters."""
     if isinstance(step, MethodType) and isinstance(step.__self__, Module):
         return MethodType(step.__func__, replica)
     return step
 
 
-def joined(outputs: Sequence[Any], device: torch.device) -> Any:
+def join_outputs(outputs: Sequence[Any], device: torch.device) -> Any:
     """Return the outputs of all replicas as one: the mean of scalars, other tensors joined along dimension 0.
 
     Args:
-        outputs: One for each replica, all built alike of tensors, numbers, mappings, sequences and dataclasses;
-            of anything else, the first replica's is returned.
-        device: Where tensors go.
+        outputs: One for each replica, all of the same structure of tensors, numbers, mappings, sequences and
+            dataclasses; of other values, the first replica's is returned.
+        device: Device of the joined tensors.
     """
     first = outputs[0]
     if isinstance(first, Tensor):
-        return _joined_tensors([output.to(device) for output in outputs])
+        return _join_tensors([output.to(device) for output in outputs])
     if isinstance(first, float):
         return sum(outputs) / len(outputs)
     if isinstance(first, Mapping):
-        return {key: joined([output[key] for output in outputs], device) for key in first}
+        return {key: join_outputs([output[key] for output in outputs], device) for key in first}
     if isinstance(first, list | tuple):
-        parts = [joined(part, device) for part in zip(*outputs, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+        joined = [join_outputs(items, device) for items in zip(*outputs, strict=True)]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
-        values = {name: joined([getattr(output, name) for output in outputs], device) for name in names}
+        values = {name: join_outputs([getattr(output, name) for output in outputs], device) for name in names}
         return dataclasses.replace(first, **values)
     return first
 
 
-def _joined_tensors(tensors: list[Tensor]) -> Tensor:
+def _join_tensors(tensors: list[Tensor]) -> Tensor:
     if tensors[0].dim() > 0:
         return torch.cat(tensors)
     stacked = torch.stack(tensors)
@@ -155,16 +155,16 @@ def _joined_tensors(tensors: list[Tensor]) -> Tensor:
 
 
 class _JoiningDataParallel(DataParallel[Any]):
-    """DataParallel that joins whatever a step returns; torch's own wants tensors, and warns of scalars."""
+    """DataParallel that joins outputs of any structure; torch's takes tensors only, and warns of scalars."""
 
     def parallel_apply(
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]] | None
     ) -> list[Any]:
-        """Run a step in each replica; the inputs of each begin with it."""
+        """Run a step in each replica; it is the first of the replica's inputs."""
         steps = [replica_step(replica.module, step) for replica, (step, *_) in zip(replicas, inputs, strict=True)]
         return super().parallel_apply(
-            replicas, [(step, *rest) for step, (_, *rest) in zip(steps, inputs, strict=True)], kwargs
+            replicas, [(step, *arguments) for step, (_, *arguments) in zip(steps, inputs, strict=True)], kwargs
         )
 
     def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:  # noqa: ARG002 - always the first
-        return joined(outputs, self.src_device_obj)
+        return join_outputs(outputs, self.src_device_obj)

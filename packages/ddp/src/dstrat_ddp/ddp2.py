@@ -63,6 +63,6 @@ class DDP2Strategy(DDPStrategy):
         super().configure_ddp()
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if name != "training_step":  # which DistributedDataParallel runs in the replicas
+        if name != "training_step":  # DistributedDataParallel runs that in the replicas
             step = partial(self._replicas, step)
         return super().run_step(name, step, *args, **kwargs)

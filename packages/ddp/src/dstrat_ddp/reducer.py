@@ -22,39 +22,39 @@ if TYPE_CHECKING:
 
 
 def release_reducer(model: DistributedDataParallel) -> None:
-    """Free what averages the gradients of a model, which cannot be used any more.
+    """Free the reducer of a model, which cannot be trained any more.
 
-    It goes before the process group, also where a traceback keeps the model alive.  Were the reducer the last to let
-    the group go, torch would wait for the group's threads while it holds Python's lock, for which they may wait.
-    The other ranks notice that this one has failed only when nothing holds the group.
+    It must be freed before the process group, also if a traceback keeps the model alive.  If the reducer held the last
+    reference to the group, torch would wait for the group's threads while it holds the GIL, for which they may wait.
+    And peers notice the failure of this rank only when its group closes.
     """
     for name in ("logger", "reducer", "process_group"):  # the logger refers to the reducer
         model.__dict__.pop(name, None)
 
 
-# Laying out the buckets of DistributedDataParallel before the first step rather than after it.
+# Bucket layout before the first step
 
 
 def lay_out_buckets(model: DistributedDataParallel) -> None:
-    """Run a backward pass whose gradients are all zero, by whose order torch lays out the buckets; collective.
+    """Run a backward pass with zero gradients, so that torch rebuilds its buckets now; collective.
 
-    torch gathers gradients in buckets, and lays them out anew after the first backward pass of a job, in the order in
-    which gradients came.  Sums over more than two ranks depend on the layout in their last bits, so that a job that
-    goes on from a checkpoint would differ from one that never stopped.  With this pass both have the same layout, that
-    of parameters from last to first, from the first step on.
+    torch reduces gradients in buckets, and rebuilds these after the first backward pass of a job, in the order in
+    which gradients became ready.  Sums over more than two ranks depend on the buckets in their last bits, so a resumed
+    job would differ from one that never stopped.  With this pass both have the same buckets from the first step on, in
+    the reversed order of parameters.
 
-    Nothing is done where torch keeps its first layout, or where such a pass would be seen: by hooks of the user on
-    parameters, or in a graph that torch records.
+    It does nothing if torch never rebuilds, or if the pass would be visible: to the user's hooks on parameters, or in
+    a graph that torch records.
 
     Args:
-        model: As it was made, before communication hooks are registered.
+        model: The new wrapper, before communication hooks are registered.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if model.find_unused_parameters or model.static_graph or model.mixed_precision is not None:
         return
     if any(map(_has_hooks, parameters)):
         return
-    sparse = {id(part.weight) for part in model.modules() if _is_sparse(part)}
+    sparse = {id(layer.weight) for layer in model.modules() if _is_sparse(layer)}
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -62,14 +62,14 @@ def lay_out_buckets(model: DistributedDataParallel) -> None:
     model.reducer.prepare_for_backward([])
     with torch.enable_grad():
         zeros = (_zero_of_row(p) if id(p) in sparse else (p * 0).sum() for p in parameters)
-        nothing: Tensor = sum(zeros, torch.zeros(()))
-    nothing.backward()
+        zero: Tensor = sum(zeros, torch.zeros(()))
+    zero.backward()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
 
 def _zero_of_row(table: Parameter) -> Tensor:
-    """Return zero, whose gradient is sparse, as torch expects it of a table that is declared so."""
+    """Return zero with a sparse gradient for an embedding table, as torch expects it for ``sparse=True``."""
     row = torch.zeros(1, dtype=torch.int64, device=table.device)
     return (nn.functional.embedding(row, table, sparse=True) * 0).sum()
 
@@ -82,7 +82,7 @@ def _is_sparse(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
 
 
-# Several modules, each in a DistributedDataParallel of its own, of which a step runs those that it uses.
+# One DistributedDataParallel for each of several modules
 
 
 class SeparateWrappers:
@@ -90,7 +90,7 @@ class SeparateWrappers:
 
     Args:
         modules: The modules; those without trainable parameters need no wrapper.
-        wrap: Returns the wrapper of one.
+        wrap: Returns the wrapper of a module.
     """
 
     def __init__(self, modules: SeparateModules, wrap: Callable[[Module], Any]) -> None:
@@ -114,7 +114,7 @@ class SeparateWrappers:
         return run(*args, **kwargs)
 
     def explained(self) -> AbstractContextManager[Any]:
-        """Return a context that names parameters without a gradient, where torch gives up on them."""
+        """Return a context that names parameters without a gradient in torch's error about them."""
         stack = ExitStack()
         for one in self._explained:
             stack.enter_context(one)
@@ -128,12 +128,12 @@ class SeparateWrappers:
         return stack
 
     def check_finished(self) -> None:
-        """Raise the error of a backward pass that has reached some parameters of a module, and not all."""
+        """Raise torch's error if a backward pass has reached some parameters of a module, and not all."""
         for wrapper in self._parallel:
-            wrapper._check_reducer_finalized()  # noqa: SLF001 - torch documents it for this place
+            wrapper._check_reducer_finalized()  # noqa: SLF001 - torch documents it for this use
 
     def release(self) -> None:
-        """Free what averages gradients."""
+        """Free the reducers."""
         for wrapper in self._parallel:
             release_reducer(wrapper)
 

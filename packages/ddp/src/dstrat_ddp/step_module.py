@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The attribute in which DistributedDataParallel finds the names of what it does not synchronize in a module."""
+"""Attribute of a module with the names of parameters and buffers that DistributedDataParallel ignores."""
 
 
 def ignored_names(module: Module) -> frozenset[str]:
@@ -29,10 +29,10 @@ def ignored_names(module: Module) -> frozenset[str]:
 
 
 def pass_ignored_names(module: Module, outer: Module) -> None:
-    """Let a wrapper of a module ignore what the user has excluded from synchronization there.
+    """Copy the names that the user excluded from synchronization to an outer module.
 
     Args:
-        module: The user's.
+        module: The user's module.
         outer: The module that is wrapped instead, which has the user's as ``module``.
     """
     if names := ignored_names(module):
@@ -40,11 +40,11 @@ def pass_ignored_names(module: Module, outer: Module) -> None:
 
 
 class StepWatch:
-    """What is known of the step of WatchedSteps; apart from the module, because setting a module's attributes is slow.
+    """State of the step of WatchedSteps, in a separate object because setting attributes of a module is slow.
 
     Attributes:
-        is_running: Whether a step is being run now.
-        after_step: Called after each step, before the wrapper looks at its output.
+        is_running: Whether a step is running.
+        after_step: Called after each step, before the wrapper handles its output.
     """
 
     __slots__ = ("after_step", "is_running")
@@ -55,7 +55,7 @@ class StepWatch:
 
 
 class WatchedSteps(StepModule):
-    """A module whose forward runs a step of the user's module, and says that it is running.
+    """Step module that records whether its step is running.
 
     Args:
         module: The user's module; its parameters appear under ``module.``.
@@ -78,7 +78,7 @@ class WatchedSteps(StepModule):
         return output
 
 
-# Saying which parameters got no gradient, where DistributedDataParallel gives up on them.
+# Error that names parameters without a gradient
 
 
 _TORCH_SAYS = "Expected to have finished reduction"
@@ -87,15 +87,15 @@ _MOST_NAMES = 10
 
 
 class ExplainedUnusedParameters:
-    """A context that turns torch's error about an unfinished reduction into one that names parameters and a way out.
+    """Context that replaces torch's error about an unfinished reduction by one with names of parameters and a hint.
 
     Args:
-        model: Whose reduction may be unfinished; it has just been made.
+        model: The new wrapper, whose reduction may be unfinished.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
-        # Now, as torch numbers them: later some may be frozen for a while, as toggle_optimizer does.
+        # Read now, as torch numbers them now: toggle_optimizer may freeze some later.
         self._reduced = [
             name.removeprefix("module.")
             for name, parameter in model.module.named_parameters()
@@ -116,29 +116,29 @@ def _explanation(reduced: list[str], message: str) -> str:
     more = " and others" if len(names) > _MOST_NAMES else ""
     return (
         f"the loss does not depend on {shown}{more}, and ddp waits for a gradient of every trainable parameter. "
-        'Where that is meant, choose strategy="ddp_find_unused_parameters_true" or '
+        'If that is intended, choose strategy="ddp_find_unused_parameters_true" or '
         "DDPStrategy(find_unused_parameters=True); otherwise use them in the loss, or freeze them before training"
     )
 
 
 def _unused_names(reduced: list[str], message: str) -> list[str]:
-    found = _INDICES.search(message)
-    if found is None:
+    match = _INDICES.search(message)
+    if match is None:
         return []
-    return [reduced[index] for index in map(int, found[1].split()) if index < len(reduced)]
+    return [reduced[index] for index in map(int, match[1].split()) if index < len(reduced)]
 
 
-# Backward passes that a training step runs by itself, inside the forward of DistributedDataParallel.
+# Backward passes within a training step (manual optimization)
 
 
 class ManualBackward:
-    """Prepares the averaging of gradients for each backward pass inside a step, and not again after the step.
+    """Prepares the reducer for each backward pass within a step, and not again after the step.
 
-    DistributedDataParallel by itself expects one backward pass, after its forward.
+    DistributedDataParallel expects one backward pass, after its forward.
 
     Args:
-        model: What the steps run in.
-        watch: Knows when a step is running.
+        model: The wrapper.
+        watch: State of the step.
     """
 
     def __init__(self, model: DistributedDataParallel, watch: StepWatch) -> None:
@@ -158,13 +158,13 @@ class ManualBackward:
             model.reducer.prepare_for_backward([loss] if searches else [])
 
     def after_forward(self) -> None:
-        """Let the next step average gradients and share buffers again."""
+        """Re-enable the averaging of gradients and the broadcast of buffers for the next step."""
         if self._ran:
             self._ran = False
             self._model.require_backward_grad_sync = True
             self._model.require_forward_param_sync = True
 
     def _after_step(self) -> None:
-        # Otherwise the end of the forward prepares for a backward pass that has been already.
+        # Else the end of the forward would prepare the reducer for a backward pass that has already run.
         if self._ran:
             self._model.require_backward_grad_sync = False

@@ -56,9 +56,9 @@ class DDPStrategy(ParallelStrategy):
         checkpoint_io: How checkpoints reach storage.
         precision_plugin: The dtypes and what follows from them.
         ddp_comm_state: State of the communication hook.
-        ddp_comm_hook: What averages the gradients: a hook, or a name such as ``"fp16_compress"``, ``"bf16_compress"``,
+        ddp_comm_hook: Hook that averages the gradients, or a name such as ``"fp16_compress"``, ``"bf16_compress"``,
             ``"powerSGD"`` or ``"post_localSGD"``.
-        ddp_comm_wrapper: Compresses what the hook sends: a wrapper, ``"fp16_compress"`` or ``"bf16_compress"``.
+        ddp_comm_wrapper: Wrapper that compresses the hook's communication, ``"fp16_compress"`` or ``"bf16_compress"``.
         model_averaging_period: With ``post_localSGD``, the optimizer steps between two averagings of parameters.
         process_group_backend: Backend of torch.distributed; None takes the accelerator's.
         timeout: How long a collective waits for the other ranks before the job fails.
@@ -69,7 +69,7 @@ class DDPStrategy(ParallelStrategy):
     Raises:
         MisuseError: DistributedDataParallel has no such keyword.
         RequestError: No communication hook has that name.
-        ConflictError: Arguments of the communication lack one another.
+        ConflictError: An argument of the communication needs another one.
     """
 
     def __init__(
@@ -128,15 +128,15 @@ class DDPStrategy(ParallelStrategy):
     def wrap_model(self, trainer: TrainerLike) -> None:
         if trainer.is_fitting:
             self._wrap()
-        else:  # begin with the values of global rank 0, as what is wrapped does
+        else:  # the values of global rank 0, which DistributedDataParallel broadcasts too
             self.take_from_first_rank(self._synchronized(self.module.named_parameters()))
             self.take_from_first_rank(self._synchronized(self.module.named_buffers()))
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
-        # The last step has changed the buffers of each process by its own data, such as the statistics of batch norm;
-        # DistributedDataParallel shares them before the next one, and a checkpoint has those of rank 0.
-        wanted = (self._ddp_kwargs.get(name) for name in ("forward_sync_buffers", "broadcast_buffers"))
-        if next((is_on for is_on in wanted if is_on is not None), True):
+        # The last step has changed buffers by the data of each process, such as the statistics of batch norm.
+        # DistributedDataParallel broadcasts them before the next step, and a checkpoint has those of rank 0.
+        switches = (self._ddp_kwargs.get(name) for name in ("forward_sync_buffers", "broadcast_buffers"))
+        if next((is_on for is_on in switches if is_on is not None), True):
             self.take_from_first_rank(self._synchronized(self.module.named_buffers()))
         return super().evaluation_context()
 
@@ -175,7 +175,7 @@ class DDPStrategy(ParallelStrategy):
         self.model = DistributedDataParallel(self.model, device_ids=self.device_ids, **self._ddp_kwargs)
 
     def _wrap_again(self) -> None:
-        """Wrap anew: a wrapper averages what was trainable when it was made, and more has been unfrozen since."""
+        """Wrap again: a wrapper averages gradients of the parameters that were trainable when it was created."""
         _logger.info("%s has more trainable parameters than before, and is wrapped again", type(self.module).__name__)
         self._unwrap()
         self._wrap()
@@ -218,15 +218,15 @@ class DDPStrategy(ParallelStrategy):
         self._manual_backward.before_backward(loss)
         with self._explained:
             super().backward(loss, *args, **kwargs)
-            # Left to itself, torch notices at the next step, when gradients that were not averaged have been applied.
-            self.model._check_reducer_finalized()  # noqa: SLF001 - torch documents it for this place
+            # torch checks this in the next step only, when gradients that were not averaged have been applied.
+            self.model._check_reducer_finalized()  # noqa: SLF001 - torch documents it for this use
         self._has_run_backward = True
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients accumulate without being averaged; it must span forward and backward.
 
-        With ``static_graph`` the first backward pass is averaged all the same, as torch cannot begin without; the
-        sum of gradients comes out right.
+        With ``static_graph`` the first backward pass is averaged nevertheless, because torch records the graph then;
+        the sum of gradients is right.
         """
         if getattr(self.model, "static_graph", False) and not self._has_run_backward:
             return nullcontext()
@@ -276,42 +276,42 @@ class DDPStrategy(ParallelStrategy):
         self._explained, self._has_run_backward = nullcontext(), False
 
 
-# Checking the keywords that are passed through to DistributedDataParallel.
+# Keywords that are passed to DistributedDataParallel
 
 
-_CHOSEN_BY_STRATEGY = ("device_ids", "output_device")
+_SET_BY_STRATEGY = ("device_ids", "output_device")
 
 
 def check_ddp_keywords(keywords: Mapping[str, Any], owner: type) -> None:
     """Raise MisuseError for a keyword that DistributedDataParallel does not have, or that follows from the devices.
 
     Args:
-        keywords: What is to be passed through.
-        owner: The strategy's class, one of whose own arguments may be meant.
+        keywords: The keywords.
+        owner: The strategy's class, whose arguments are suggested too.
     """
-    known = [*inspect.signature(DistributedDataParallel).parameters][1:]
+    possible = [*inspect.signature(DistributedDataParallel).parameters][1:]
     for name in keywords:
-        if name in _CHOSEN_BY_STRATEGY:
+        if name in _SET_BY_STRATEGY:
             raise MisuseError(f"{owner.__name__} sets {name!r} itself, by parallel_devices or the Trainer's devices")
-        if name not in known:
+        if name not in possible:
             raise MisuseError(
                 f"{owner.__name__} got {name!r}, which neither it nor torch's DistributedDataParallel knows; "
-                f"{_advice(name, known, inspect.signature(owner).parameters)}"
+                f"{_advice(name, possible, inspect.signature(owner).parameters)}"
             )
 
 
-def _advice(name: str, known: Collection[str], own: Collection[str]) -> str:
-    near = nearest(name, [*known, *own])
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"possible are {', '.join(known)}"
+def _advice(name: str, possible: Collection[str], strategy_arguments: Collection[str]) -> str:
+    near = nearest(name, [*possible, *strategy_arguments])
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"possible are {', '.join(possible)}"
 
 
-# DistributedDataParallel in processes that are started with spawn.
+# Spawned processes
 
 
 class DDPSpawnStrategy(DDPStrategy):
     """DDPStrategy whose processes are started with ``spawn``, unless ``start_method`` says otherwise.
 
-    What the module and the callbacks refer to must pickle, and the script needs a ``__main__`` guard.
+    Module, data and callbacks must be picklable, and the script needs a ``__main__`` guard.
 
     Args:
         *args: As for DDPStrategy.

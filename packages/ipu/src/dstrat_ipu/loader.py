@@ -1,4 +1,4 @@
-"""Loaders of which each item is what one call of a compiled model consumes."""
+"""Loaders whose items have the batches of one call of a compiled model."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def joined(loader: Any, options: Any, purpose: str) -> Any:
-    """Return a loader whose batches hold as many samples as one call consumes, and which leaves an incomplete one out.
+def join_batches(loader: Any, options: Any, purpose: str) -> Any:
+    """Return a loader whose batches have as many samples as one call consumes, without an incomplete last one.
 
     Args:
         loader: A DataLoader of the batches of one replica, one of poptorch's, or a CombinedLoader of them.
-        options: Of the model, which say how many batches a call consumes.
-        purpose: What it is for, in messages.
+        options: Options of the model, with the number of batches in a call.
+        purpose: Purpose of the loader, for messages.
 
     Raises:
-        RequestError: Its batches cannot be joined, or it has too few samples.
-        ConflictError: poptorch's has other options than the model.
+        RequestError: The batches cannot be joined, or the loader has too few samples.
+        ConflictError: poptorch's loader has other options than the model.
     """
     if isinstance(loader, CombinedLoader):
-        return CombinedLoader(map_leaves(loader.iterables, lambda one: joined(one, options, purpose)), loader.mode)
+        return CombinedLoader(
+            map_leaves(loader.iterables, lambda one: join_batches(one, options, purpose)), loader.mode
+        )
     if isinstance(loader, runtime.poptorch().DataLoader):
         _check_options(loader.options, options, purpose)
         return loader
@@ -75,13 +77,13 @@ def _check_samples(sampler: Sized, size: int, batch_size: int, factor: int, purp
         )
 
 
-def _check_options(of_loader: Any, wanted: Any, purpose: str) -> None:
+def _check_options(of_loader: Any, required: Any, purpose: str) -> None:
     def values(options: Any) -> tuple[int, int, int]:
         return (options.replication_factor, options.device_iterations, options.Training.gradient_accumulation)
 
-    if values(of_loader) != values(wanted):
+    if values(of_loader) != values(required):
         names = "replicationFactor, deviceIterations, gradientAccumulation"
         raise ConflictError(
             f"the {purpose} loader is a poptorch.DataLoader with ({names}) = {values(of_loader)}, and the model is "
-            f"compiled with {values(wanted)}: give both the same options, or a torch DataLoader"
+            f"compiled with {values(required)}: give both the same options, or a torch DataLoader"
         )

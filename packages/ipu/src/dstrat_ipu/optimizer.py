@@ -1,4 +1,4 @@
-"""Optimizers whose steps are compiled: poptorch's twin of torch's, and the state that lives on the device.
+"""Optimizers whose steps are compiled: poptorch's counterpart of torch's, and its state on the device.
 
 poptorch reads and writes the state of its own optimizers only, by PopART's names: ``Accl1___<parameter>`` is Adam's
 first moment (graphcore/popart, willow/include/popart/tensornames.hpp; poptorch's tests/optimizers_test.py).
@@ -38,23 +38,23 @@ _REFUSED = ("nesterov", "amsgrad", "maximize", "differentiable", "decoupled_weig
 
 
 class CompiledOptimizer:
-    """The optimizer that a module made, and the one that poptorch compiles.
+    """The optimizer of a module, and the one that poptorch compiles.
 
-    Both have the same groups, so that a scheduler changes the learning rates of both; a change is sent to the
-    device before the next call.
+    Both have the same groups, so a scheduler changes the learning rates of both.  A change is sent to the device
+    before the next call.
 
     Args:
         optimizer: torch's SGD, Adam, AdamW or RMSprop, or poptorch's.
         max_grad_norm: Largest norm of all gradients, which poptorch clips within the step; None does not clip.
 
     Attributes:
-        host: An optimizer of torch's class, which has the state when :meth:`fetch` has been called.
+        host: An optimizer of torch's class, which has the state after :meth:`fetch`.
         device: An optimizer of poptorch's class.
         state_is_pending: Whether the host's state has to be written to the device.
 
     Raises:
-        RequestError: poptorch has none like it.
-        ConflictError: It clips by itself.
+        RequestError: poptorch has no such optimizer.
+        ConflictError: The optimizer clips by itself.
     """
 
     def __init__(self, optimizer: Optimizer, max_grad_norm: float | None) -> None:
@@ -75,21 +75,21 @@ class CompiledOptimizer:
         self._sent = self._values()
 
     def link(self) -> None:
-        """Let all have the same groups, also after a state was loaded."""
+        """Share the same groups among all optimizers, also after a state was loaded."""
         groups = self.host.param_groups if self.host is self.user_optimizer else self.user_optimizer.param_groups
         self.host.param_groups = self.device.param_groups = groups
 
-    def take_groups(self) -> None:
-        """Let all have the groups of the host's optimizer, into which a state was loaded."""
+    def adopt_host_groups(self) -> None:
+        """Share the groups of the host's optimizer among all, after a state was loaded into it."""
         self.user_optimizer.param_groups = self.host.param_groups
         self.link()
 
     def note_step(self) -> None:
-        """Let torch's schedulers know that the optimizer has stepped, or they would warn that it has not."""
-        self.user_optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what torch's own step sets
+        """Mark the optimizer as stepped, as torch's schedulers warn otherwise."""
+        self.user_optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - set by torch's own step
 
     def has_changed(self) -> bool:
-        """Return whether a learning rate or the like has changed since this was last called."""
+        """Return whether an option such as the learning rate has changed since the last call."""
         values = self._values()
         has_changed, self._sent = values != self._sent, values
         return has_changed
@@ -98,49 +98,51 @@ class CompiledOptimizer:
         return [{name: group.get(name) for name in _OPTIONS[self.kind]} for group in self.host.param_groups]
 
     def fetch(self, module: Module) -> None:
-        """Bring the state from the device to :attr:`host`, where it is newer there.
+        """Copy the state from the device to :attr:`host`, if that of the device is newer.
 
         Args:
-            module: Has the names of the parameters.
+            module: The module, for the names of the parameters.
         """
         state = self.device.state_dict().get("ipu_state")
         if state is None or self.state_is_pending:
             return
         for name, parameter in _named(self.host, module):
-            pairs = [(key, _of(state, prefix, name)) for prefix, key in _STATES[self.kind].items()]
+            pairs = [(key, _value_of(state, prefix, name)) for prefix, key in _STATES[self.kind].items()]
             values = {key: value.clone() for key, value in pairs if value is not None}
             if not values:
                 continue
             if "step" in values:
                 values["step"] = values["step"].reshape(())
             elif self.kind == "RMSprop":
-                values["step"] = torch.zeros(())  # torch counts steps, and does not need their number
+                values["step"] = torch.zeros(())  # torch counts steps, but does not use the number
             self.host.state[parameter] = values
 
     def write(self, module: Module) -> None:
-        """Let the device take the state of :attr:`host` the next time that the optimizer is set or attached.
+        """Pass the state of :attr:`host` to poptorch, which copies it to the device with the next optimizer.
 
         Args:
-            module: Compiled, as its names on the device are those that poptorch has given them.
+            module: The compiled module, for the names of the parameters.
         """
         template = self.device.state_dict()
         state = dict(template["ipu_state"] or {})
         for name, parameter in _named(self.host, module):
             for prefix, key in _STATES[self.kind].items():
                 value = self.host.state[parameter].get(key)
-                full = next((known for known in state if _is_of(known, prefix, name)), None)
-                if value is not None and full is not None:
-                    state[full] = runtime.plain(value).to(state[full].dtype).reshape(state[full].shape).clone()
+                device_name = next((full_name for full_name in state if _is_state_of(full_name, prefix, name)), None)
+                if value is not None and device_name is not None:
+                    state[device_name] = (
+                        runtime.plain(value).to(state[device_name].dtype).reshape(state[device_name].shape).clone()
+                    )
         self.device.set_state_dict({**template, "ipu_state": state})
         self.state_is_pending = False
 
-    def keep_exactly(self, module: Module, saved: Mapping[Any, Mapping[str, Any]], *, by_name: bool) -> None:
-        """Keep loaded values in their own dtype, as torch has converted them to that of the parameters.
+    def restore_dtypes(self, module: Module, saved: Mapping[Any, Mapping[str, Any]], *, by_name: bool) -> None:
+        """Restore the dtypes of loaded values, which torch has converted to those of the parameters.
 
         Args:
-            module: Has the names of the parameters.
+            module: The module, for the names of the parameters.
             saved: The state of each parameter, by its name or by its number.
-            by_name: Which of the two.
+            by_name: Whether the keys are names.
         """
         for number, (name, parameter) in enumerate(_named(self.host, module)):
             for key, value in saved.get(name if by_name else number, {}).items():
@@ -170,9 +172,9 @@ def _kind_of(optimizer: Optimizer) -> str:
 
 def _groups(optimizer: Optimizer, kind: str) -> list[dict[str, Any]]:
     """Return groups for a new optimizer, with the same parameters and options."""
-    known = _OPTIONS[kind]
+    names = _OPTIONS[kind]
     return [
-        {"params": list(group["params"]), **{name: group[name] for name in known if name in group}}
+        {"params": list(group["params"]), **{name: group[name] for name in names if name in group}}
         for group in optimizer.param_groups
     ]
 
@@ -180,8 +182,8 @@ def _groups(optimizer: Optimizer, kind: str) -> list[dict[str, Any]]:
 def _twin(optimizer: Optimizer, kind: str, max_grad_norm: float | None) -> Any:
     """Return poptorch's optimizer with the same options.
 
-    Those that are named may change from step to step, and the others are constants of the graph; which are named also
-    decides which of PopART's variants of SGD is compiled.
+    Options that are passed may change from step to step; all others are constants of the graph.  They also decide
+    which of PopART's variants of SGD is compiled.
     """
     cls = getattr(runtime.poptorch().optim, kind)
     parameters = inspect.signature(getattr(torch.optim, kind)).parameters
@@ -211,10 +213,10 @@ def _named(optimizer: Optimizer, module: Module) -> list[tuple[str, Tensor]]:
     return [(names.get(id(parameter), str(index)), parameter) for index, parameter in enumerate(parameters)]
 
 
-def _is_of(known: str, prefix: str, name: str) -> bool:
-    """Return whether a tensor on the device is of a parameter of the module, which is a part of what is compiled."""
-    return known in (f"{prefix}module.{name}", f"{prefix}model.module.{name}")  # as poptorch before 3 had it
+def _is_state_of(device_name: str, prefix: str, name: str) -> bool:
+    """Return whether a tensor on the device is the state of a parameter, whose module is wrapped when compiled."""
+    return device_name in (f"{prefix}module.{name}", f"{prefix}model.module.{name}")  # as poptorch before 3 had it
 
 
-def _of(state: Mapping[str, Tensor], prefix: str, name: str) -> Tensor | None:
-    return next((value for known, value in state.items() if _is_of(known, prefix, name)), None)
+def _value_of(state: Mapping[str, Tensor], prefix: str, name: str) -> Tensor | None:
+    return next((value for device_name, value in state.items() if _is_state_of(device_name, prefix, name)), None)

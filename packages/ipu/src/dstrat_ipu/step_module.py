@@ -90,7 +90,7 @@ class StepModule(Module):
         if self._traced.structure is None:
             self._traced.structure = structure
         elif structure != self._traced.structure:  # the tensors would go to the wrong names of the traced step
-            new, old = (_described(side[0]) for side in (structure, self._traced.structure))
+            new, old = (_describe(side[0]) for side in (structure, self._traced.structure))
             raise MisuseError(
                 f"a batch is {new}, and the step was compiled for {old}: let collate_fn return the same types, with "
                 "the same keys in the same order, for each batch"
@@ -138,9 +138,9 @@ class StepModule(Module):
         """
         traced = zip(results, self._traced.dtypes, self._traced.shapes, strict=True)
         # int64 and float64 come back as int32 and float32.
-        results = [_repeated(result.to(dtype), shape, batches * replicas) for result, dtype, shape in traced]
+        results = [_repeat(result.to(dtype), shape, batches * replicas) for result, dtype, shape in traced]
         for call, index in self._traced.logs:
-            values = _reduced(call, index, results, batches, replicas)
+            values = _reduce(call, index, results, batches, replicas)
             options = dict(call.options)
             logged_size = options.pop("batch_size")
             for value in values:
@@ -185,7 +185,7 @@ def _with_loss_per_batch(outputs: Any, batches: int, replicas: int) -> Any:
     return _replaced_loss(outputs, loss[0] if batches == 1 else loss)
 
 
-def _reduced(call: Any, index: int, results: Sequence[Tensor], batches: int, replicas: int) -> list[Tensor]:
+def _reduce(call: Any, index: int, results: Sequence[Tensor], batches: int, replicas: int) -> list[Tensor]:
     """Return a logged value of each batch, over all replicas as over all processes of other strategies."""
     reduction = call.options["reduce_fx"]
     name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
@@ -193,7 +193,7 @@ def _reduced(call: Any, index: int, results: Sequence[Tensor], batches: int, rep
     return list(reduce(results[index].reshape(batches, replicas), 1).unbind())
 
 
-def _repeated(result: Tensor, shape: torch.Size, count: int) -> Tensor:
+def _repeat(result: Tensor, shape: torch.Size, count: int) -> Tensor:
     """Return a result as if each batch and replica had one: poptorch returns constants of the host once.
 
     Args:
@@ -231,17 +231,17 @@ def _structure_of(argument: Any) -> Any:
     return (type(argument), tuple(names), tuple(map(_structure_of, values)))
 
 
-def _described(structure: Any) -> str:
+def _describe(structure: Any) -> str:
     """Return a structure as users write it, such as ``dict(x: Tensor, y: Tensor)``."""
     if not isinstance(structure, tuple):
         return "None" if structure is None else "Tensor"
-    kind, names, parts = structure
+    kind, names, children = structure
     is_sequence = issubclass(kind, list | tuple)
-    shown = [
-        _described(part) if is_sequence else f"{name}: {_described(part)}"
-        for name, part in zip(names, parts, strict=True)
+    items = [
+        _describe(child) if is_sequence else f"{name}: {_describe(child)}"
+        for name, child in zip(names, children, strict=True)
     ]
-    return f"{kind.__name__}({', '.join(shown)})"
+    return f"{kind.__name__}({', '.join(items)})"
 
 
 def _check_logged(call: Any, step: str) -> None:

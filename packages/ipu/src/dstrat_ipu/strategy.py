@@ -17,7 +17,7 @@ from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat_ipu import runtime
-from dstrat_ipu.loader import joined
+from dstrat_ipu.loader import join_batches
 from dstrat_ipu.optimizer import CompiledOptimizer
 from dstrat_ipu.step_module import StepModule
 
@@ -284,10 +284,10 @@ class IPUStrategy(SingleDeviceStrategy):
     # Batches
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        return joined(dataloader, self.training_opts, "training")
+        return join_batches(dataloader, self.training_opts, "training")
 
     def process_evaluation_dataloader(self, dataloader: Any) -> Any:
-        return joined(dataloader, self.inference_opts, "evaluation")
+        return join_batches(dataloader, self.inference_opts, "evaluation")
 
     def evaluation_batches_per_item(self) -> int:
         iterations, accumulation, _ = self._shape_of(self.inference_opts)
@@ -298,17 +298,17 @@ class IPUStrategy(SingleDeviceStrategy):
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - of a copy
         """Run one call of a compiled step: all its batches, and in training the optimizer's steps."""
         compiled = self._steps.get(name) or self._compile(name)
-        self._detach_others(compiled)
+        self._detach_except(compiled)
         options = self._training_opts if name == "training_step" else self._inference_opts
         return self._run(compiled, options, args, kwargs)
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Let the devices go before and after an evaluation, whose model takes the weights that the host has."""
-        self._detach_others(None)
+        self._detach_except(None)
         with super().evaluation_context():
             yield
-        self._detach_others(None)
+        self._detach_except(None)
 
     def _compile(self, name: StepName) -> _Compiled:
         """Let poptorch compile a step, by its name, as it traces a copy of the module."""
@@ -332,7 +332,7 @@ class IPUStrategy(SingleDeviceStrategy):
     def _pair(self) -> CompiledOptimizer:
         return self._present(self._optimizer, "optimizer")
 
-    def _detach_others(self, compiled: _Compiled | None) -> None:
+    def _detach_except(self, compiled: _Compiled | None) -> None:
         """Let another model have the devices; weights and optimizer state come to the host before."""
         for other in self._steps.values():
             if other is not compiled and other.executor.isCompiled() and other.executor.isAttachedToDevice():
@@ -418,11 +418,11 @@ class IPUStrategy(SingleDeviceStrategy):
         return self._state_of_module()
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        self._detach_others(None)  # attaching copies the weights of the host to the device
+        self._detach_except(None)  # attaching copies the weights of the host to the device
         super().load_module_state_dict(state, strict)
 
     def load_sharded_module_state(self, state: dict[str, Any]) -> None:
-        self._detach_others(None)
+        self._detach_except(None)
         super().load_sharded_module_state(state)
 
     def _host(self, optimizer: Optimizer) -> Optimizer:
@@ -440,16 +440,16 @@ class IPUStrategy(SingleDeviceStrategy):
         return super().sharded_optimizer_state(self._host(optimizer))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self._detach_others(None)
+        self._detach_except(None)
         super().load_optimizer_state(self._host(optimizer), state)
-        self._pair.take_groups()
-        self._pair.keep_exactly(self.module, state.get("state", {}), by_name=False)
+        self._pair.adopt_host_groups()
+        self._pair.restore_dtypes(self.module, state.get("state", {}), by_name=False)
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self._detach_others(None)
+        self._detach_except(None)
         super().load_sharded_optimizer_state(self._host(optimizer), state)
-        self._pair.take_groups()
-        self._pair.keep_exactly(self.module, state["state"], by_name=True)
+        self._pair.adopt_host_groups()
+        self._pair.restore_dtypes(self.module, state["state"], by_name=True)
 
     def rank_state(self) -> dict[str, Any]:
         """Return the random numbers of the device, from the first call of training on."""

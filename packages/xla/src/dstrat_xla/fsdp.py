@@ -43,9 +43,9 @@ class XLAFSDPStrategy(XLAStrategy):
 
     Each process keeps a shard of each parameter, with its gradient and optimizer state; a layer is gathered before its
     forward and backward passes.  The module keeps its names: parameters that ``configure_optimizers`` gets are flat
-    shards, and checkpoints have whole tensors under the names of the module.  After a run the module is whole again in
-    each process.  ``xla_spmd`` with an axis ``"fsdp"`` is what torch_xla recommends where one process drives all
-    devices of a machine.
+    shards, and checkpoints have full tensors under the names of the module.  After a run each process has the full
+    parameters again.  If one process drives all devices of a machine, torch_xla recommends ``xla_spmd`` with an axis
+    ``"fsdp"`` instead.
 
     Args:
         accelerator: The hardware.
@@ -57,7 +57,7 @@ class XLAFSDPStrategy(XLAStrategy):
         activation_checkpointing_policy: Classes of layers that keep no activations for the backward pass, among those
             that are gathered by themselves.
         state_dict_type: ``"sharded"``: each process writes its shards; ``"full"``: global rank 0 has whole tensors.
-        sequential_save: Known from Lightning; a checkpoint is written tensor by tensor anyway.
+        sequential_save: Accepted as in Lightning, without effect: a checkpoint is always written tensor by tensor.
         debug: Whether torch_xla reports compilations and slow operations (``PT_XLA_DEBUG``).
         sync_module_states: Whether all processes begin with the parameters and buffers of global rank 0.
         cluster_environment: Where the job runs.
@@ -66,7 +66,7 @@ class XLAFSDPStrategy(XLAStrategy):
         **kwargs: Arguments of ``torch_xla.distributed.fsdp.XlaFullyShardedDataParallel``.
 
     Raises:
-        RequestError: An option has a value that is none of its own.
+        RequestError: An option has an impossible value.
     """
 
     replicates_state = False
@@ -114,12 +114,14 @@ class XLAFSDPStrategy(XLAStrategy):
 
     def receive(self, parts: Parts) -> None:
         super().receive(parts)
-        known = [name for name in inspect.signature(wrapper_class().__init__).parameters if name not in _SET_HERE]
+        possible = [
+            name for name in inspect.signature(wrapper_class().__init__).parameters if name not in _SET_BY_STRATEGY
+        ]
         for name in self._options:
-            if name not in known:
+            if name not in possible:
                 raise RequestError(
                     f"{type(self).__name__} has no argument {name!r}, and torch_xla's XlaFullyShardedDataParallel "
-                    f"takes {', '.join(one for one in known if not one.startswith('_'))}"
+                    f"takes {', '.join(one for one in possible if not one.startswith('_'))}"
                 )
         if self._options.get("flatten_parameters"):
             raise RequestError(
@@ -130,7 +132,7 @@ class XLAFSDPStrategy(XLAStrategy):
     # The life cycle
 
     def model_to_device(self) -> None:
-        """Do nothing: each layer goes to the device when it is sharded."""
+        """Do nothing: each layer is moved when it is sharded."""
 
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
         if self.sync_module_states and self.world_size > 1:
@@ -170,12 +172,12 @@ class XLAFSDPStrategy(XLAStrategy):
         return super().run_step(name, partial(self.model, step), *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss; torch_xla reduces and shards them on the way."""
+        """Compute gradients of a loss; torch_xla reduces and shards them in the backward pass."""
         Strategy.backward(self, loss, *args, **kwargs)
 
     @contextmanager
     def no_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients whole, without reducing them."""
+        """Accumulate unsharded gradients, without communication."""
         if self.world_size == 1:
             yield
             return
@@ -184,7 +186,7 @@ class XLAFSDPStrategy(XLAStrategy):
 
     @torch.no_grad()
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
-        """Clip the gradients of an optimizer's parameters in place, by what they are on all ranks together."""
+        """Clip the gradients of an optimizer's parameters in place, by their norm over all ranks, or by value."""
         if algorithm == "value" or self.world_size == 1:
             super().clip_gradients(optimizer, clip_val, algorithm)
             return
@@ -196,7 +198,7 @@ class XLAFSDPStrategy(XLAStrategy):
         for gradient in gradients:
             gradient.mul_((clip_val / (norm + 1e-6)).clamp(max=1.0))
 
-    # State of the module: shards in a portable checkpoint, whole tensors elsewhere
+    # State of the module: shards in a portable checkpoint, full tensors elsewhere
 
     def sharded_module_state(self) -> dict[str, Any]:
         """Return copies on the host, where a checkpoint is read; :meth:`load_sharded_module_state` sends them back."""
@@ -204,12 +206,12 @@ class XLAFSDPStrategy(XLAStrategy):
         return {name: self._as_shard(value) for name, value in self._entries().items()}
 
     def load_sharded_module_state(self, state: dict[str, Any]) -> None:
-        self._take(self._entries(), state)
+        self._copy_entries(self._entries(), state)
 
     def module_state_dict(self) -> dict[str, Any]:
         """Return the whole state of the module; collective."""
         runtime.settle()
-        return {name: self._as_whole(value) for name, value in self._entries().items()}
+        return {name: self._as_full(value) for name, value in self._entries().items()}
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the whole state that global rank 0 has; collective."""
@@ -217,23 +219,23 @@ class XLAFSDPStrategy(XLAStrategy):
         shapes = {name: self._as_shard(value) for name, value in entries.items()}
         if (reason := misfit(self.module, shapes, state, strict=strict)) is not None:
             raise CheckpointError(reason)
-        self._take(entries, state)
+        self._copy_entries(entries, state)
         extra = {name: value for name, value in state.items() if is_extra_state(name) and name in entries}
         if extra:
             self.module.load_state_dict(extra, strict=False)
 
     @torch.no_grad()
-    def _take(self, entries: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Copy what a state has of parameters and buffers into them."""
+    def _copy_entries(self, entries: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Copy the parameters and buffers that a state has."""
         for name, value in entries.items():
             if name in state and isinstance(value, torch.nn.Parameter):
-                self._sharded_module.take(value, value, state[name])
+                self._sharded_module.copy_shard(value, value, state[name])
             elif name in state and isinstance(value, torch.Tensor):
                 value.copy_(state[name])
         self.mark_step()
 
     def _entries(self) -> dict[str, Any]:
-        """Return the module's state, parameters as they are rather than detached, by its own names."""
+        """Return the module's state under the module's names, with parameters that are not detached."""
         state = self.module.state_dict(keep_vars=True)
         return {unwrapped_name(name): value for name, value in state.items()}
 
@@ -242,17 +244,17 @@ class XLAFSDPStrategy(XLAStrategy):
             return self._sharded_module.host_shard_of(value)
         return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
-    def _as_whole(self, value: Any) -> Any:
+    def _as_full(self, value: Any) -> Any:
         if isinstance(value, torch.nn.Parameter):
-            return self._sharded_module.whole(value)
+            return self._sharded_module.full_tensor(value)
         return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
     # State of the optimizers, likewise
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        whole = self.replicates_state
+        replicates = self.replicates_state
         return self._optimizer_state(
-            optimizer, self._sharded_module.whole if whole else self._sharded_module.host_shard_of
+            optimizer, self._sharded_module.full_tensor if replicates else self._sharded_module.host_shard_of
         )
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -262,8 +264,10 @@ class XLAFSDPStrategy(XLAStrategy):
         for number, group in enumerate(optimizer.param_groups):
             for parameter, name in zip(group["params"], template["param_groups"][number]["params"], strict=True):
                 probe = state_after_one_step(optimizer, number, torch.zeros(2))
-                kept = [key for key, value in probe.items() if getattr(value, "shape", None) == (2,)]
-                entries[name] = {key: sharded.host_shard_of(parameter, torch.zeros_like(parameter)) for key in kept}
+                sharded_keys = [key for key, value in probe.items() if getattr(value, "shape", None) == (2,)]
+                entries[name] = {
+                    key: sharded.host_shard_of(parameter, torch.zeros_like(parameter)) for key in sharded_keys
+                }
         return {**template, "state": OptionalTensors(entries)}
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -271,7 +275,7 @@ class XLAFSDPStrategy(XLAStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer; collective."""
-        return number_parameters(self._optimizer_state(optimizer, self._sharded_module.whole))
+        return number_parameters(self._optimizer_state(optimizer, self._sharded_module.full_tensor))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load the whole state of an optimizer that global rank 0 has; collective."""
@@ -280,7 +284,7 @@ class XLAFSDPStrategy(XLAStrategy):
         self._load_optimizer_state(optimizer, name_parameters(self.broadcast(dict(state)), names))
 
     def _optimizer_state(self, optimizer: Optimizer, convert: Callable[[Tensor, Tensor], Any]) -> dict[str, Any]:
-        """Return the state by the names of parameters, with what is sharded like them converted."""
+        """Return the state by the names of parameters, with the tensors that are sharded like them converted."""
         runtime.settle()
         sharded = self._sharded_module
         state = named_state(optimizer, sharded)  # type: ignore[arg-type]  # as above
@@ -296,23 +300,23 @@ class XLAFSDPStrategy(XLAStrategy):
     def _load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         parameters = dict(self._sharded_module.named_parameters())
         entries = {
-            name: {key: self._as_kept(parameters.get(name), value) for key, value in entry.items()}
+            name: {key: self._as_stored(parameters.get(name), value) for key, value in entry.items()}
             for name, entry in state["state"].items()
         }
         load_named_state(optimizer, self._sharded_module, {**state, "state": entries})  # type: ignore[arg-type]  # as above
         self.mark_step()
 
-    def _as_kept(self, parameter: Tensor | None, value: Any) -> Any:
-        """Return a value of an optimizer's state as this process keeps it: a whole tensor, or a shard, padded."""
+    def _as_stored(self, parameter: Tensor | None, value: Any) -> Any:
+        """Return a full tensor or a shard of an optimizer's state as this process's padded shard."""
         sharded = self._sharded_module
-        is_whole = isinstance(value, torch.Tensor) and value.dim() > 0
-        if parameter is None or not (isinstance(value, FlatShard) or is_whole):
+        is_full = isinstance(value, torch.Tensor) and value.dim() > 0
+        if parameter is None or not (isinstance(value, FlatShard) or is_full):
             return value
         if tuple(value.shape) != tuple(sharded.shard_of(parameter).shape):
             return value
         target = torch.zeros_like(parameter.detach(), dtype=value.dtype)
-        sharded.take(parameter, target, value)
+        sharded.copy_shard(parameter, target, value)
         return target
 
 
-_SET_HERE = ("self", "module", "auto_wrap_policy", "auto_wrapper_callable")
+_SET_BY_STRATEGY = ("self", "module", "auto_wrap_policy", "auto_wrapper_callable")

@@ -28,44 +28,45 @@ _log = logging.getLogger(__name__)
 
 
 class LazySteps(Strategy):
-    """The base of strategies whose device runs a graph of recorded operations.
+    """Base of strategies whose device runs graphs of recorded operations.
 
-    torch_xla records what the module computes.  The device runs it when the graph is cut: after each step of an
-    optimizer, after each batch that is evaluated, and where evaluation begins and ends.  Whoever reads a value before
-    that (``loss.item()``, ``print(loss)``) cuts the graph there too, and the device computes twice what both need.
+    torch_xla records the operations of the module.  The device runs them when the graph is cut: after each step of an
+    optimizer, after each evaluated batch, and where evaluation begins and ends.  Reading a value before that
+    (``loss.item()``, ``print(loss)``) cuts the graph too, and the device computes operations that both graphs need
+    twice.
 
-    A graph is compiled for each new shape, so that a last batch with fewer samples is logged before training starts.
+    A graph is compiled for each new shape, so a last batch with fewer samples is logged before training starts.
     """
 
-    allows_inference_mode = False  # tensors of inference mode have no place in a graph that goes on after it
+    allows_inference_mode = False  # a graph that continues afterwards cannot use tensors of inference mode
 
-    # Moving the module: torch makes new parameters of those that go to an XLA device or back
+    # Moving the module: torch creates new parameters when they move to an XLA device or back
 
     def model_to_device(self) -> None:
-        with ties_kept(self.module):
+        with keep_ties(self.module):
             super().model_to_device()  # type: ignore[safe-super]  # of the class beside this one
 
     def on_exception(self, exception: BaseException) -> None:
-        """Drop the gradients of the step that broke, which were recorded only.
+        """Drop the gradients of the failed step, which were recorded only.
 
-        When the module leaves the device, each would compile and run a graph of its own, with the collectives of a
-        step that other processes do not join.
+        When the module leaves the device, each gradient would compile and run another graph, with collectives of a
+        step in which the other processes do not take part.
         """
         if self._module is not None:
             self._module.zero_grad(set_to_none=True)
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        with nullcontext() if self._module is None else ties_kept(self._module):
+        with nullcontext() if self._module is None else keep_ties(self._module):
             super().teardown()
 
     def mark_step(self) -> None:
-        """End the graph, and let the device run it; the process goes on at once."""
+        """Cut the graph, and start it on the device without waiting for it."""
         runtime.cut()
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Keep what training has recorded, and what evaluation records, in graphs of their own."""
+        """Separate the graphs of training and evaluation."""
         self.mark_step()
         with super().evaluation_context():
             yield
@@ -74,7 +75,7 @@ class LazySteps(Strategy):
     def read_values(self, tensors: Sequence[Tensor]) -> list[float]:
         return [float(value) for value in runtime.fetch(tensors)]
 
-    # State: on the host, where whoever writes it may look at parts of a tensor without a graph for each
+    # State: on the host, where slices of a tensor can be written without compiling a graph for each
 
     def module_state_dict(self) -> dict[str, Any]:
         return self._on_host(super().module_state_dict())
@@ -94,7 +95,7 @@ class LazySteps(Strategy):
     # Batches
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
-        """Return the batch on the device: its tensors are converted on the host, and sent together."""
+        """Return the batch on the device: its tensors are converted on the host, and sent in one transfer."""
         device = device or self.root_device
         batch = self.precision_plugin.convert_input(batch)
         on_host: dict[int, Tensor] = {}
@@ -125,20 +126,20 @@ class LazySteps(Strategy):
 
 
 @contextmanager
-def ties_kept(module: Module) -> Iterator[None]:
-    """Let layers that share a parameter share it afterwards too, where each would get a copy of its own."""
+def keep_ties(module: Module) -> Iterator[None]:
+    """Keep parameters tied that several layers share, as moving would give each layer a copy."""
     users: dict[Any, list[tuple[Module, str]]] = {}
     for layer in module.modules():
         for name, parameter in layer.named_parameters(recurse=False):
             users.setdefault(parameter, []).append((layer, name))
     yield
-    for (first, first_name), *others in users.values():
-        for layer, name in others:
+    for (first, first_name), *tied in users.values():
+        for layer, name in tied:
             layer.register_parameter(name, getattr(first, first_name))
 
 
 def _uneven_sizes(loader: Any) -> tuple[int, int] | None:
-    """Return the sizes of the last batch and of the others; None where they are the same, or not known."""
+    """Return the sizes of the last batch and of the others; None if they are the same, or unknown."""
     batches = getattr(loader, "batch_sampler", None)
     while isinstance(batches, RankBatchSampler | RepeatedBatches):  # of an evaluation that processes share
         batches = batches.batches

@@ -197,10 +197,10 @@ def check_spmd(count: int) -> None:
         return  # start_spmd makes as many
     present = len(torch_xla().real_devices()) if is_started() else num_devices()
     if present != count:
-        cure = "set CPU_NUM_DEVICES before the program starts" if is_cpu else "hide devices with TPU_VISIBLE_CHIPS"
+        hint = "set CPU_NUM_DEVICES before the program starts" if is_cpu else "hide devices with TPU_VISIBLE_CHIPS"
         raise DeviceError(
             f"strategy 'xla_spmd' drives all {present} devices of XLA's runtime, and devices={count} was asked "
-            f"for: choose devices={present}, or {cure}"
+            f"for: choose devices={present}, or {hint}"
         )
 
 
@@ -255,8 +255,10 @@ def on_host(tensor: Tensor) -> Tensor:
     library = torch_xla()._XLAC  # noqa: SLF001 - it has no other name
     shards = library._get_local_shards([tensor])[0]  # noqa: SLF001 - likewise
     replicas = library._get_local_shard_replica_and_indices([tensor])[0]  # noqa: SLF001 - likewise
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype)
     for (shard, _), (replica, indices) in zip(shards, replicas, strict=True):
         if replica == 0:  # others have the same values
-            whole[tuple(indices)] = shard[tuple(slice(0, part.stop - part.start) for part in indices)]  # unpadded
-    return whole
+            full[tuple(indices)] = shard[
+                tuple(slice(0, dimension.stop - dimension.start) for dimension in indices)
+            ]  # unpadded
+    return full

@@ -29,11 +29,11 @@ _PATCHES = (  # methods that torch_xla sets on a layer itself
 class ShardedModule:
     """The user's module while it is sharded.
 
-    torch_xla takes the parameters out of their layers, so that neither the module's ``parameters()`` nor its state
-    would have them.  Here each shard has the name of its parameter, and the module stays one to make optimizers of.
+    torch_xla removes the parameters from their layers, so that neither the module's ``parameters()`` nor its state
+    would have them.  This class registers each shard under the name of its parameter, for optimizers and state dicts.
 
     Args:
-        module: The user's module; after :meth:`undo` its parameters are whole, and on the CPU.
+        module: The user's module; after :meth:`undo` it has its full parameters, on the CPU.
         is_block: Whether a layer is wrapped by itself.
         is_checkpointed: Whether a wrapped layer computes its activations again in the backward pass.
         options: Further arguments of torch_xla's wrapper.
@@ -59,15 +59,15 @@ class ShardedModule:
 
         self._module = module
         self.root = wrapper(StepModule(module), auto_wrap_policy=is_block, auto_wrapper_callable=wrap, **options)
-        self._wrappers = [part for part in self.root.modules() if isinstance(part, wrapper)]
+        self._wrappers = [submodule for submodule in self.root.modules() if isinstance(submodule, wrapper)]
         self._shards: dict[Parameter, torch.Size] = {}
-        for part in self._wrappers:
-            self._name_shards(part)
+        for submodule in self._wrappers:
+            self._name_shards(submodule)
 
     def _name_shards(self, wrapper: Any) -> None:
-        """Let each layer have the shards as its parameters; computing goes on with what torch_xla gathers."""
+        """Register the shards as parameters of the layers, which compute with the gathered parameters of torch_xla."""
         for (_, layer, name), shard in zip(wrapper.full_param_infos, wrapper.sharded_params, strict=True):
-            wrapper._parameters.pop(shard._name)  # noqa: SLF001 - where torch_xla has put it
+            wrapper._parameters.pop(shard._name)  # noqa: SLF001 - registered there by torch_xla
             layer._parameters[name] = shard  # noqa: SLF001 - the gathered parameter is an attribute of the layer
             self._shards[shard] = shard._orig_size  # noqa: SLF001 - likewise
         for _, _, layer, name, first, first_name in wrapper.shared_full_param_infos:
@@ -89,7 +89,7 @@ class ShardedModule:
         return FlatShard(local=flat[:length], start=min(start, size.numel()), shape=tuple(size))
 
     def host_shard_of(self, parameter: Tensor, value: Tensor | None = None) -> FlatShard:
-        """Return a copy of the same on the host."""
+        """Return a copy of :meth:`shard_of` on the host."""
         shard = self.shard_of(parameter, value)
         return FlatShard(local=shard.local.cpu(), start=shard.start, shape=shard.shape)
 
@@ -98,16 +98,16 @@ class ShardedModule:
         return isinstance(value, Tensor) and parameter in self._shards and value.shape == parameter.shape
 
     @torch.no_grad()
-    def whole(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
-        """Return a parameter, or a tensor that is sharded like it, as a whole on the host; collective."""
+    def full_tensor(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
+        """Return the full tensor of a parameter, or of a tensor that is sharded like it, on the host; collective."""
         size = self._shards[parameter]  # type: ignore[index]  # a parameter
         shard = (parameter if value is None else value).detach()
         gathered = shard if self.root.world_size == 1 else runtime.xla_model().all_gather(shard)
         return gathered.reshape(-1)[: size.numel()].view(size).cpu()
 
     @torch.no_grad()
-    def take(self, parameter: Tensor, target: Tensor, value: Tensor | FlatShard) -> None:
-        """Copy this process's elements of a whole tensor, or of a shard, into a tensor that is sharded alike."""
+    def copy_shard(self, parameter: Tensor, target: Tensor, value: Tensor | FlatShard) -> None:
+        """Copy this process's elements of a full tensor, or a shard, into a tensor that is sharded likewise."""
         shard = self.shard_of(parameter, target)
         elements = value.local if isinstance(value, FlatShard) else shard.taken_from(value)
         shard.local.copy_(elements)
@@ -115,23 +115,23 @@ class ShardedModule:
     # The end
 
     def undo(self) -> None:
-        """Let the module be as it was, with whole parameters on the CPU; collective."""
+        """Restore the module, with full parameters on the CPU; collective."""
         runtime.cut()
-        whole = {shard: Parameter(self.whole(shard), requires_grad=shard.requires_grad) for shard in self._shards}
+        full = {shard: Parameter(self.full_tensor(shard), requires_grad=shard.requires_grad) for shard in self._shards}
         for wrapper in self._wrappers:
             infos = [info[1:] for info in wrapper.full_param_infos]
             infos += [info[2:4] for info in wrapper.shared_full_param_infos]
             for layer, name in infos:
                 layer.__dict__.pop(name)
-                layer._parameters[name] = whole[layer._parameters[name]]  # noqa: SLF001 - which keeps its place
+                layer._parameters[name] = full[layer._parameters[name]]  # noqa: SLF001 - keeps the order of names
         wrapped = {id(wrapper): wrapper.module.module for wrapper in self._wrappers}
-        for part in list(self._module.modules()):
-            for name, child in list(part._modules.items()):  # noqa: SLF001 - likewise
-                part._modules[name] = wrapped.get(id(child), child)  # noqa: SLF001 - likewise
-        for part in self._module.modules():
+        for submodule in list(self._module.modules()):
+            for name, child in list(submodule._modules.items()):  # noqa: SLF001 - likewise
+                submodule._modules[name] = wrapped.get(id(child), child)  # noqa: SLF001 - likewise
+        for submodule in self._module.modules():
             for patch in _PATCHES:
-                if part.__dict__.pop(patch, None) is not None:
-                    part.__dict__.pop("forward", None)
+                if submodule.__dict__.pop(patch, None) is not None:
+                    submodule.__dict__.pop("forward", None)
 
 
 def wrapper_class() -> Any:
@@ -166,7 +166,7 @@ def checked_classes(option: str, classes: Collection[type[Module]] | None) -> tu
     Raises:
         RequestError: They are something else.
     """
-    listed = () if classes is None else tuple(classes)
-    if not all(isinstance(one, type) and issubclass(one, Module) for one in listed):
+    checked = () if classes is None else tuple(classes)
+    if not all(isinstance(one, type) and issubclass(one, Module) for one in checked):
         raise RequestError(f"{option} {classes!r} is no set of classes of layers: give one, such as {{MyBlock}}")
-    return listed
+    return checked

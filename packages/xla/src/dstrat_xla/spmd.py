@@ -13,7 +13,7 @@ from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import DeviceError, MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat_xla import runtime
-from dstrat_xla.lazy import LazySteps, ties_kept
+from dstrat_xla.lazy import LazySteps, keep_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -110,8 +110,8 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
 
     def _sizes(self, num_devices: int) -> dict[str, int]:
         """Return the size of each axis for a number of devices."""
-        known = math.prod(size for size in self.mesh_shape.values() if size != -1)
-        sizes = {name: num_devices // known if size == -1 else size for name, size in self.mesh_shape.items()}
+        fixed = math.prod(size for size in self.mesh_shape.values() if size != -1)
+        sizes = {name: num_devices // fixed if size == -1 else size for name, size in self.mesh_shape.items()}
         if math.prod(sizes.values()) != num_devices:
             raise DeviceError(
                 f"mesh_shape {dict(self.mesh_shape)!r} does not fit {num_devices} devices, of which none can be left "
@@ -175,7 +175,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         self._hooks = []
         if self._module is not None and self._mesh is not None:
             self.mark_step()
-            with ties_kept(self._module):
+            with keep_ties(self._module):
                 self._module._apply(self.to_host)  # noqa: SLF001 - what Module.cpu calls
         super().teardown()
         if self._mesh is not None:
