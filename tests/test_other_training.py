@@ -138,6 +138,6 @@ def test_all_ranks_refuse_what_does_not_fit_and_go_on_without_what_was_left_out(
             case
         )
         assert found["Unlike"].startswith("the weights do not fit Unlike: missing frozen."), case
-        assert "left over more.weight. Make the module as it was trained" in found["Unlike"], case
+        assert "unexpected more.weight. Make the module as it was trained" in found["Unlike"], case
         assert found["Pretrained"] is None, case
         assert found["count"] == 2, case

@@ -107,7 +107,7 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank(trained):
     }
     for found in in_ranks(each, function=misfit, cases=cases):
         assert found == {
-            "strict": "the weights do not fit BlockNet: missing last.bias; left over extra. Make the module as it was "
+            "strict": "the weights do not fit BlockNet: missing last.bias; unexpected extra. Make the module as it was "
             "trained, or set strict_loading = False on it to load the others",
             "not strict": None,
             "shape": "the weights do not fit BlockNet: last.bias has the shape (7,), and the module's has (3,)",

@@ -188,7 +188,7 @@ def test_an_object_whose_tensors_cannot_be_moved_is_an_error_that_says_what_to_d
 
 
 def test_a_method_that_moves_something_else_is_an_error_that_says_what_to_do():
-    with pytest.raises(DstratError, match=r"Moment, which cannot be moved by its own to\('meta'\).*not a timezone"):
+    with pytest.raises(DstratError, match=r"Moment, which cannot be moved by its method to\('meta'\).*not a timezone"):
         move_to_device([Moment()], META)
 
 

@@ -60,7 +60,7 @@ def test_weights_that_do_not_fit_are_an_error_with_the_checkpoint_and_their_name
 @FORMATS
 def test_weights_that_are_left_over_are_named_too(make_line, with_head, save, go_on, io):
     save(with_head(), io)
-    with pytest.raises(CheckpointError, match=r"the weights do not fit Line: left over head\.weight, head\.bias\. "):
+    with pytest.raises(CheckpointError, match=r"the weights do not fit Line: unexpected head\.weight, head\.bias\. "):
         go_on(make_line(), "test", io)
 
 

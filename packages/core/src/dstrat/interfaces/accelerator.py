@@ -1,4 +1,4 @@
-"""The interface to one type of hardware."""
+"""Interface of accelerators: one type of hardware."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import Precision
 
 Devices = int | str | Sequence[int]
-"""What a user may write for devices: ``4``, ``"4"``, ``-1``, ``"auto"``, ``[0, 1]``, ``"0,1"``."""
+"""Requested devices: ``4``, ``"4"``, ``-1``, ``"auto"``, ``[0, 1]``, ``"0,1"``."""
 
 GraphEnd = Literal["backward", "optimizer_step", "evaluation_step"]
-"""After what a graph of recorded operations may end: a backward pass, or a step of the optimizer or of evaluation."""
+"""End of a graph of recorded operations: after a backward pass, or after a step of the optimizer or of evaluation."""
 
 
 class Accelerator(ABC):
-    """One type of hardware: which devices there are, and what each needs before it computes.
+    """One type of hardware: its devices, and their set-up in a process.
 
-    Light to construct: nothing on the hardware is touched before :meth:`setup`.  The smallest complete subclass::
+    It is cheap to construct: the hardware is not touched before :meth:`setup`.  The smallest complete subclass::
 
         class MyAccelerator(Accelerator):
             process_group_backend = "gloo"
@@ -57,11 +57,11 @@ class Accelerator(ABC):
         """Return whether this machine has such hardware and torch can use it."""
 
     def hint_unavailable(self) -> str | None:
-        """Return what keeps the hardware from being available, and how to remove it; None where nothing is known."""
+        """Return why the hardware is not available, and what to do; None if unknown."""
         return None
 
     def describe(self) -> str | None:
-        """Return what drives the hardware, such as a runtime and its version, for people; None where torch does."""
+        """Return the runtime of the hardware and its version, for display; None if torch drives it."""
         return None
 
     @abstractmethod
@@ -70,10 +70,10 @@ class Accelerator(ABC):
 
     @abstractmethod
     def parse_devices(self, devices: Devices) -> list[int]:
-        """Return the indices of the devices that the user's words mean.
+        """Return the indices of the requested devices.
 
         Raises:
-            DeviceError: They are not there, or make no sense.
+            DeviceError: The devices do not exist, or the request is not understood.
         """
 
     @abstractmethod
@@ -81,11 +81,11 @@ class Accelerator(ABC):
         """Return one ``torch.device`` for each index."""
 
     def device_in_process(self, device: torch.device) -> torch.device:
-        """Return the device as the process that it belongs to calls it.
+        """Return the name of a device within its process.
 
         Args:
-            device: One of :meth:`get_parallel_devices`; hardware that shows each process a single device calls it
-                ``"type:0"``, whichever it is.
+            device: One of :meth:`get_parallel_devices`; on hardware that shows each process a single device it is
+                ``"type:0"`` there.
         """
         return device
 
@@ -98,34 +98,33 @@ class Accelerator(ABC):
         return None
 
     def setup(self, device: torch.device | None = None) -> None:
-        """Make the device ready in this process.
+        """Prepare the device in this process.
 
         Args:
-            device: One of :meth:`get_parallel_devices`; None means the only one there is.
+            device: One of :meth:`get_parallel_devices`; None for the only one.
         """
 
     def end_graph(self, after: GraphEnd) -> None:
-        """Let the device run what has been recorded, on hardware that records operations before it runs them.
+        """Run the recorded operations, on hardware that records operations before it runs them.
 
-        Whoever runs a strategy calls it after each backward pass, each optimizer step and each evaluation step: the
-        Trainer and OwnLoop do.  Strategies need not know of it.  It does nothing by default, and then the Trainer
-        does not call it.
+        The Trainer and OwnLoop call it after each backward pass, each optimizer step and each evaluation step;
+        strategies do not.  It does nothing by default, and then the Trainer does not call it.
 
         Args:
-            after: What has just been recorded; hardware whose graphs span a whole step does nothing after
+            after: The operation that was recorded last; hardware whose graphs span a full step does nothing after
                 ``"backward"``.
         """
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - not all hardware counts
-        """Return what the hardware reports of itself, such as bytes of memory in use, by name."""
+        """Return statistics of the hardware, such as bytes of memory in use, by name."""
         return {}
 
     def get_random_state(self, device: torch.device) -> Tensor | None:  # noqa: ARG002 - the CPU's belongs to torch
-        """Return the state of the hardware's own random numbers (uint8); None where it has none."""
+        """Return the state of the hardware's random number generator (uint8); None if it has none."""
         return None
 
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
-        """Take back what :meth:`get_random_state` returned."""
+        """Set a state that :meth:`get_random_state` returned."""
 
     def teardown(self) -> None:
-        """Release what :meth:`setup` took."""
+        """Release the resources of :meth:`setup`."""

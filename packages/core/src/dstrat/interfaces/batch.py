@@ -1,4 +1,4 @@
-"""Applying a function to every tensor of a nested batch, and moving a batch to a device."""
+"""Nested batches: functions applied to every tensor, and transfer to a device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def apply_to_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     """Return the batch with the function applied to each tensor in it.
 
-    Goes into mappings, lists, tuples, named tuples and dataclasses, also frozen ones and subclasses, and keeps their
-    types; everything else is returned as it is, and so is whatever the function leaves unchanged.
+    It traverses mappings, lists, tuples, named tuples and dataclasses, also frozen ones and subclasses, and keeps their
+    types.  Other objects, and collections in which the function changes nothing, are returned unchanged.
     """
     return _apply(batch, _classify, function, lambda other: other)
 
@@ -40,12 +40,12 @@ def numbers_to_tensors(batch: Any, device: torch.device) -> Any:
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with each tensor (and whatever else has a ``to`` for devices) on the device.
+    """Return the batch with each tensor, and each object with a ``to`` for devices, on the device.
 
-    What is there already is returned as it is.  Copies from pinned memory do not wait for the device.
+    A batch that is on the device already is returned unchanged.  Copies from pinned memory do not wait for the device.
 
     Raises:
-        MisuseError: Something in the batch holds tensors and cannot be moved.
+        MisuseError: An object in the batch holds tensors and cannot be moved.
     """
     if _is_on_device(batch, device):
         return batch
@@ -57,10 +57,9 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
 
 
 def mover_to(device: torch.device) -> Callable[[Any], Any]:
-    """Return what does the same as :func:`move_to_device`, many times.
+    """Return a function that moves batches as :func:`move_to_device` does, for many calls.
 
-    On the CPU most batches are plain lists or tuples of tensors that are there already, and a glance at them is all
-    that it costs.
+    On the CPU most batches are plain lists or tuples of tensors that need no move, which a fast path recognizes.
     """
     from torch import Tensor
 
@@ -80,7 +79,7 @@ def mover_to(device: torch.device) -> Callable[[Any], Any]:
 
 
 def pin_memory(batch: Any) -> Any:
-    """Return the batch with the tensors that are on the CPU in pinned memory, but for what moves itself."""
+    """Return the batch with its CPU tensors in pinned memory, without objects that move themselves."""
     import torch
 
     def pin(tensor: Tensor) -> Tensor:
@@ -91,7 +90,7 @@ def pin_memory(batch: Any) -> Any:
 
 
 class _NodeKind(enum.Enum):
-    """What can be found in a batch."""
+    """Kinds of objects in a batch."""
 
     TENSOR = enum.auto()
     PLAIN = enum.auto()
@@ -107,7 +106,7 @@ _TENSOR, _PLAIN, _SEQUENCE, _MAPPING = _NodeKind.TENSOR, _NodeKind.PLAIN, _NodeK
 
 @lru_cache(maxsize=1024)
 def _classify(cls: type) -> _NodeKind:
-    """Return what objects of a class are."""
+    """Return the kind of a class's objects."""
     from torch import Tensor
 
     if issubclass(cls, Tensor):
@@ -123,19 +122,19 @@ def _classify(cls: type) -> _NodeKind:
 
 @lru_cache(maxsize=1024)
 def _classify_movable(cls: type) -> _NodeKind:
-    """Return the same for moving, where a collection with a method ``to`` knows best how to move itself."""
+    """Return the kind for moving: a collection with a method ``to`` is an object that moves itself."""
     node_kind = _classify(cls)
     moves_itself = node_kind not in {_NodeKind.TENSOR, _NodeKind.PLAIN} and _to_method(cls) is not None
     return _NodeKind.OBJECT if moves_itself else node_kind
 
 
 def _classify_numeric(cls: type) -> _NodeKind:
-    """Return the same, where numbers are something to convert."""
+    """Return the kind for conversion: numbers are objects to convert."""
     return _NodeKind.OBJECT if issubclass(cls, _NUMBERS) else _classify(cls)  # type: ignore[arg-type]  # a class is hashable
 
 
 def _is_on_device(batch: Any, device: torch.device) -> bool:
-    """Return whether a batch of tensors, in plain collections or not, is on the device as a whole."""
+    """Return whether all tensors of a batch, in plain collections or not, are on the device."""
     kind = _classify_movable(type(batch))  # type: ignore[arg-type]  # a class is hashable
     if kind is _TENSOR:
         return bool(batch.device == device)
@@ -157,7 +156,7 @@ def _apply(
     to_tensor: Callable[[Tensor], Any],
     to_object: Callable[[Any], Any],
 ) -> Any:
-    """Apply a function to the tensors, and another to what is neither a tensor nor a collection."""
+    """Apply one function to the tensors, and another to objects that are neither tensors nor collections."""
     kind = classify(type(batch))
     if kind is _NodeKind.TENSOR:
         return to_tensor(batch)
@@ -173,7 +172,7 @@ def _apply(
 
 
 def _unpack(batch: Any, kind: _NodeKind) -> tuple[Sequence[Any], Sequence[Any], Callable[[Any, dict[Any, Any]], Any]]:
-    """Return the names of what a collection holds, the values, and what makes such a collection of others."""
+    """Return the keys and values of a collection, and the function that rebuilds it with other values."""
     if kind is _NodeKind.SEQUENCE:
         return range(len(batch)), batch, _rebuild_sequence
     if kind is _NodeKind.MAPPING:
@@ -195,7 +194,7 @@ def _rebuild_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any
         return values
     if not isinstance(original, MutableMapping):
         return _construct(original, values)
-    copied = copy.copy(original)  # which keeps attributes and does not call the constructor, whatever that wants
+    copied = copy.copy(original)  # keeps attributes, and does not call the constructor, whose arguments are unknown
     for key, value in values.items():
         copied[key] = value
     return copied
@@ -209,7 +208,7 @@ def _construct(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 def _rebuild_dataclass(original: Any, values: dict[str, Any]) -> Any:
-    """Return a copy with other fields, without calling ``__init__``, so that nothing is computed or checked again."""
+    """Return a copy with other fields, without ``__init__``, which could compute or check them again."""
     copied = object.__new__(type(original))
     if hasattr(original, "__dict__"):
         copied.__dict__.update(original.__dict__)
@@ -219,16 +218,16 @@ def _rebuild_dataclass(original: Any, values: dict[str, Any]) -> Any:
 
 
 def _move_object(batch: Any, device: torch.device) -> Any:
-    """Move what has a ``to`` of its own, and refuse what has none and holds tensors that are elsewhere."""
+    """Move an object by its method ``to``; refuse one without it that holds tensors on another device."""
     method = _to_method(type(batch))  # type: ignore[arg-type]  # a class is hashable
     if method is not None:
         options = {"non_blocking": True} if method.takes_non_blocking and device.type == "cuda" else {}
         try:
             moved = batch.to(device, **options)
         except (TypeError, ValueError) as error:
-            reason = f"cannot be moved by its own to({str(device)!r}) ({error})"
+            reason = f"cannot be moved by its method to({str(device)!r}) ({error})"
             raise _cannot_be_moved(batch, reason) from error
-        return batch if moved is None else moved  # many move in place and return nothing
+        return batch if moved is None else moved  # many move in place and return None
     held = {} if isinstance(batch, type) else getattr(batch, "__dict__", {})
     elsewhere = [name for name, value in held.items() if _is_tensor(value) and value.device != device]
     if elsewhere:
@@ -250,7 +249,7 @@ def _cannot_be_moved(batch: Any, reason: str) -> MisuseError:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _ToMethod:
-    """That a class has a method ``to``, and whether it takes ``non_blocking``."""
+    """The method ``to`` of a class, and whether it takes ``non_blocking``."""
 
     takes_non_blocking: bool
 

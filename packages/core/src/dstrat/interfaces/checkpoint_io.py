@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class OptionalTensors(dict[str, Any]):
-    """A part of a template whose tensors a checkpoint may lack, or have in another dtype, which is converted."""
+    """Subtree of a template whose tensors a checkpoint may lack, or have in another dtype, which is converted."""
 
 
 class CheckpointIO(ABC):
-    """How a checkpoint reaches storage and comes back.
+    """Writes checkpoints to storage, and reads them.
 
     The smallest complete subclass::
 
@@ -34,15 +34,14 @@ class CheckpointIO(ABC):
                 Path(path).unlink()
 
     Attributes:
-        is_collective: Whether every process saves, each its part of sharded tensors; otherwise global rank 0 alone
-            does, and gets whole tensors.
+        is_collective: Whether every process saves, each its shards; otherwise only global rank 0 saves, full tensors.
     """
 
     is_collective: bool = False
 
     @classmethod
     def recognizes(cls, path: str | Path) -> bool:  # noqa: ARG003 - most read only what they have written
-        """Return whether a path has a checkpoint of another program, which :meth:`load_checkpoint` converts to ours."""
+        """Return whether a path has a checkpoint of another program, which :meth:`load_checkpoint` converts."""
         return False
 
     @abstractmethod
@@ -62,16 +61,16 @@ class CheckpointIO(ABC):
         """
 
     def load_into(self, path: str | Path, template: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - see below
-        """Read a checkpoint into the tensors of a template, which may be sharded, as far as it has them.
+        """Read a checkpoint into those tensors of a template that it has; they may be sharded.
 
-        Only one that is collective can: others return whole tensors, as :meth:`load_checkpoint` does.
+        Only collective ones can do this; others return full tensors, as :meth:`load_checkpoint` does.
         """
         return self.load_checkpoint(path)
 
     def load_rank(self, path: str | Path, rank: int) -> dict[str, Any] | None:  # noqa: ARG002 - see below
-        """Return what one of the processes that saved had under ``"per_rank"``; None where it is not kept for others.
+        """Return the state that one of the saving processes had under ``"per_rank"``; None if it is not stored.
 
-        Only one that is collective can: others get what belongs to single processes as a part of the checkpoint.
+        Only collective ones can do this; others have the state of single processes within the checkpoint.
 
         Raises:
             CheckpointError: It is damaged, or was saved by fewer processes.
@@ -79,28 +78,27 @@ class CheckpointIO(ABC):
         return None
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint file, so that only the best ones are kept."""
+        """Remove a checkpoint."""
         Path(path).unlink(missing_ok=True)
 
     def teardown(self) -> None:
-        """Finish what is still being written."""
+        """Finish pending writes."""
 
 
-# A run of a tensor's elements, which is what backends that shard flattened parameters keep of each.
+# Shards of flattened tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FlatShard:
-    """The elements of a tensor that this process holds: some that follow each other, row by row.
+    """Contiguous range of a flattened tensor's elements, in row-major order, that this process holds.
 
-    It stands in a checkpoint, or in the template of one, where a whole tensor would.  Each element is held by one
-    process; one that holds none has an empty shard.  The same object under two names is one tensor, as tied weights
-    are.
+    It replaces a full tensor in a checkpoint or its template.  Each element is held by one process, and the shard of a
+    process may be empty.  The same object under two names is one tensor, as for tied weights.
 
     Attributes:
         local: The elements, contiguous and of one dimension; a checkpoint is loaded into this memory.
-        start: Position of the first of them among all elements of the tensor.
-        shape: Of the whole tensor.
+        start: Index of the first of them among all elements of the tensor.
+        shape: Shape of the full tensor.
     """
 
     local: Tensor
@@ -109,9 +107,9 @@ class FlatShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Dtype of the elements."""
         return self.local.dtype
 
     def taken_from(self, tensor: Tensor) -> Tensor:
-        """Return the elements of this shard out of a whole tensor of the same shape, flat, as a view if possible."""
+        """Return the elements of this shard from a full tensor of the same shape, flat, as a view if possible."""
         return tensor.reshape(-1)[self.start : self.start + self.local.numel()]

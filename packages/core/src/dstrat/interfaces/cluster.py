@@ -1,4 +1,4 @@
-"""The interface to whatever started, or will start, the processes of a job."""
+"""Interface of cluster environments: ranks, sizes and the address of rank 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dstrat.errors import RequestError
 
 @cache
 def this_machine() -> str:
-    """Return the name of this machine and of its process ids, which a container has for itself."""
+    """Return the name of this machine and of its namespace of process ids, as containers have separate ones."""
     try:
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -23,10 +23,10 @@ def this_machine() -> str:
 
 
 class ClusterEnvironment(ABC):
-    """Where a job runs: who starts its processes, and which one of them this is.
+    """Where a job runs: its processes, which of them is this one, and whether they exist already.
 
-    A cluster environment only reads: no method writes to the environment.  Everything is read from the ``environ``
-    that it is given, ``os.environ`` by default, so that tests pass a dictionary.  The smallest complete subclass::
+    A cluster environment only reads: no method writes to the environment.  Everything is read from ``environ``,
+    ``os.environ`` by default, so tests pass a dictionary.  The smallest complete subclass::
 
         class MyCluster(ClusterEnvironment):
             @classmethod
@@ -51,7 +51,7 @@ class ClusterEnvironment(ABC):
     @classmethod
     @abstractmethod
     def evidence(cls, environ: Mapping[str, str]) -> str | None:
-        """Say in a few words why this environment is the one that we run in; None when it is not.
+        """Return in a few words why this process runs in this environment; None if it does not.
 
         For example ``"SLURM_STEP_ID is set"``.
         """
@@ -74,12 +74,12 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """Number of processes of the whole job."""
+        """Number of processes of the job."""
 
     @property
     @abstractmethod
     def global_rank(self) -> int:
-        """Rank of this process in the whole job, from 0."""
+        """Rank of this process in the job, from 0."""
 
     @property
     @abstractmethod
@@ -95,25 +95,25 @@ class ClusterEnvironment(ABC):
     def listening_socket(self) -> int | None:
         """File descriptor of a socket that listens on ``main_address:main_port`` already, in global rank 0 only.
 
-        With it the rendezvous opens no port of its own, so that nothing else can take the port and it listens on
-        no other interface.
+        With it the rendezvous opens no other port: no other program can take the port meanwhile, and it listens on no
+        other interface.
         """
         return None
 
     @property
     def store_file(self) -> str | None:
-        """Path of a file through which the ranks meet, all on this machine; None where they meet at the address.
+        """Path of the rendezvous file of ranks that are all on this machine; None if they meet at the address.
 
-        It is in a folder that nobody but the job's user can open.  A store that listens on a port can be read and
-        written by every user of the machine.
+        It is in a folder that only the job's user can open.  A store that listens on a port can be read and written by
+        every user of the machine.
         """
         return None
 
     @property
     def stop_signal(self) -> int | None:
-        """Number of the signal by which the job was asked to stop; None before.
+        """Number of the signal that stops the job; None if it is not being stopped.
 
-        Ranks that wait for others to come stop then, as some may have obeyed already.
+        Ranks that wait for their peers to start stop then, because some may have ended already.
         """
         return None
 
@@ -124,7 +124,7 @@ class ClusterEnvironment(ABC):
 
     @property
     def attempt(self) -> int:
-        """How many times the job has been restarted, so that what an earlier attempt left is not taken for new."""
+        """Number of restarts of the job, which separates the keys of attempts in a store that outlives them."""
         return 0
 
     def validate(self, *, num_devices: int, num_nodes: int) -> None:

@@ -16,7 +16,7 @@ class Launcher(ABC):
 
     The smallest complete subclass, for processes that exist already::
 
-        class HereLauncher(Launcher):
+        class InlineLauncher(Launcher):
             def launch(self, function, *args, **kwargs):
                 return function(*args, **kwargs)
 
@@ -28,20 +28,20 @@ class Launcher(ABC):
     def runs_here(self) -> bool:
         """Whether ``launch`` runs the function in the calling process.
 
-        Where it does not, objects that the function changes are copies, and only what it returns comes back.
+        If not, objects that the function changes are copies, and only its result is sent back.
         """
         return True
 
     @property
     def reruns_the_script(self) -> bool:
-        """Whether the processes run the whole script, so that ``launch`` does not return in this one."""
+        """Whether the processes run the script again, so that ``launch`` does not return in this one."""
         return False
 
     @property
     def repeats_the_script(self) -> bool:
-        """Whether this process only repeats what another one did, up to the launch that it was started for.
+        """Whether this process re-runs the script and has not yet reached the launch that it was started for.
 
-        What is printed once for the job is not printed here until then.
+        Output that is printed once for the job is not printed by this process until then.
         """
         return False
 
@@ -50,7 +50,7 @@ class Launcher(ABC):
         """Run the function in every process of the job and wait for all of them.
 
         Returns:
-            What the function returned in this process; where it did not run here, what it returned in global rank 0.
+            The result of the function in this process; if it did not run in this process, that of global rank 0.
 
         Raises:
             LaunchError: The processes could not be started.

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as ``configure_optimizers`` may return them, in one shape."""
+"""Optimizers and schedulers: results of ``configure_optimizers`` in one form."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class Optimization:
 
 
 def read_optimizers(returned: Any, *, steps_schedulers: bool = True) -> Optimization:
-    """Bring what ``configure_optimizers`` returned into one shape.
+    """Return the optimizers and schedulers in a result of ``configure_optimizers``.
 
     Args:
         returned: None, an optimizer, a dict, a sequence of either, or a pair of optimizers and schedulers.
-        steps_schedulers: Whether schedulers are stepped for the user, who must say then what one of them watches.
+        steps_schedulers: Whether schedulers are stepped automatically, for which some need a monitored value.
 
     Raises:
-        MisuseError: It has none of these shapes, or a scheduler is of an optimizer that is not among them.
+        MisuseError: The result has none of these forms, or a scheduler belongs to another optimizer.
     """
     optimization = _read(returned)
     for config in optimization.schedulers:
@@ -79,7 +79,7 @@ def _check_owner(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
     """Refuse a scheduler that would change the learning rates of another optimizer than those returned."""
     scheduled: Any = getattr(scheduler, "optimizer", None)
     if not _is_optimizer(scheduled):
-        return  # which one it changes is unknown
+        return  # unknown, as it has no attribute ``optimizer``
     groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     if not any(id(group) in groups for group in scheduled.param_groups):  # one that wraps another shares its groups
         raise MisuseError(
@@ -146,7 +146,7 @@ def _scheduler(value: Any) -> SchedulerConfig:
 
 
 def _settle_monitor(config: SchedulerConfig) -> None:
-    """Settle whether the scheduler takes the monitored value; it has no ``monitor`` afterwards where it does not."""
+    """Set whether the scheduler takes the monitored value; clear ``monitor`` if it does not."""
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
     name, requested = type(config.scheduler).__name__, config.reduce_on_plateau

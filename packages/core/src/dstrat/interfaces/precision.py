@@ -1,4 +1,4 @@
-"""The interface to one numerical precision: dtypes, conversion, loss scaling, and the optimizer's step."""
+"""Interface of precisions: dtypes, conversion, loss scaling, and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Precision(ABC):
         self.scale_loss(loss).backward(*args, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Undo the loss scale in the gradients of an optimizer, before anyone looks at them."""
+        """Undo the loss scale in the gradients of an optimizer, before hooks and clipping read them."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, which computes the gradients, and the optimizer's step.
@@ -89,7 +89,7 @@ class Precision(ABC):
         """
         if not _computes_once(optimizer):
             return optimizer.step(closure=closure, **kwargs)
-        loss = closure()  # beforehand rather than inside of step, where torch would switch gradients off and on again
+        loss = closure()  # before step, not within it, where torch would switch gradients off and on again
         optimizer.step(**kwargs)
         return loss
 
@@ -97,7 +97,7 @@ class Precision(ABC):
         """Clip the (unscaled) gradients of an optimizer's parameters in place.
 
         Args:
-            optimizer: Whose parameters' gradients are clipped.
+            optimizer: The optimizer.
             clip_val: The largest norm, or the largest absolute value.
             algorithm: Which of the two.
         """
@@ -110,14 +110,14 @@ class Precision(ABC):
             clip_grad_norm_(parameters, clip_val)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be in a checkpoint, such as the loss scale."""
+        """Return the state for a checkpoint, such as the loss scale."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Load a state that :meth:`state_dict` returned."""
 
     def teardown(self) -> None:
-        """Undo whatever this precision changed outside the module."""
+        """Undo all changes that this precision made outside of the module."""
 
 
 def _computes_once(optimizer: Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""State dicts: names of optimizer state, and checks that a state fits what loads it."""
+"""State dicts: checks against modules and optimizers, and optimizer state by the names of parameters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 def load_by_names(
     module: Module, state: Mapping[str, Any], *, label: str = "the weights"
 ) -> tuple[list[str], list[str]]:
-    """Load the weights that a module has; return the names of those that are missing, and of those left over.
+    """Load the weights that a module has; return the missing and the unexpected names.
 
     Args:
-        module: On any device.
+        module: A module on any device.
         state: Tensors by name.
-        label: What they are called in messages.
+        label: Name of the weights in messages.
 
     Raises:
         CheckpointError: Shapes differ.
@@ -38,7 +38,7 @@ def load_by_names(
     except RuntimeError as error:
         reasons = "; ".join(line.strip().rstrip(".") for line in str(error).splitlines()[1:]) or str(error)
         raise CheckpointError(f"{label} do not fit {type(module).__name__}: {reasons}") from error
-    missing, unexpected = result or ((), ())  # some modules' own load_state_dict returns nothing
+    missing, unexpected = result or ((), ())  # an overridden load_state_dict may return None
     return list(missing), list(unexpected)
 
 
@@ -52,21 +52,21 @@ def check_names(
     advice: str = "set strict_loading = False on it",
     logs: bool = True,
 ) -> None:
-    """Raise an error where weights are missing or left over, or tell of it.
+    """Raise an error for missing and unexpected weights, or log them.
 
     Args:
-        module: What they were loaded into.
-        missing: Names that the module has alone.
-        unexpected: Names that the state has alone.
+        module: The module that loaded the weights.
+        missing: Names that only the module has.
+        unexpected: Names that only the state has.
         strict: Whether they are an error; otherwise they are logged.
-        label: What the weights are called in messages.
-        advice: What lets the others be loaded.
+        label: Name of the weights in messages.
+        advice: How to load the others, for the message.
         logs: Whether this process logs.
 
     Raises:
-        CheckpointError: There are some, and it is strict.
+        CheckpointError: ``strict``, and a name is missing or unexpected.
     """
-    sides = (("missing", list(missing)), ("left over", list(unexpected)))
+    sides = (("missing", list(missing)), ("unexpected", list(unexpected)))
     mismatches = [f"{side} {listed(names)}" for side, names in sides if names]
     if not mismatches:
         return
@@ -78,13 +78,13 @@ def check_names(
 
 
 def misfit(module: Module, targets: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool) -> str | None:
-    """Return why a state cannot be copied into tensors of a module, and None where it can; nothing is copied.
+    """Return why a state cannot be copied into tensors of a module, or None; nothing is copied.
 
     Args:
-        module: Whose tensors they are.
-        targets: By name, with their whole shapes.
-        state: Whole tensors by name.
-        strict: Whether missing names and those left over are a reason; otherwise they are logged.
+        module: The module, for the message.
+        targets: The module's tensors by name, with their full shapes.
+        state: Full tensors by name.
+        strict: Whether missing and unexpected names are a reason; otherwise they are logged.
     """
     for name, target in targets.items():
         if is_extra_state(name):
@@ -104,17 +104,17 @@ def misfit(module: Module, targets: Mapping[str, Any], state: Mapping[str, Any],
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a name in a module's state is of what ``get_extra_state`` has made of a layer, of any kind."""
+    """Return whether a name in a module's state belongs to the result of a layer's ``get_extra_state``."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def groups_misfit(optimizer: Optimizer, groups: Sequence[Sequence[Any]], saved: Sequence[Sequence[Any]]) -> str | None:
-    """Return why the state of an optimizer is not of the parameters that it has, as far as their numbers show it.
+    """Return why a state has other groups or numbers of parameters than an optimizer, or None.
 
     Args:
-        optimizer: Of these parameters.
-        groups: The parameters of each group, or what stands for them.
-        saved: The same of the state.
+        optimizer: The optimizer, for the message.
+        groups: The parameters of each of its groups, or their names.
+        saved: The parameters of each group of the state.
     """
     if list(map(len, groups)) == list(map(len, saved)):
         return None
@@ -125,7 +125,7 @@ def groups_misfit(optimizer: Optimizer, groups: Sequence[Sequence[Any]], saved: 
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names, and how many there are besides."""
+    """Return the first names, and the number of others."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 
@@ -137,12 +137,12 @@ def _describe(groups: Sequence[Sequence[Any]]) -> str:
     return f"{len(sizes)} groups of {', '.join(sizes[:-1])} and {sizes[-1]} parameters" if sizes else "no parameters"
 
 
-# The state of an optimizer by the names of its parameters, rather than by their numbers.
+# State of an optimizer by the names of its parameters
 #
 # The shape is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
 
 
-_COMPILED = "_orig_mod."  # what torch.compile puts before the names of what it wraps
+_COMPILED = "_orig_mod."  # torch.compile's prefix of names
 
 
 def named_state(optimizer: Optimizer, module: Module) -> dict[str, Any]:
@@ -157,10 +157,10 @@ def named_state(optimizer: Optimizer, module: Module) -> dict[str, Any]:
 
 
 def load_named_state(optimizer: Optimizer, module: Module, state: Mapping[str, Any]) -> None:
-    """Load what :func:`named_state` returned.
+    """Load a state that :func:`named_state` returned.
 
     Raises:
-        CheckpointError: The state is of other parameters, or has them in other groups.
+        CheckpointError: The state has other parameters, or has them in other groups.
     """
     current, saved = _group_names(optimizer, module), [list(group["params"]) for group in state["param_groups"]]
     _check_groups(optimizer, module, current, saved)
@@ -169,7 +169,7 @@ def load_named_state(optimizer: Optimizer, module: Module, state: Mapping[str, A
         {
             "state": {numbers[name]: entry for name, entry in state["state"].items()},
             "param_groups": [
-                {**group, "params": [numbers[name] for name in names]}  # in the order here, which torch goes by
+                {**group, "params": [numbers[name] for name in names]}  # in the optimizer's order, which torch requires
                 for group, names in zip(state["param_groups"], current, strict=True)
             ],
         }
@@ -182,7 +182,7 @@ def _check_groups(optimizer: Optimizer, module: Module, current: list[list[str]]
     if unexpected or missing:
         raise CheckpointError(
             f"the optimizer's state in the checkpoint is of other parameters than those of {type(module).__name__}: "
-            f"missing are {listed(missing) or 'none'}; left over are {listed(unexpected) or 'none'}"
+            f"missing are {listed(missing) or 'none'}; unexpected are {listed(unexpected) or 'none'}"
         )
     mismatch = groups_misfit(optimizer, current, saved)
     if mismatch is not None:

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
 
 
-# The parts that a strategy is composed of, and the little that it asks of whoever runs it.
+# Components of a strategy, and the protocol of its caller
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a strategy is composed of; None where a part is lacking.
+    """Components of a strategy; None for a component that it does not have yet.
 
     Attributes:
         accelerator: The hardware.
@@ -46,7 +46,7 @@ class Parts:
         cluster_environment: Where the job runs.
         checkpoint_io: How checkpoints reach storage.
         precision_plugin: The dtypes and what follows from them.
-        launcher: What starts the processes; None runs everything in the calling process.
+        launcher: Starts the processes; None to run in the calling process.
     """
 
     accelerator: Accelerator | None = None
@@ -57,17 +57,17 @@ class Parts:
     launcher: Launcher | None = None
 
     def without_names(self) -> Parts:
-        """Return the parts that are objects: a user may have written others as an alias or a class."""
+        """Return the components that are objects, without those that the user passed as an alias or a class."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return Parts(**{name: value for name, value in values.items() if not isinstance(value, str | type)})
 
 
 class TrainerLike(Protocol):
-    """What a strategy's ``setup`` needs to know of whoever runs it: the Trainer, or somebody's own loop."""
+    """Protocol of the caller of a strategy's ``setup``: the Trainer, or a hand-written loop."""
 
     @property
     def is_fitting(self) -> bool:
-        """Whether the module is going to be trained, so that gradients and optimizers are needed."""
+        """Whether the module is going to be trained, which needs gradients and optimizers."""
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -82,19 +82,19 @@ class TrainerLike(Protocol):
         """How gradients are clipped."""
 
     def configure_optimizers(self) -> Optimization:
-        """Create the optimizers of the module as it is now, on its device, and their schedulers."""
+        """Create the optimizers of the module in its present state, on its device, and their schedulers."""
 
 
-# Compiled training steps: forward and backward passes and optimizer steps in one call.
+# Compiled training steps: forward and backward passes and optimizer steps in one call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledSteps:
-    """What one call of a strategy's ``training_step`` does, where the backend has compiled whole training steps.
+    """Number of batches and optimizer steps in one call of ``training_step``, if the backend compiles these together.
 
     Attributes:
-        batches: Number of batches that the call consumes, at least 1: so many are in an item of the loader that
-            ``process_dataloader`` returned.  Epochs, limits and intervals count these batches.
+        batches: Number of batches that the call consumes, at least 1; an item of the loader that
+            ``process_dataloader`` returned has as many.  Epochs, limits and intervals count these batches.
         optimizer_steps: Number of optimizer steps in the call, at least 1, each after as many batches as the Trainer's
             ``accumulate_grad_batches``.
         clips_gradients: Whether the call clips gradients as the Trainer's ``gradient_clip_val`` says.
@@ -114,12 +114,12 @@ class Strategy(ABC):
     """One way of distributing training, evaluation and prediction.
 
     A strategy is composed of an accelerator, a precision plugin and a checkpoint io.  It launches and ends processes,
-    opens communication, owns the module and its optimizers, and runs the steps.  Whoever runs it calls, in this
-    order: :meth:`receive` and :meth:`connect`; ``launcher.launch`` when there is a launcher; then in each process
-    :meth:`setup_environment`, :meth:`setup`, the steps, and :meth:`teardown` (:meth:`on_exception` before it when
-    something broke).  After each :meth:`backward`, :meth:`optimizer_step` and evaluation step it calls ``end_graph``
-    of the accelerator, which some hardware needs.  The methods that are not abstract are right for one device.  The
-    smallest complete subclass::
+    opens communication, owns the module and its optimizers, and runs the steps.  Its caller calls, in this order:
+    :meth:`receive` and :meth:`connect`; ``launcher.launch`` if there is a launcher; then in each process
+    :meth:`setup_environment`, :meth:`setup`, the steps, and :meth:`teardown` (after an error, :meth:`on_exception`
+    before it).  After each :meth:`backward`, :meth:`optimizer_step` and evaluation step the caller calls ``end_graph``
+    of the accelerator, which some hardware needs.  The methods that are not abstract fit one device.  The smallest
+    complete subclass::
 
         class MyStrategy(Strategy):
             root_device = property(lambda self: torch.device("cpu"))
@@ -141,28 +141,28 @@ class Strategy(ABC):
                 return tensor.unsqueeze(0)
 
     Args:
-        accelerator: The hardware; chosen by whoever builds the strategy where it is not given, like the others.
+        accelerator: The hardware.  The Trainer or ``dstrat.build`` selects each of the arguments that is None.
         checkpoint_io: How checkpoints reach storage.
         precision_plugin: The dtypes and what follows from them.
 
     Attributes:
-        start_method: How the processes of this machine are started; None where the strategy starts none.
+        start_method: Start method of the processes of this machine; None if the strategy starts none.
         uses_torch_distributed: Whether its processes communicate through torch.distributed, which the accelerator must
             support then.
-        drives_several_devices: Whether one process drives several devices, where the strategy starts none.
-        accumulates_gradients: Whether the backend decides itself when accumulated gradients are applied.
-        replicates_state: Whether each process holds the whole state of the module and its optimizers, so that one can
+        drives_several_devices: Whether one process drives several devices, if the strategy starts none.
+        accumulates_gradients: Whether the backend decides when accumulated gradients are applied.
+        replicates_state: Whether each process holds the full state of the module and its optimizers, so that one can
             write it without the others.
-        saves_gradients: Whether :meth:`rank_state` has the gradients that wait for an optimizer step, as the value of
-            ``"gradients"``, which is empty where none wait.
+        saves_gradients: Whether :meth:`rank_state` has the gradients that are pending for an optimizer step, as the
+            value of ``"gradients"``, which is empty if there are none.
         evaluates_together: Whether evaluation steps communicate, so that every process must run as many.
         allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
-        timeout: How long a process waits for the others; None where there are none.
-        hang_timeout: How long a process may do nothing at all in a run before the job ends; None is for ever.
+        timeout: How long a process waits for the others; None if there are none.
+        hang_timeout: How long a process may be idle in a run before the job ends; None for any time.
         optimizers: The optimizers, after :meth:`setup` of a training.
         lr_schedulers: Their schedulers.
-        module_backward: The module's own way to compute gradients of a (scaled) loss; None where it has none.
-        step_methods: Object whose methods are the steps, in the place of the module's; None where these are.  In a
+        module_backward: Function of the module that computes gradients of a (scaled) loss; None if it has none.
+        step_methods: Object whose methods are the steps, instead of the module's; None for those of the module.  In a
             hand-written loop, whose steps are functions, each of its methods calls its first argument.
     """
 
@@ -200,15 +200,15 @@ class Strategy(ABC):
         self._module: Module | None = None
         self.model: Any = None
 
-    # The parts
+    # Components
 
     def receive(self, parts: Parts) -> None:
-        """Take the parts that the constructor was not given; those that it was given stay.
+        """Set the components that were not passed to the constructor; those that were passed stay.
 
-        Where the constructor was given an alias or a class, the part that was made of it is taken.
+        For an alias or a class that was passed to the constructor, the instance in ``parts`` is used.
 
         Raises:
-            MisuseError: Nothing was made of it.
+            MisuseError: ``parts`` has no instance for it.
         """
         from_constructor = {}
         for field in dataclasses.fields(Parts):
@@ -252,7 +252,7 @@ class Strategy(ABC):
         return self.parts.launcher
 
     def precision_for(self, flag: str) -> Precision | None:  # noqa: ARG002 - most strategies have none of their own
-        """Return the precision that this strategy wants for a flag; None where the accelerator's serves."""
+        """Return this strategy's precision for a flag; None to use the accelerator's."""
         return None
 
     # Where this process is
@@ -264,7 +264,7 @@ class Strategy(ABC):
 
     @property
     def assigned_device(self) -> torch.device:
-        """The device of the plan for this process, as the machine counts them; :attr:`root_device` is its name here."""
+        """The planned device of this process, by the machine's index; in the process it is :attr:`root_device`."""
         return self.root_device
 
     @property
@@ -301,19 +301,19 @@ class Strategy(ABC):
     def replicas_per_process(self) -> int:
         """Number of batches of a loader that this process joins to one batch: one for each replica of the module.
 
-        It is 1 for a strategy that divides a batch of the loader among its devices.
+        It is 1 for a strategy that splits a batch of the loader among its devices.
         """
         return 1
 
     @property
     def is_first_reader(self) -> bool:
-        """Whether this process is the first of those that read the same part of the data, and whose values count."""
+        """Whether this process is the first of those that read the same data; only its values are used."""
         return True
 
     # The module
 
     def connect(self, module: Module) -> None:
-        """Take the user's module; it is still on its own device and not wrapped."""
+        """Set the user's module, which is not yet moved or wrapped."""
         self._module = module
         self.model = module
         self.step_methods = None
@@ -348,11 +348,11 @@ class Strategy(ABC):
     # The life cycle
 
     def setup_environment(self) -> None:
-        """Make the device ready and open communication, before any hook of the module runs."""
+        """Prepare the device and open communication, before any hook of the module runs."""
         self.accelerator.setup(self.assigned_device)
 
     def setup(self, trainer: TrainerLike) -> None:
-        """Make the module ready to run: precision, device, wrapping, optimizers."""
+        """Prepare the module: precision, device, wrapping, optimizers."""
         self._is_set_up = True
         self._module = self.model = self.precision_plugin.connect(self.module)
         self.model_to_device()
@@ -361,10 +361,10 @@ class Strategy(ABC):
             self.setup_optimizers(trainer)
 
     def check_set_up(self) -> None:
-        """Check that :meth:`setup` of a training has made optimizers, or has left that to its base.
+        """Check that :meth:`setup` of a training has created optimizers, or has called its base.
 
         Raises:
-            MisuseError: A subclass replaces it, and does neither.
+            MisuseError: A subclass overrides it, and does neither.
         """
         if not self._is_set_up and not self.optimizers:
             raise MisuseError(
@@ -373,10 +373,10 @@ class Strategy(ABC):
             )
 
     def synchronize_batchnorm(self) -> None:
-        """Let the module's batch-norm layers share their statistics over all processes, before :meth:`setup`."""
+        """Synchronize the statistics of the module's batch-norm layers over all processes, before :meth:`setup`."""
 
     def wrap_model(self, trainer: TrainerLike) -> None:
-        """Put the module, which is on its device, into what synchronises or shards it, as :attr:`model`."""
+        """Set :attr:`model` to a wrapper of the module, which is on its device, that synchronizes or shards it."""
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         """Create the optimizers and schedulers."""
@@ -385,10 +385,10 @@ class Strategy(ABC):
         self.lr_schedulers = list(optimization.schedulers)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Free what would keep others waiting; called when the run breaks, before :meth:`teardown`."""
+        """Release everything for which peers would wait; called after an error, before :meth:`teardown`."""
 
     def teardown(self) -> None:
-        """Unwrap the module, bring it back to the CPU and close what was opened."""
+        """Unwrap the module, move it to the CPU and close communication."""
         if self._module is not None:
             self.model = self._module.cpu()
         self.optimizers, self.lr_schedulers = [], []
@@ -397,52 +397,52 @@ class Strategy(ABC):
         self.checkpoint_io.teardown()
 
     def finish_training(self) -> None:
-        """Bring the processes together, where they have trained apart; called after the last step; collective."""
+        """Synchronize processes that train independently; called after the last step; collective."""
 
     # Steps
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return the loader that feeds this process, for backends that bring one of their own."""
+        """Return the loader of this process; a backend with its own loader overrides it."""
         return dataloader
 
     def process_evaluation_dataloader(self, dataloader: Any) -> Any:
-        """Return the same for a loader of validation, test or prediction; by default as for training."""
+        """Return the loader of this process for validation, test or prediction; by default as for training."""
         return self.process_dataloader(dataloader)
 
     def evaluation_batches_per_item(self) -> int:
-        """Return the number of batches in what a loader of :meth:`process_evaluation_dataloader` gives at once.
+        """Return the number of batches in an item of a loader of :meth:`process_evaluation_dataloader`.
 
-        It is more than 1 where one call of a compiled step consumes several; known from :meth:`setup` on.  Limits,
+        It is more than 1 if one call of a compiled step consumes several; known from :meth:`setup` on.  Limits,
         indices and progress count these batches, and hooks around a batch are called once for all of them.
         """
         return 1
 
     def compiled_steps(self) -> CompiledSteps | None:
-        """Return what one call of :meth:`training_step` does where it also steps the optimizer; None where it does not.
+        """Return the contents of one call of :meth:`training_step` if that also steps the optimizer; otherwise None.
 
-        A backend that compiles whole training steps overrides it, and knows the answer from the beginning of
-        :meth:`setup` on.  Whoever runs the strategy then calls :meth:`training_step` and nothing else: neither
-        :meth:`backward` nor :meth:`clip_gradients` nor :meth:`optimizer_step`.  ``training_step`` returns what the
-        module's returned, of all batches; values that the module logs while it is traced come by
-        ``capture_logs`` of :class:`~dstrat.TrainModule`.
+        A backend that compiles full training steps overrides it; the result is known from the beginning of
+        :meth:`setup` on.  The caller then calls :meth:`training_step` only: neither :meth:`backward` nor
+        :meth:`clip_gradients` nor :meth:`optimizer_step`.  ``training_step`` returns the outputs of the module's step,
+        of all batches; values that the module logs while it is traced are collected by ``capture_logs`` of
+        :class:`~dstrat.TrainModule`.
         """
         return None
 
     def prefetch(self, items: Iterable[T], move: Callable[[T], T]) -> Iterator[T]:
-        """Return the items after ``move``, having read and moved some of those that follow, in threads.
+        """Yield the items after ``move``, while threads read and move the next ones.
 
-        A backend that brings its own loader overrides it; by default an item is read and moved when it is due.  It is
-        called only where other processes load the batches (``num_workers``), and no hook takes part in the transfer:
-        what else is read draws random numbers in this process, whose order must not depend on a thread.
+        A backend with its own loader overrides it; by default each item is read and moved when it is needed.  It is
+        called only if other processes load the batches (``num_workers``) and no hook takes part in the transfer:
+        otherwise loading draws random numbers in this process, and their order must not depend on threads.
 
         Args:
-            items: Batches on the host, with what the caller wants back of each.
+            items: Batches on the host, with data of the caller.
             move: Returns an item with its batch on the device, as :meth:`batch_to_device` does.
         """
         return map(move, items)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
-        """Return the batch on a device, :attr:`root_device` where it is None, in the precision's dtype."""
+        """Return the batch on a device, by default :attr:`root_device`, in the precision's dtype."""
         return self.precision_plugin.convert_input(move_to_device(batch, device or self.root_device))
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those to which training is special
@@ -468,8 +468,8 @@ class Strategy(ABC):
             return step(*args, **kwargs)
 
     def module_step(self, name: StepName) -> Callable[..., Any]:
-        """Return the function that is a step: the module's method, or what a hand-written loop has in its place."""
-        # The property raises where there is no module; a call of it in each step would cost.
+        """Return the function of a step: the module's method, or that of a hand-written loop."""
+        # The property is called only to raise its error; calling it in each step would cost time.
         step: Callable[..., Any] = getattr(self.step_methods or self._module or self.module, name)
         return step
 
@@ -478,9 +478,9 @@ class Strategy(ABC):
         return self.run_step("training_step", self.module_step("training_step"), *args, **kwargs)
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
-        """Return the context of a whole validation, test or prediction with its hooks; entering it is collective.
+        """Return the context of a validation, test or prediction with its hooks; entering it is collective.
 
-        In it the module has the weights that count, where those that the processes train differ for a while.
+        Within it the module has the weights to evaluate, if processes train different ones for some time.
         """
         return nullcontext()
 
@@ -497,7 +497,7 @@ class Strategy(ABC):
         return self.run_step("predict_step", self.module_step("predict_step"), *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss (a scalar tensor), in the module's own way where it has one."""
+        """Compute gradients of a loss (a scalar tensor), by :attr:`module_backward` if the module has one."""
         if self.module_backward is None:
             self.precision_plugin.backward(loss, *args, **kwargs)
         else:
@@ -508,7 +508,7 @@ class Strategy(ABC):
         return nullcontext()
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Undo a loss scale in the gradients, before hooks or clipping look at them."""
+        """Undo a loss scale in the gradients, before hooks and clipping read them."""
         self.precision_plugin.unscale_gradients(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
@@ -522,20 +522,20 @@ class Strategy(ABC):
         model: Module | None = None,  # noqa: ARG002 - for strategies whose engine steps the model
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, which computes loss and gradients, and step the optimizer; return what it returned."""
+        """Run the closure, which computes loss and gradients, and step the optimizer; return the closure's result."""
         return self.precision_plugin.optimizer_step(optimizer, closure, **kwargs)
 
     # Communication
 
     @abstractmethod
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str | ReduceOp | None = "mean") -> Any:
-        """Return the tensor reduced over all processes; what is not a tensor is returned as it is.
+        """Return the tensor reduced over all processes; other objects are returned unchanged.
 
         Args:
-            tensor: Of the same shape on every process.
-            group: The processes to reduce over; None is all of them.
-            reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"max"``, ``"min"``, or torch's; None is the mean.  A
-                strategy over torch.distributed takes all operations of that.
+            tensor: A tensor of the same shape on every process.
+            group: The processes to reduce over; None for all.
+            reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"max"``, ``"min"``, or torch's; None for the mean.  A
+                strategy over torch.distributed supports all of its operations.
         """
 
     @abstractmethod
@@ -544,22 +544,22 @@ class Strategy(ABC):
 
     @abstractmethod
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every process has come here; the name is for error messages."""
+        """Wait until every process has called this; the name is for error messages."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all processes, stacked: ``(*shape)`` on each becomes ``(world_size, *shape)``.
 
         Args:
-            tensor: Of the same shape on every process.
-            group: The processes to gather from; None is all of them.
+            tensor: A tensor of the same shape on every process.
+            group: The processes to gather from; None for all.
             sync_grads: Whether gradients flow back through the gathering.
         """
 
     def read_values(self, tensors: Sequence[Tensor]) -> list[float]:
         """Return the values of tensors with one element each, on any device, by one copy from the device.
 
-        A backend overrides it where computing on the values before the copy costs more, as a graph to compile does.
+        A backend overrides it if computing on the values before the copy is expensive, as compiling a graph is.
         """
         import torch
 
@@ -587,20 +587,20 @@ class Strategy(ABC):
     # State
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that this process holds on the CPU, for backends that divide it among several devices."""
+        """Return a tensor of this process on the CPU; backends that shard it over several devices override it."""
         return tensor.cpu()
 
     def module_state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the module under its own (unwrapped) names; collective."""
+        """Return the full state of the module under its own (unwrapped) names; collective."""
         state: dict[str, Any] = self.module.state_dict()
         return state
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what :meth:`module_state_dict` returned; collective.
+        """Load a state that :meth:`module_state_dict` returned; collective.
 
         Args:
             state: Tensors by name.
-            strict: Whether it is an error that names are missing or left over; otherwise that is logged.
+            strict: Whether missing and unexpected names are an error; otherwise they are logged.
 
         Raises:
             CheckpointError: It does not fit the module.
@@ -609,16 +609,16 @@ class Strategy(ABC):
         check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimizer; collective."""
+        """Return the full state of an optimizer; collective."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`optimizer_state` returned; collective.
+        """Load a state that :meth:`optimizer_state` returned; collective.
 
         Raises:
             CheckpointError: It is the state of other parameters.
         """
-        if "param_groups" in state:  # an optimizer may have a state_dict of its own
+        if "param_groups" in state:  # an optimizer may define another state_dict
             groups, saved = (
                 [group["params"] for group in side] for side in (optimizer.param_groups, state["param_groups"])
             )
@@ -627,36 +627,36 @@ class Strategy(ABC):
         optimizer.load_state_dict(dict(state))
 
     def sharded_module_state(self) -> dict[str, Any]:
-        """Return the state of the module under its own names, each tensor as this process holds it; collective.
+        """Return the state of the module under its own names, with this process's shards; collective.
 
-        Tensors that are the same in every process are plain, sharded ones are DTensors or
+        Tensors that are the same in every process are plain tensors; sharded ones are DTensors or
         :class:`~dstrat.interfaces.checkpoint_io.FlatShard`.
         """
         state: dict[str, Any] = self.module.state_dict()
         return state
 
     def load_sharded_module_state(self, state: dict[str, Any]) -> None:
-        """Take what :meth:`sharded_module_state` returned, after a checkpoint was loaded into its tensors.
+        """Load a state of :meth:`sharded_module_state`, after a checkpoint was loaded into its tensors.
 
-        It has nothing to do where these are the module's own, and copies them to the device where they are not.
+        It does nothing if these tensors are the module's own; otherwise it copies them to the device.
         """
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer by the names of its parameters, each tensor as this process holds it.
+        """Return the state of an optimizer by the names of its parameters, with this process's shards; collective.
 
-        Where parameters are sharded it is filled with zeros before the first step, as a template; collective.
+        Of sharded parameters it has zeros before the first step, as a template.
         """
         return named_state(optimizer, self.module)
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the tensors that a checkpoint of the optimizer is loaded into, as far as this process holds them.
+        """Return this process's tensors, into which a checkpoint of the optimizer is loaded.
 
         :meth:`load_sharded_optimizer_state` is called after that.
         """
         return self.sharded_optimizer_state(optimizer)
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective.
+        """Load a state that :meth:`sharded_optimizer_state` returned, or the same with full tensors; collective.
 
         Raises:
             CheckpointError: It is the state of other parameters.
@@ -664,24 +664,24 @@ class Strategy(ABC):
         load_named_state(optimizer, self.module, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be in a checkpoint beside the module and its optimizers, the same in every process."""
+        """Return further state for a checkpoint, besides module and optimizers, the same in every process."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned, on any number of processes; module and optimizers are loaded."""
+        """Load a state of :meth:`state_dict`, on any number of processes, after module and optimizers."""
 
     def rank_state(self) -> dict[str, Any]:
-        """Return what only this process has, and must have again to go on exactly."""
+        """Return the state of this process alone, which an exact resumption needs."""
         return {}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`rank_state` returned, after :meth:`load_state_dict`.
+        """Load a state that :meth:`rank_state` returned, after :meth:`load_state_dict`.
 
-        It is not called where another number of processes goes on.
+        It is not called if the number of processes has changed.
         """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Write a checkpoint once for the whole job; every process calls it and waits until it is there."""
+        """Write a checkpoint once for the job; every process calls it and waits until it is written."""
         if self.checkpoint_io.is_collective or self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path)
         self.barrier("save_checkpoint")

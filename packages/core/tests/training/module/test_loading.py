@@ -352,7 +352,7 @@ def test_weights_that_are_missing_or_left_over_are_listed_in_one_error(write):
     state = Net(3, depth=2).state_dict()
     del state["layers.0.weight"], state["layers.1.bias"]
     path = write(Net(3, depth=2), state=state | {"head.weight": torch.ones(1)})
-    with pytest.raises(CheckpointError, match=r"missing layers\.0\.weight, layers\.1\.bias; left over head\.weight\."):
+    with pytest.raises(CheckpointError, match=r"missing layers\.0\.weight, layers\.1\.bias; unexpected head\.weight\."):
         Net.load_from_checkpoint(path)
 
 
@@ -362,7 +362,7 @@ def test_unless_it_is_strict_the_other_weights_are_loaded_and_that_is_logged(wri
     with caplog.at_level(logging.WARNING):
         loaded = Net.load_from_checkpoint(path, strict=False, depth=1)
     assert torch.equal(loaded.layers[0].weight, module.layers[0].weight)
-    assert "left over layers.1.weight, layers.1.bias; the others are loaded" in caplog.text
+    assert "unexpected layers.1.weight, layers.1.bias; the others are loaded" in caplog.text
 
 
 @pytest.mark.parametrize("strict", [True, False])
