@@ -20,6 +20,7 @@ from dstrat.interfaces.checkpoint_io import FlatShard
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+_ONLY_STRINGS = frozenset({str})
 _PLAIN = (type(None), bool, str)
 _SAFE_INTEGER = 2**63
 _NUMBERS = "biufc"
@@ -99,14 +100,20 @@ class _Encoder:
         return value if math.isfinite(value) else _marked("float", name=repr(value))
 
     def _list(self, value: Iterable[Any], path: str, depth: int) -> list[Any]:
-        return [self.encode(item, joined(path, position), depth + 1) for position, item in enumerate(value)]
+        return [
+            item if type(item) in _PLAIN else self.encode(item, joined(path, position), depth + 1)
+            for position, item in enumerate(value)
+        ]
 
     def _set(self, value: Iterable[Any], path: str, depth: int) -> list[Any]:
         return sorted((self.encode(item, path, depth + 1) for item in value), key=dump_json)
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
-        if all(type(key) is str for key in value) and MARK not in value:
-            return {key: self.encode(item, joined(path, key), depth + 1) for key, item in value.items()}
+        if set(map(type, value)) <= _ONLY_STRINGS and MARK not in value:
+            return {
+                key: item if type(item) in _PLAIN else self.encode(item, joined(path, key), depth + 1)
+                for key, item in value.items()
+            }
         return _marked("dict", items=self._pairs(value, path, depth))
 
     def _pairs(self, value: dict[Any, Any], path: str, depth: int) -> list[Any]:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -315,11 +316,13 @@ DTYPES = {
 }
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
+@cache
 def dtype_named(name: str) -> torch.dtype:
     """Return the dtype of a name.
 

@@ -113,10 +113,13 @@ def _from_json(name: str, entry: Any, files: Sequence[str]) -> TensorEntry:
     return TensorEntry(dtype=dtype, shape=shape, pieces=pieces)
 
 
+_ONLY_INTEGERS = frozenset({int})
+
+
 def _numbers(values: Any) -> tuple[int, ...]:
     if type(values) is not list or len(values) > LARGEST_DIMENSIONS:
         raise ValueError(f"{values!r:.80} is no shape")
-    if not all(type(value) is int and 0 <= value < 2**62 for value in values):
+    if not set(map(type, values)) <= _ONLY_INTEGERS or min(values, default=0) < 0 or max(values, default=0) >= 2**62:
         raise ValueError(f"{values!r:.80} is no shape")
     return tuple(values)
 
@@ -134,6 +137,8 @@ def _covers(pieces: Sequence[Piece], shape: tuple[int, ...]) -> bool:
     """Return whether the boxes fill the shape without a gap or an overlap, slab by slab along each dimension."""
     if math.prod(shape) == 0:
         return not pieces
+    if len(pieces) == 1:
+        return pieces[0].shape == shape and not any(pieces[0].starts) and len(pieces[0].starts) == len(shape)
     if any(len(piece.starts) != len(shape) or len(piece.shape) != len(shape) for piece in pieces):
         return False
     return _fills(pieces, shape, 0)

@@ -6,6 +6,7 @@ import bisect
 import importlib.metadata
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.portable.ranks import Ranks
     from dstrat.checkpoint.portable.shards import Payload
     from dstrat.checkpoint.portable.storage import Unfinished
+
+
+_installed_version = cache(importlib.metadata.version)  # it reads and parses a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +176,7 @@ def _complete(prepared: Prepared, folder: Place, reports: list[dict[str, Any]]) 
         strategy=prepared.strategy,
         world_size=len(reports),
         created_ns=time.time_ns(),
-        dstrat=importlib.metadata.version("dstrat"),
+        dstrat=_installed_version("dstrat"),
         torch=torch.__version__,
     )
     return _limited(manifest.to_bytes(), "checksums")
