@@ -33,6 +33,16 @@ def dstrat_components():
         ),
         Component(
             kind="accelerator",
+            alias="tally",
+            target="acme_beads.tally:TallyAccelerator",
+            summary="beads whose collectives count and have no mean",
+            device_type="cpu",
+            process_group_backend="tally",
+            supports_torch_distributed=True,
+            devices_share_process=False,
+        ),
+        Component(
+            kind="accelerator",
             alias="abacus",
             target="acme_beads.hardware:AbacusAccelerator",
             summary="rows of beads, without collectives",
@@ -84,6 +94,66 @@ class BeadAccelerator(Accelerator):
 class AbacusAccelerator(BeadAccelerator):
     process_group_backend = "none"
     devices_share_process = True
+"""
+
+TALLY = """
+import torch.distributed as dist
+
+from acme_beads.hardware import BeadAccelerator
+
+COLLECTIVES = {
+    **{name: name for name in ("allreduce", "allreduce_coalesced", "allgather", "broadcast", "barrier")},
+    **{name: name for name in ("_allgather_base", "_reduce_scatter_base", "gather", "scatter", "reduce_scatter")},
+    "all_gather_single": "_allgather_base",  # what newer torch calls the two
+    "reduce_scatter_single": "_reduce_scatter_base",
+}
+
+
+class TallyGroup(dist.ProcessGroup):
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.gloo, self.name, self.description = dist.ProcessGroupGloo(store, rank, size, timeout), "", ""
+
+    def getBackendName(self):
+        return "tally"
+
+    def setGroupName(self, name):
+        self.name = name
+
+    def getGroupName(self):
+        return self.name
+
+    def setGroupDesc(self, description):
+        self.description = description
+
+    def getGroupDesc(self):
+        return self.description
+
+    def allgather_into_tensor_coalesced(self, outputs, inputs, options):
+        for output, tensor in zip(outputs, inputs):
+            work = self.gloo._allgather_base(output, tensor)
+            work.wait()
+        return work
+
+
+def collective(name):
+    def call(self, *arguments, **options):
+        for operation in (getattr(argument, "reduceOp", None) for argument in arguments):
+            if operation is not None and operation == dist.ReduceOp.AVG:
+                raise RuntimeError("tally has no mean")
+        return getattr(self.gloo, name)(*arguments, **options)
+
+    return call
+
+
+for name, of_gloo in COLLECTIVES.items():
+    setattr(TallyGroup, name, collective(of_gloo))
+dist.Backend.register_backend("tally", TallyGroup, devices=["cpu"])
+
+
+class TallyAccelerator(BeadAccelerator):
+    process_group_backend = "tally"
+    averages_in_collectives = False
 """
 
 ROWS = '''
@@ -176,7 +246,8 @@ if __name__ == "__main__":
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the installed distribution acme-beads."""
     folder = tmp_path_factory.mktemp("site")
-    for name, text in {"__init__": "", "plugin": PLUGIN, "hardware": HARDWARE, "rows": ROWS}.items():
+    texts = {"__init__": "", "plugin": PLUGIN, "hardware": HARDWARE, "rows": ROWS, "tally": TALLY}
+    for name, text in texts.items():
         (folder / "acme_beads").mkdir(exist_ok=True)
         (folder / "acme_beads" / f"{name}.py").write_text(text)
     info = folder / "acme_beads-1.0.dist-info"
@@ -198,18 +269,34 @@ def ask(site: Path, expression: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_it_trains_with_strategies_of_others_on_two_processes_to_the_losses_of_one_device(site: Path) -> None:
+@pytest.fixture(scope="module")
+def fitted(site: Path) -> dict:
+    """Trainings on one device, and on two with strategies of others, all from one program."""
     names = {"ddp": "dstrat_ddp:DDPStrategy", "fsdp": "dstrat_fsdp:FSDPStrategy"}
     if find_spec("deepspeed"):
         names["deepspeed"] = "dstrat_deepspeed:DeepSpeedStrategy"
     imports = {alias: f'getattr(__import__("{n.split(":")[0]}"), "{n.split(":")[1]}")' for alias, n in names.items()}
-    several = ", ".join(f'"{alias}": fit({cls}(start_method="fork"), "bead", 2, 8)' for alias, cls in imports.items())
-    found = ask(site, f'{{"alone": fit("single_device", "bead", 1, 16), {several}}}')
-    alone = found.pop("alone")["losses"]
-    assert len(alone) == 18
-    for alias, fitted in found.items():
-        assert fitted["world_size"] == 2, alias
-        assert fitted["losses"] == pytest.approx(alone, rel=1e-5), alias
+    on_beads = {alias: f'fit({cls}(start_method="fork"), "bead", 2, 8)' for alias, cls in imports.items()}
+    on_tally = {f"{name} on tally": on_beads[name].replace('"bead"', '"tally"') for name in ("ddp", "fsdp")}
+    several = ", ".join(f'"{name}": {training}' for name, training in {**on_beads, **on_tally}.items())
+    return ask(site, f'{{"alone": fit("single_device", "bead", 1, 16), {several}}}')
+
+
+def check_losses(trainings: dict, alone: dict) -> None:
+    assert len(alone["losses"]) == 18
+    for name, training in trainings.items():
+        assert training["world_size"] == 2, name
+        assert training["losses"] == pytest.approx(alone["losses"], rel=1e-5), name
+
+
+def test_it_trains_with_strategies_of_others_on_two_processes_to_the_losses_of_one_device(fitted: dict) -> None:
+    on_beads = {name: training for name, training in fitted.items() if name != "alone" and "tally" not in name}
+    assert len(on_beads) >= 2
+    check_losses(on_beads, fitted["alone"])
+
+
+def test_strategies_sum_and_divide_where_collectives_have_no_mean(fitted: dict) -> None:
+    check_losses({name: fitted[name] for name in ("ddp on tally", "fsdp on tally")}, fitted["alone"])
 
 
 def test_one_process_for_several_devices_is_chosen_by_itself_and_trains_as_one_device(site: Path) -> None:
