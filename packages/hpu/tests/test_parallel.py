@@ -18,7 +18,9 @@ from tests.ways_of_training import WAYS, losses_of_one_device
 from dstrat import Callback
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.precision.true import TruePrecision
+from dstrat.errors import ConflictError
 from dstrat.interfaces.strategy import Parts
+from dstrat_hpu import HPUGraphs
 
 OPTIONS = {
     "plain": ("HPUParallelStrategy", {}),
@@ -172,7 +174,7 @@ def test_ranks_of_a_script_hold_the_devices_and_resume_exactly(tmp_path):
 
 def trained(cluster, strategy, accelerator, **options):
     """Train in this rank; return the losses of all ranks' batches."""
-    from hpu_fit import Regression, data, fitted
+    from hpu_fit import data, fitted
 
     import dstrat_ddp
     import dstrat_fsdp
@@ -182,7 +184,7 @@ def trained(cluster, strategy, accelerator, **options):
     where = {"strategy": getattr(home, strategy)(start_method="fork"), "accelerator": accelerator, "devices": 2}
     keeping = Keeping()
     callbacks = [keeping, *options.pop("callbacks", [])]
-    fitted(Regression(), data(batch_size=4), callbacks=callbacks, plugins=[cluster], **where, **options)
+    fitted(None, data(batch_size=4), callbacks=callbacks, plugins=[cluster], **where, **options)
     return keeping.losses
 
 
@@ -201,6 +203,10 @@ def moves(cluster, folder):
     for strategy, accelerator in [*((name, "hpu") for name in ON_HPUS), *((name, "cpu") for name in ON_CPUS)]:
         path = f"{folder}/{strategy}-{accelerator}"
         whole[path] = trained(cluster, strategy, accelerator, callbacks=[SavesAt(8, path)])
+    graphed = trained(cluster, "HPUParallelStrategy", "hpu", callbacks=[HPUGraphs()])
+    found["HPUParallelStrategy", "HPU graphs"] = False, relative(graphed, whole[next(iter(whole))])
+    with pytest.raises(ConflictError, match="HPUGraphs cannot capture modules that FSDPStrategy shards"):
+        trained(cluster, "HPUFSDPStrategy", "hpu", callbacks=[HPUGraphs()])
     for strategy in ON_HPUS:
         for path, losses in whole.items():
             resumed = trained(cluster, strategy, "hpu", ckpt_path=path)
@@ -218,8 +224,8 @@ def relative(losses, others):
     return float(((losses - others).abs() / others.abs()).max())
 
 
-def test_resume_is_exact_and_checkpoints_move_between_families(tmp_path):
+def test_resume_is_exact_checkpoints_move_and_graphs_change_nothing(tmp_path):
     for found in in_ranks(moves, folder=str(tmp_path)):
-        assert len(found) == 12
+        assert len(found) == 13
         assert {way: difference for way, (is_same, difference) in found.items() if is_same and difference != 0} == {}
         assert max(difference for _, difference in found.values()) < 1e-5

@@ -16,7 +16,7 @@ from dstrat.errors import ConflictError, DeviceError, MissingRequirementError, R
 from dstrat.resolve import Request, make_plan
 from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy
-from dstrat_hpu import HPUFSDPStrategy, HPUParallelStrategy, HPUPrecisionPlugin, precision
+from dstrat_hpu import HPUFSDPStrategy, HPUParallelStrategy, HPUPrecisionPlugin, SingleHPUStrategy, precision
 
 
 def plan(environ=None, **asked):
@@ -220,6 +220,8 @@ def test_general_aliases_have_a_strategy_on_gaudi():
 
 def test_names_of_gaudi_and_general_ones_are_the_same_classes():
     assert (HPUParallelStrategy, HPUFSDPStrategy) == (DDPStrategy, FSDPStrategy)
+    for device in (2, "hpu:2"):
+        assert str(trainer(strategy=SingleHPUStrategy(device), devices="auto").strategy.assigned_device) == "hpu:2"
     for strategy in (FSDPStrategy(), HPUFSDPStrategy(), DDPStrategy()):
         assert trainer(strategy=strategy, devices=2).plan.num_devices == 2
 
