@@ -206,6 +206,7 @@ class CheckpointedStrategy(ParallelStrategy):
             self._changes.accept(moves=moves)
 
     def _names(self) -> dict[int, str]:
+        # torch.compile puts layers into others of this name, which a checkpoint does not have.
         return {id(parameter): name.replace("_orig_mod.", "") for name, parameter in self.module.named_parameters()}
 
     def _partitioned(self, optimizer: Optimizer) -> PartitionedState | None:
@@ -237,7 +238,7 @@ def sharded_state(module: Module) -> dict[str, Any]:
 def gather_persistent(optimizer: Any) -> None:
     """Gather the small parameters that stage 3 keeps whole anew, after their shards have changed; collective."""
     persistent = getattr(optimizer, "persistent_parameters", None)
-    if persistent:
+    if persistent:  # the methods of one are about all that are passed
         persistent[0].partition(persistent)
         persistent[0].all_gather(persistent)
 

@@ -131,10 +131,10 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         Raises:
             MisuseError: There is none.
         """
-        return self._ready.engine
+        return self._active_engine.engine
 
     @property
-    def _ready(self) -> Engine:
+    def _active_engine(self) -> Engine:
         if self._engine is None:
             raise MisuseError(f"{type(self).__name__} has no engine: it is there from setup to teardown of a training")
         return self._engine
@@ -196,15 +196,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._open_engine(trainer, only_optimizer(self.optimizers))
 
     def _open_engine(self, trainer: TrainerLike, optimizer: Optimizer | None) -> None:
-        if optimizer is not None:
-            check_layers(self.module, stage=self.stage, world_size=self.world_size)
-        flag = self.precision_plugin.flag
-        config = self._configuration.of_run(trainer, optimizer, flag=flag, world_size=self.world_size)
-        check_division(optimizer, self.stage, self.root_device)
-        if optimizer is not None:
-            if self.stage > 0 or flag in _HAS_MASTER_WEIGHTS:
-                check_unstepped(optimizer)
-            check_state_buffers(config, optimizer.param_groups, self.world_size)
+        config = self._checked_config(trainer, optimizer)
         if "activation_checkpointing" in config:
             section = config["activation_checkpointing"]
             self._running.enter_context(internals.activation_checkpointing(self._deepspeed, section))
@@ -214,7 +206,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             with internals.scalars_as_bytes():
                 shard(self._deepspeed, self.module, config)
             read_once(self.module)
-        with internals.scalars_as_bytes(), environment({"PATH": programs_path(os.environ)}):  # where it may compile
+        # It may compile here, and ninja may be in this Python's environment alone.
+        with internals.scalars_as_bytes(), environment({"PATH": programs_path(os.environ)}):
             if optimizer is not None and uses_cpu_optimizer(config):
                 optimizer = optimizer_for_cpu(optimizer)
             self._engine = Engine(
@@ -232,6 +225,19 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if state is not None:
             state.begin()
             self._watch_weights(state)
+
+    def _checked_config(self, trainer: TrainerLike, optimizer: Optimizer | None) -> dict[str, Any]:
+        """Return the configuration of a run, whose module and optimizer DeepSpeed can train."""
+        if optimizer is not None:
+            check_layers(self.module, stage=self.stage, world_size=self.world_size)
+        flag = self.precision_plugin.flag
+        config = self._configuration.of_run(trainer, optimizer, flag=flag, world_size=self.world_size)
+        check_division(optimizer, self.stage, self.root_device)
+        if optimizer is not None:
+            if self.stage > 0 or flag in _HAS_MASTER_WEIGHTS:
+                check_unstepped(optimizer)
+            check_state_buffers(config, optimizer.param_groups, self.world_size)
+        return config
 
     def _watch_weights(self, state: PartitionedState) -> None:
         names = self._names()
@@ -289,19 +295,19 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             if self._flags is not None:
                 self._flags.check()
             self._accept_changes()
-            return self._ready.train(step, *args, **kwargs)
+            return self._active_engine.train(step, *args, **kwargs)
         if self.stage == 3:  # the engine gathers parameters, and opens the precision's context
-            return self._ready.evaluate(step, *args, **kwargs)
+            return self._active_engine.evaluate(step, *args, **kwargs)
         return super().run_step(name, step, *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if loss.numel() != 1 or not loss.requires_grad:  # DeepSpeed asserts it, and torch raises this
             raise RuntimeError(f"gradients need one number that requires them, and the loss is {loss!r}")
         if self.module_backward is None and not (args or kwargs):
-            self._ready.backward(loss)
+            self._active_engine.backward(loss)
             return
         compute = self.module_backward or Tensor.backward
-        self._ready.backward(loss, lambda scaled: compute(scaled, *args, **kwargs))
+        self._active_engine.backward(loss, lambda scaled: compute(scaled, *args, **kwargs))
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients accumulate until a backward pass outside of it."""
@@ -309,16 +315,16 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
-        self._ready.set_boundary(is_boundary=False)
+        self._active_engine.set_boundary(is_boundary=False)
         try:
             yield
         finally:
-            self._ready.set_boundary(is_boundary=True)
+            self._active_engine.set_boundary(is_boundary=True)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:  # noqa: ARG002 - there is one
         """Let the engine clip in its next step, which is where it knows the norm of all gradients."""
         check_clipping(algorithm)
-        self._ready.clip(clip_val)
+        self._active_engine.clip(clip_val)
 
     def optimizer_step(
         self,
@@ -329,7 +335,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
     ) -> Any:
         output = closure()
         self._accept_changes()
-        self._ready.step()
+        self._active_engine.step()
         return output
 
     # Gradients
@@ -339,7 +345,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         """Number of optimizer steps of this training, or the last one, left out as a gradient was not finite."""
         if self._engine is None and self._skipped_steps is not None:
             return self._skipped_steps
-        return self._ready.skipped_steps
+        return self._active_engine.skipped_steps
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
         """Return the whole gradient of a parameter, between the last backward pass and the step; collective.
@@ -350,11 +356,11 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         Returns:
             The mean over the ranks, of the parameter's shape; None where it has none.
         """
-        return self._ready.full_grad(parameter)
+        return self._active_engine.full_grad(parameter)
 
     def grad_norm(self) -> float:
         """Return the norm of all gradients together, before clipping; collective.
 
         Between the last backward pass and the step it is that of the gradients that wait, afterwards that of the step.
         """
-        return self._ready.grad_norm()
+        return self._active_engine.grad_norm()

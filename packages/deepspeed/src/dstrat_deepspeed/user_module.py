@@ -46,6 +46,7 @@ class ModuleSnapshot:
         for parameter, _ in self._attributes:
             if hasattr(parameter, "ds_id"):
                 parameter.all_gather(param_list=[parameter])
+                # A copy on CPUs too: a view would keep the whole buffer that it was gathered into.
                 parameter.data = parameter.data.to("cpu", copy=True) if keeps else parameter.data.new_empty(0)
                 release_elements(parameter)
                 if keeps:
