@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from dstrat_deepspeed import internals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -100,13 +101,12 @@ def parameters_in_files(module: Module) -> list[Any]:
 def read_once(module: Module) -> None:
     """Keep DeepSpeed from reading a parameter twice at a time, for its forward pass and the backward pass after it."""
     for swapper in swappers_of(module):
-        if "swap_in" in vars(swapper):
-            continue
+        if "swap_in" not in vars(swapper):
+            swapper.swap_in = partial(_swap_in_once, swapper.swap_in)
 
-        def swap_in_once(params: list[Any], _swap_in: Any = swapper.swap_in, **options: Any) -> None:
-            _swap_in(list({id(parameter): parameter for parameter in params}.values()), **options)
 
-        swapper.swap_in = swap_in_once
+def _swap_in_once(swap_in: Callable[..., None], params: list[Any], **options: Any) -> None:
+    swap_in(list({id(parameter): parameter for parameter in params}.values()), **options)
 
 
 def swappers_of(module: Module) -> list[Any]:
