@@ -25,7 +25,7 @@ def test_every_plugin_is_listed_with_its_state_and_reason(plugins, dstrat):
     ]
     assert [" ".join(line[5:]) for line in words[1:]] == [
         "ValueError: no",
-        "it speaks dstrat.v2, and this dstrat speaks dstrat.v1: upgrade the older of the two",
+        "it is written for dstrat.v2, and this dstrat has dstrat.v1: upgrade the older one",
         "accelerator 1, strategy 2",
         "named by DSTRAT_DISABLE_PLUGINS",
     ]

@@ -199,8 +199,8 @@ def test_a_miss_names_the_plugins_that_failed(site):
     site.add("future", group="dstrat.v9")
     assert site.ask("find('qqq')") == (
         "UnknownAliasError: strategy 'qqq' is not known: available are none (plugins that do not work: "
-        "bad 1.0, ValueError: no; future 1.0, it speaks dstrat.v9, and this dstrat speaks dstrat.v1: "
-        "upgrade the older of the two)"
+        "bad 1.0, ValueError: no; future 1.0, it is written for dstrat.v9, and this dstrat has dstrat.v1: "
+        "upgrade the older one)"
     )
 
 

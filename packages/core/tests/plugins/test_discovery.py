@@ -106,7 +106,7 @@ def test_a_plugin_that_speaks_another_version_is_not_loaded(site):
     site.add("future", plugin="raise ValueError('never imported')", group="dstrat.v2")
     states, reasons = site.ask("states(), reasons()")
     assert states == {"future:future": "unsupported"}
-    assert reasons["future"] == "it speaks dstrat.v2, and this dstrat speaks dstrat.v1: upgrade the older of the two"
+    assert reasons["future"] == "it is written for dstrat.v2, and this dstrat has dstrat.v1: upgrade the older one"
 
 
 def test_a_distribution_that_speaks_several_versions_is_loaded_once(site):
@@ -262,7 +262,7 @@ def test_an_import_that_takes_long_is_named_and_goes_on(capfd):
         while not (line := capfd.readouterr().err):
             time.sleep(0.01)
     assert line == (
-        "dstrat: importing acme.plugin of acme has taken 0.01 s and goes on; "
+        "dstrat: importing acme.plugin of acme has taken 0.01 s and continues; "
         "DSTRAT_DISABLE_PLUGINS=acme leaves it out\n"
     )
 

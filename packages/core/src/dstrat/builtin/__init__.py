@@ -1,1 +1,1 @@
-"""The core's own components, offered through the same hook as everyone's."""
+"""Components of the core, offered through the same hook as those of plugins."""

@@ -1,4 +1,4 @@
-"""The records of the core's own components."""
+"""Records of the core's components."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SINGLE_DEVICE = Component(
     alias="single_device",
     target="dstrat.builtin.single_device:SingleDeviceStrategy",
     summary="one process on one device, without communication",
-    auto=100,  # where one device is enough nothing beats it; for more it cannot be chosen
+    auto=100,  # the best choice for one device; with more it is never selected
     uses_torch_distributed=False,
     drives_several_devices=False,
     starts_processes=False,
@@ -114,7 +114,7 @@ _CLUSTERS = [
 
 @hookimpl
 def dstrat_components() -> list[Component]:
-    """Return the core's own components."""
+    """Return the core's components."""
     return [
         _SINGLE_DEVICE,
         _CPU,

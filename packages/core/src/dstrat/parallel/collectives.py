@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_BUCKET = 250 * 2**20  # bytes that are sent at once
+_BUCKET = 250 * 2**20  # bytes of one broadcast
 
 _OPERATIONS = {
     "mean": dist.ReduceOp.SUM,
@@ -29,7 +29,7 @@ _OPERATIONS = {
     "bxor": dist.ReduceOp.BXOR,
 }
 _WITH_FACTOR = "premul_sum"
-"""An operation of torch that is an object with its factor, and has no name."""
+"""An operation of torch that is an object with a factor, without a name."""
 
 
 def reduce_tensor(
@@ -38,13 +38,13 @@ def reduce_tensor(
     """Return the tensor reduced over the group; the argument is not changed.
 
     Args:
-        tensor: Of the same shape and dtype on every rank.  A mean of integers is a float.
-        group: None is all ranks.
+        tensor: A tensor of the same shape and dtype on every rank.  A mean of integers is a float.
+        group: The ranks to reduce over; None for all.
         reduce_op: ``"mean"`` or ``"avg"``, ``"sum"``, ``"max"``, ``"min"``, ``"product"``, ``"band"``, ``"bor"``,
-            ``"bxor"``, or torch's; None is the mean.  Not every backend can do each of them.
+            ``"bxor"``, or torch's; None for the mean.  Not every backend supports all of them.
 
     Raises:
-        RequestError: It is another one.
+        RequestError: The operation is unknown.
     """
     name = name_of_operation(reduce_op)
     reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -53,10 +53,10 @@ def reduce_tensor(
 
 
 def name_of_operation(reduce_op: str | dist.ReduceOp | None) -> str:
-    """Return the one name of an operation, such as ``"mean"``, for all that ``reduce_tensor`` takes.
+    """Return the name of an operation, such as ``"mean"``, for any value that ``reduce_tensor`` accepts.
 
     Raises:
-        RequestError: It is none of them.
+        RequestError: The operation is unknown.
     """
     plain = getattr(reduce_op, "op", reduce_op)  # of an instance of torch's class
     name = "mean" if plain is None else str(getattr(plain, "name", plain)).lower()
@@ -82,7 +82,7 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class _GatherWithGradients(torch.autograd.Function):
-    """Gathers going forward; going back, each rank gets the sum of all ranks' gradients of its own part."""
+    """Gathers in the forward pass; in the backward pass each rank gets the sum of the gradients of its tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -97,7 +97,7 @@ class _GatherWithGradients(torch.autograd.Function):
 
 
 def broadcast_object(obj: T, *, src: int = 0) -> T:
-    """Return the source rank's object (which must pickle) on every rank."""
+    """Return the source rank's object, which must be picklable, on every rank."""
     objects = [obj]
     dist.broadcast_object_list(objects, src=src)
     return objects[0]
@@ -107,9 +107,9 @@ def take_from_first_rank(tensors: Iterable[Tensor], group: dist.ProcessGroup | N
     """Overwrite tensors by those of the first rank of a group; collective.
 
     Args:
-        tensors: On the device, of the same shapes and dtypes on every rank.  Those on the meta device have no values,
-            and are left alone.
-        group: None is all ranks.
+        tensors: Tensors on the device, of the same shapes and dtypes on every rank.  Those on the meta device have no
+            values, and are skipped.
+        group: The ranks; None for all.
     """
     values = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     group = dist.group.WORLD if group is None else group

@@ -1,4 +1,4 @@
-"""The base class of strategies that keep a replica of the module in each process and make its gradients one."""
+"""Base class of strategies with a replica of the module in each process, which synchronize gradients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class GradientSyncStrategy(ParallelStrategy):
-    """A strategy of which only the synchronisation of gradients is left to say.
+    """A strategy whose subclass defines only the synchronization of gradients.
 
-    Each process has the whole module, and computes gradients from its own share of the data.  The smallest complete
+    Each process has a replica of the module, and computes gradients from its share of the data.  The smallest complete
     subclass::
 
         class Averaging(GradientSyncStrategy):
@@ -28,14 +28,14 @@ class GradientSyncStrategy(ParallelStrategy):
                 for gradient in gradients:
                     gradient.copy_(self.reduce(gradient))
 
-    Accumulation, clipping, loss scales, parameters that some processes leave without a gradient, the first values of
-    parameters and the buffers, which are those of global rank 0, are seen to.  Nothing is sent while the backward pass
-    computes: a strategy that overlaps the two wraps the module, see :meth:`wrap_model`.
+    This class handles accumulation, clipping, loss scales, parameters without a gradient in some processes, the initial
+    parameters, and the buffers, which are those of global rank 0.  It does not communicate during the backward pass; a
+    strategy that does wraps the module, see :meth:`wrap_model`.
 
     Attributes:
-        gradients_may_lack: Whether processes ask each other in each step which parameters have a gradient anywhere, as
-            they may differ.  A backend that records one graph for all of them sets it to False: then a parameter has
-            a gradient in every process or in none.
+        gradients_may_lack: Whether processes agree in each step on the parameters that have a gradient in any of them.
+            A backend that records one graph for all processes sets it to False: then a parameter has a gradient in
+            every process or in none.
     """
 
     gradients_may_lack: bool = True
@@ -43,14 +43,14 @@ class GradientSyncStrategy(ParallelStrategy):
 
     @abstractmethod
     def synchronize_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Overwrite the gradients of this process by those that all processes step with; collective.
+        """Overwrite the gradients of this process by synchronized ones; collective.
 
-        It is called after a backward pass, before hooks and clipping see the gradients; where they accumulate, after
-        the last one of an optimizer step.
+        It is called after a backward pass, before hooks and clipping read the gradients; with accumulation, after the
+        last backward pass of an optimizer step.
 
         Args:
             gradients: One for each trainable parameter, in the order of the module, of the same shapes in every
-                process; zeros where this process has none.  With a loss scale they are scaled.
+                process; zeros if this process has none.  With a loss scale they are scaled.
         """
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +72,7 @@ class GradientSyncStrategy(ParallelStrategy):
             self.synchronize_gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
             return
         has_gradient = [parameter.grad is not None for parameter in parameters]
-        # Only a process that lacks a gradient looks at what the others say: reading it back makes a GPU wait.
+        # Only a process that lacks a gradient reads the result, because reading it synchronizes a GPU.
         anywhere = self.reduce(torch.tensor(has_gradient, dtype=torch.int32, device=self.root_device), reduce_op="max")
         for parameter in parameters:
             if parameter.grad is None:
@@ -81,4 +81,4 @@ class GradientSyncStrategy(ParallelStrategy):
         if not all(has_gradient):
             for parameter, is_used in zip(parameters, anywhere.tolist(), strict=True):
                 if not is_used:
-                    parameter.grad = None  # an optimizer would decay what nobody has used
+                    parameter.grad = None  # with zeros an optimizer would apply weight decay to an unused parameter

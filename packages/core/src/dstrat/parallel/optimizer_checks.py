@@ -1,4 +1,4 @@
-"""Checks of optimizers whose parameters are divided: which they have, and how copies of them step small tensors."""
+"""Checks of optimizers for sharded parameters: their parameters, and steps of copies with small tensors."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _ELEMENT_WISE = {
     getattr(torch.optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 }
-_SHAPE = (7, 6)  # few pieces are as large as others, and no piece of 9 elements is a row
-_STEPS = 2  # momentum shows in the second one
-_RATE = 0.01  # a warm-up may begin with 0, with which no step shows anything
-_TOLERANCE = 1e-4  # relative; another order of sums gives less, another formula more
+_SHAPE = (7, 6)  # divides unevenly among most numbers of ranks, and flat pieces are no full rows
+_STEPS = 2  # momentum has an effect from the second one on
+_RATE = 0.01  # a warm-up may begin with 0, which would hide all differences
+_TOLERANCE = 1e-4  # relative; another order of sums differs by less, another formula by more
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], module: Module) -> None:
     """Check the optimizers of a module that has been sharded.
 
     Raises:
-        MisuseError: Two of them share a parameter, or one has parameters of before the module was sharded.
+        MisuseError: Two of them share a parameter, or one has parameters from before the module was sharded.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     owners: dict[int, int] = {}
@@ -44,7 +44,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: Module) -> None:
         if strange:
             raise MisuseError(
                 f"the {type(optimizer).__name__} has {strange} of {len(parameters)} parameters that are none of "
-                f"{type(module).__name__}'s: they were taken before the module was sharded, which replaces them; take "
+                f"{type(module).__name__}'s: they were read before the module was sharded, which replaces them; read "
                 "all of them in configure_optimizers, from self.parameters()"
             )
         for parameter in parameters:
@@ -57,39 +57,38 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: Module) -> None:
 
 
 def state_after_one_step(optimizer: Optimizer, group: int, like: Tensor) -> dict[str, Any]:
-    """Return the state that the optimizer has of a parameter of two elements after a step without gradients.
+    """Return an optimizer's state of a parameter of two elements after a step with zero gradients.
 
     Args:
-        optimizer: Stays as it is.
-        group: Index of the group whose options count.
-        like: Says device and dtype.
+        optimizer: The optimizer, of which a copy is used.
+        group: Index of the group whose options are used.
+        like: A tensor of the same device and dtype.
 
     Returns:
-        The state by its keys; empty where a copy of the optimizer cannot step, as one that is compiled.
+        The state by its keys; empty if a copy of the optimizer cannot step, such as a compiled one.
     """
     parameter = torch.zeros(2, dtype=like.dtype, device=like.device, requires_grad=True)
     try:
         return dict(_step_copy(optimizer, group, [parameter], [[torch.zeros_like(parameter)]]).state[parameter])
-    except Exception:  # noqa: BLE001 - whatever a stranger's optimizer raises; then nothing is known of it
+    except Exception:  # noqa: BLE001 - any error of a third-party optimizer; its state is unknown then
         return {}
 
 
 def how_division_fails(
     optimizer: Optimizer, device: torch.device, divide: Callable[[Tensor], list[Tensor]]
 ) -> str | None:
-    """Return what goes wrong when the optimizer steps a divided matrix in place of a whole one; None if nothing does.
+    """Return why an optimizer cannot step a sharded matrix with the same results as a full one; None if it can.
 
-    Nothing is known of an optimizer that fails with the whole matrix too, or that draws random numbers.  Those of torch
-    that treat each element by itself are not tried.
+    None too for an optimizer that fails with the full matrix, or that draws random numbers.  torch's element-wise
+    optimizers are not tested.
 
     Args:
-        optimizer: Stays as it is.
-        device: Where it steps.
-        divide: Returns a matrix as the optimizer gets it: in pieces, or as one DTensor; where that is collective, so
-            is this function.
+        optimizer: The optimizer, of which copies are used.
+        device: Device of the step.
+        divide: Returns a matrix in pieces, or as one DTensor; if that is collective, this function is too.
 
     Returns:
-        The first sentence of what torch or the optimizer has raised, or that results differ.
+        The first sentence of the error of torch or the optimizer, or that results differ.
     """
     if type(optimizer) in _ELEMENT_WISE:
         return None
@@ -117,14 +116,14 @@ def _undivided(tensor: Tensor) -> list[Tensor]:
 def _run_probe(
     optimizer: Optimizer, group: int, values: Tensor, gradients: Sequence[Tensor], cut: Divide
 ) -> Tensor | Exception:
-    """Return by how much the values have changed, or what was raised."""
+    """Return the change of the values, or the error."""
     parameters = [piece.requires_grad_() for piece in cut(values)]
     try:
         _step_copy(optimizer, group, parameters, [cut(gradient) for gradient in gradients])
         pieces = [piece.detach() for piece in parameters]
         full = [piece.full_tensor() if hasattr(piece, "full_tensor") else piece for piece in pieces]
         return torch.cat([piece.flatten() for piece in full]) - values.flatten()
-    except Exception as error:  # noqa: BLE001 - whatever a stranger's optimizer raises
+    except Exception as error:  # noqa: BLE001 - any error of a third-party optimizer
         return error
 
 
@@ -135,7 +134,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _step_copy(
     optimizer: Optimizer, group: int, parameters: list[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> Optimizer:
-    """Return a copy of the optimizer that has stepped other parameters, once for each of the gradients."""
+    """Return a copy of an optimizer after steps of other parameters, one for each of the gradients."""
     probe = _copy(optimizer, group, parameters)
     try:
         _step(probe, parameters, gradients)
@@ -147,9 +146,9 @@ def _step_copy(
 
 def _copy(optimizer: Optimizer, group: int, parameters: list[Tensor]) -> Optimizer:
     if hasattr(type(optimizer), "__del__"):
-        raise TypeError("the end of a copy would free what belongs to the optimizer")
+        raise TypeError("__del__ of a copy would free resources of the optimizer")
     probe = copy.copy(optimizer)
-    for name, value in vars(optimizer).items():  # torch copies its own attributes alone
+    for name, value in vars(optimizer).items():  # Optimizer.__getstate__ has torch's attributes only
         vars(probe).setdefault(name, value)
     options = {**optimizer.param_groups[group], "params": parameters}
     rate = options.get("lr")
@@ -163,4 +162,4 @@ def _step(probe: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Se
     for of_step in gradients:
         for parameter, gradient in zip(parameters, of_step, strict=True):
             parameter.grad = gradient
-        type(probe).step(probe)  # the instance's own may be a scheduler's, which is bound to the original
+        type(probe).step(probe)  # an instance attribute may be a scheduler's wrapper, bound to the original

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""How long a collective waits for other ranks, which may be at work, as rank 0 is that prepares data."""
+"""Default timeout of a collective; another rank may be at work, such as rank 0 that prepares data."""
 DEFAULT_HANG_TIMEOUT = timedelta(minutes=10)
-"""How long a rank may do nothing at all, where no other timeout is given."""
+"""Default time for which a rank may be idle."""
 
 _OPENING = "come to open the process group"
 
@@ -32,27 +32,27 @@ _SHORTEST_PAUSE = 0.001  # seconds between two looks into the store, at first
 
 _stores: dict[object, dist.Store] = {}
 _openings = itertools.count()
-_timeouts: list[timedelta] = []  # the last one is that of the group which is open
+_timeouts: list[timedelta] = []  # of the open group, if any
 _job_stores: list[dist.Store] = []  # likewise
 _clusters: list[ClusterEnvironment] = []  # likewise
 
 
 def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: timedelta) -> dist.Store:
-    """Open the default process group, or join the one that the user has opened already, with options of a backend too.
+    """Open the default process group, or use the one that the user has opened already.
 
-    A group that is opened here is open in all ranks when this returns, so that any of them may close it.
+    When this returns, a group that it opened is open in all ranks, so any of them may close it.
 
     Args:
-        cluster: Says where rank 0 listens, and which rank this is.
+        cluster: The cluster environment, with the address of rank 0 and the rank of this process.
         backend: Name of the ``torch.distributed`` backend.
-        timeout: How long a rank waits for the others: here, and in each collective.
+        timeout: How long a rank waits for the others, in this function and in each collective.
 
     Returns:
-        The store that all ranks share, under a prefix of its own for this opening.
+        The store that all ranks share, with a separate prefix for this group.
 
     Raises:
-        ClusterError: The process group that exists already is of another size or rank.
-        LaunchError: Ranks did not come in time; the message names them.
+        ClusterError: The existing process group has another size or rank.
+        LaunchError: Ranks timed out; the message names them.
     """
     import torch.distributed.nn  # noqa: F401 - its functions keep the group that is open when it is first imported
 
@@ -77,29 +77,30 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
 
 
 def wait_for_all_ranks(action: str) -> None:
-    """Return when all ranks of the open process group have come here; collective, and at once where none is open.
+    """Wait until all ranks of the open process group have called this; collective; return at once if none is open.
 
-    It opens no connection, so that it can follow the opening of further groups: Gloo fails, or hangs, in a rank that
-    still connects when another one closes.
+    It opens no connection, so it can follow the opening of further groups: Gloo fails, or hangs, in a rank that still
+    connects when another one closes.
 
     Args:
-        action: What a rank that is missing did not do, such as "open the device mesh"; each may be named once in a job.
+        action: The completed action, for the message about a missing rank, such as "open the device mesh"; each name
+            may be used once in a job.
 
     Raises:
-        LaunchError: Some did not come within the timeout of the group; the message names them.
+        LaunchError: Ranks timed out; the message names them.
     """
     for store, cluster in zip(_job_stores, _clusters, strict=True):
         _meet(store, cluster, group_timeout(), action)
 
 
 def clone_job_store(prefix: str, timeout: timedelta) -> dist.Store | None:
-    """Return another connection to the store of the open process group, for a thread; None where none is open.
+    """Return another connection to the store of the open process group, for a thread; None if none is open.
 
     Args:
-        prefix: Of its keys.
-        timeout: How long one of its operations may take.
+        prefix: Prefix of its keys.
+        timeout: Timeout of its operations.
     """
-    stores = _job_stores[-1:]  # which another thread may clear at any time
+    stores = _job_stores[-1:]  # a copy, because another thread may clear the list
     if not stores:
         return None
     store = dist.PrefixStore(prefix, stores[0].clone())  # type: ignore[attr-defined]  # not in torch's stubs
@@ -110,7 +111,7 @@ def clone_job_store(prefix: str, timeout: timedelta) -> dist.Store | None:
 def read_processes() -> dict[int, tuple[int, str]]:
     """Return the process id of each rank and its machine, from the store of the open process group.
 
-    They are unknown, and left out, where the user has opened the group, and where the store is gone with its rank.
+    Empty if the user has opened the group, or if the rank that serves the store has ended.
     """
     for store, cluster in zip(_job_stores, _clusters, strict=True):
         keys = [f"{rank} {_OPENING}" for rank in range(cluster.world_size)]
@@ -122,12 +123,12 @@ def read_processes() -> dict[int, tuple[int, str]]:
 
 
 def group_timeout() -> timedelta:
-    """Return how long collectives of the job's process group wait, for groups beside it."""
+    """Return the timeout of the job's process group, for further groups."""
     return _timeouts[-1] if _timeouts else DEFAULT_TIMEOUT
 
 
 def close_process_group() -> None:
-    """Close the default process group, if it is open; a peer that is gone already is no error."""
+    """Close the default process group, if it is open; a peer that has ended already is no error."""
     _job_stores.clear()
     _clusters.clear()
     if dist.is_initialized():
@@ -136,8 +137,8 @@ def close_process_group() -> None:
 
 
 def abort_process_group() -> None:
-    """Close the default process group without waiting for what is under way."""
-    # Closing waits for NCCL's collectives, which never end when a rank is gone; other backends fail by themselves.
+    """Close the default process group without waiting for pending collectives."""
+    # Closing waits for NCCL's collectives, which never end after a rank has ended; other backends fail by themselves.
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if abort is not None and dist.is_initialized() and dist.get_backend() == "nccl":
         abort()
@@ -145,7 +146,7 @@ def abort_process_group() -> None:
 
 
 def _rendezvous(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
-    """Return the store of the job; it is opened once in a process, and every process group uses a prefix of it."""
+    """Return the store of the job, which is opened once in a process; every process group uses a prefix of it."""
     key = cluster.store_file or (cluster.main_address, cluster.main_port)
     if key not in _stores:
         _stores[key] = _open_store(cluster, timeout)
@@ -164,7 +165,7 @@ def _open_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
             cluster.world_size,
             is_master=serves,
             timeout=timeout,
-            wait_for_workers=False,  # _meet does, and names those that do not come
+            wait_for_workers=False,  # _meet waits, and names missing ranks
             multi_tenant=True,
             master_listen_fd=cluster.listening_socket,
         )
@@ -173,26 +174,26 @@ def _open_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
             raise
         raise LaunchError(
             f"timed out waiting for rank 0 of {cluster.world_size}, which did not listen on "
-            f"{cluster.main_address}:{cluster.main_port} within {timeout.total_seconds():g} s: {_CURE}"
+            f"{cluster.main_address}:{cluster.main_port} within {timeout.total_seconds():g} s: {_HINT}"
         ) from error
 
 
-_CURE = "see what it does, or give the strategy a longer timeout=timedelta(...)"
+_HINT = "see what it does, or give the strategy a longer timeout=timedelta(...)"
 
 
 def _meet(store: dist.Store, cluster: ClusterEnvironment, timeout: timedelta, action: str) -> None:
-    """Wait until all ranks have come here.
+    """Wait until all ranks have called this.
 
-    Torch's own waiting neither names the ranks that are missing nor returns when a signal arrives.
+    torch's own waiting neither names missing ranks nor returns when a signal arrives.
 
     Args:
-        store: What the ranks share.
-        cluster: Says which rank this is.
-        timeout: How long the others may take.
-        action: What those that are missing did not do.
+        store: The store that the ranks share.
+        cluster: The cluster environment, with the rank of this process.
+        timeout: How long to wait.
+        action: The completed action, for the message about missing ranks.
 
     Raises:
-        LaunchError: Some did not come in time.
+        LaunchError: Ranks timed out.
     """
     rank, size = cluster.global_rank, cluster.world_size
     all_came = f"all {action}"
@@ -200,7 +201,7 @@ def _meet(store: dist.Store, cluster: ClusterEnvironment, timeout: timedelta, ac
     if store.add(f"number {action}", 1) == size:
         store.set(all_came, "")
     deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE
-    longest = 0.01 + 1e-4 * size  # so that the store is not asked more than 10,000 times in a second
+    longest = 0.01 + 1e-4 * size  # limits the requests to the store to 10,000 in a second
     while not store.check([all_came]):
         if (number := cluster.stop_signal) is not None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
@@ -209,7 +210,7 @@ def _meet(store: dist.Store, cluster: ClusterEnvironment, timeout: timedelta, ac
             ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
             raise LaunchError(
                 f"timed out waiting for {ranks} of {size}, which did not {action} within "
-                f"{timeout.total_seconds():g} s: {_CURE}"
+                f"{timeout.total_seconds():g} s: {_HINT}"
             )
         time.sleep(pause)
         pause = min(2 * pause, longest)
@@ -225,17 +226,17 @@ def _check_existing(cluster: ClusterEnvironment) -> None:
         )
 
 
-# Checking, when a process group opens, that all ranks see the same catalog.
+# Check that all ranks have the same catalog
 
 
 _KEY = "catalog"
 
 
 def check_same_catalog(catalog: Catalog, store: dist.Store, rank: int, world_size: int) -> None:
-    """Compare this rank's catalog with that of rank 0, which waits until all others have read its own.
+    """Compare this rank's catalog with that of rank 0, which waits until all others have read it.
 
     Raises:
-        CatalogMismatchError: They differ; the message names what only one of them has.
+        CatalogMismatchError: They differ; the message names the differences.
     """
     if rank == 0:
         store.set(_KEY, json.dumps(list(catalog.fingerprint_lines)))
@@ -249,7 +250,7 @@ def check_same_catalog(catalog: Catalog, store: dist.Store, rank: int, world_siz
     only_mine = sorted(set(mine) - set(first))
     only_first = sorted(set(first) - set(mine))
     raise CatalogMismatchError(
-        f"rank {rank} and rank 0 see different plugins, so one alias could mean two things: "
+        f"rank {rank} and rank 0 see different plugins, so an alias could mean different components: "
         f"only rank {rank} has {only_mine or 'nothing more'}; only rank 0 has {only_first or 'nothing more'}. "
         "Install the same packages on every machine, or disable a plugin with DSTRAT_DISABLE_PLUGINS."
     )

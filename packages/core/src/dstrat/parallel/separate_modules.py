@@ -1,4 +1,4 @@
-"""Several modules that one strategy trains, of which a step may use only some."""
+"""Several modules of one strategy, of which a step may use only some."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 class SeparateModules(Module):
     """Modules that take turns, such as the generator and the discriminator of a GAN.
 
-    To a strategy it is one module, with the names of all in its state.  A strategy whose wrapper waits for every
-    gradient of what it wraps, as DistributedDataParallel does, wraps each of them by itself.
+    For a strategy it is one module, with the names of all in its state.  If a wrapper waits for all gradients of the
+    wrapped module, as DistributedDataParallel does, the strategy wraps each of these modules separately.
 
     Args:
-        modules: By name.
+        modules: Modules by name.
 
     Raises:
-        MisuseError: A name cannot be that of a part, or one of them is no module.
+        MisuseError: A name cannot be that of a submodule, or a value is no module.
     """
 
     def __init__(self, modules: Mapping[str, Module]) -> None:
@@ -41,7 +41,7 @@ class SeparateModules(Module):
         owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
         if not isinstance(owner, Module):
             return tuple(self.children())
-        if id(owner) not in self._used:  # found once, as every part is looked at
+        if id(owner) not in self._used:  # cached, because the search visits all submodules
             used = tuple(child for child in self.children() if any(submodule is owner for submodule in child.modules()))
             self._used[id(owner)] = owner, used or tuple(self.children())
         return self._used[id(owner)][1]

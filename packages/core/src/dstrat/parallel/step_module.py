@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class StepModule(Module):
     """A module whose forward runs a step of the user's module.
 
-    Wrappers such as DistributedDataParallel do their work around ``forward``, and a training calls ``training_step``.
+    Wrappers such as DistributedDataParallel act around ``forward``, and a training calls ``training_step``.
     A strategy wraps ``StepModule(self.module)``, and calls the wrapper with the step.
 
     Args:

@@ -46,8 +46,8 @@ _BACKENDS_OF_HOSTS = ("gloo", "mpi")  # of torch's own
 class ParallelStrategy(Strategy):
     """A strategy with one process per device, communicating through torch.distributed.
 
-    Everything but the synchronisation of the processes is here: a subclass overrides :meth:`wrap_model` and whatever
-    its wrapper changes.  For gradients that are made one after the backward pass there is
+    It has everything but the synchronization of the processes: a subclass overrides :meth:`wrap_model` and the methods
+    that its wrapper changes.  For gradients that are synchronized after the backward pass, subclass
     :class:`~dstrat.parallel.gradient_sync.GradientSyncStrategy`.
 
     Args:
@@ -57,8 +57,8 @@ class ParallelStrategy(Strategy):
         checkpoint_io: How checkpoints reach storage.
         precision_plugin: The dtypes and what follows from them.
         process_group_backend: Backend of torch.distributed; None takes the accelerator's.
-        timeout: How long a rank waits for the others, and how long it may do nothing at all, before the job fails.  By
-            default others are waited for 30 minutes, and a rank may do nothing for 10.
+        timeout: How long a rank waits for the others, and how long it may be idle, before the job fails.  By default it
+            waits for 30 minutes, and may be idle for 10.
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
     """
 
@@ -100,7 +100,7 @@ class ParallelStrategy(Strategy):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_root_device": None}  # another process has another one
 
-    # Where this process is
+    # Rank and device of this process
 
     @property
     def parallel_devices(self) -> tuple[torch.device, ...]:
@@ -115,13 +115,13 @@ class ParallelStrategy(Strategy):
     @property
     def assigned_device(self) -> torch.device:
         cls = type(self)
-        if cls.root_device is not ParallelStrategy.root_device:  # an author who replaces only that one means both
+        if cls.root_device is not ParallelStrategy.root_device:  # a subclass that overrides only that one means both
             return self.root_device
         return self.parallel_devices[self.local_rank]
 
     @property
     def root_device(self) -> torch.device:
-        if self._root_device is None:  # needed with every batch, and known only by reading the environment
+        if self._root_device is None:  # cached: needed with every batch, and reading the environment is slow
             cls, accelerator = type(self), self.parts.accelerator
             is_replaced = cls.assigned_device is not ParallelStrategy.assigned_device
             device = self.assigned_device if is_replaced else self.parallel_devices[self.local_rank]
@@ -155,7 +155,7 @@ class ParallelStrategy(Strategy):
     # The life cycle
 
     def setup_environment(self) -> None:
-        self._root_device = None  # what was found before the launch does not hold in a rank that was forked
+        self._root_device = None  # a forked rank has inherited the cached value of its parent
         super().setup_environment()
         backend = self.process_group_backend or self.accelerator.process_group_backend
         store = open_process_group(self.cluster_environment, backend=backend, timeout=self.timeout)
@@ -164,8 +164,8 @@ class ParallelStrategy(Strategy):
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
 
-    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - what is evaluated must be one module too
-        """Let all processes begin with the parameters and buffers of global rank 0."""
+    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation needs the same module in all processes too
+        """Overwrite the parameters and buffers of all processes by those of global rank 0."""
         self.take_from_first_rank([*self.module.parameters(), *self.module.buffers()])
 
     def synchronize_batchnorm(self) -> None:
@@ -193,7 +193,7 @@ class ParallelStrategy(Strategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Module | None = None, **kwargs: Any
     ) -> Any:
-        if isinstance(optimizer, LBFGS):  # it decides by the loss how far to go, which must be as far on all ranks
+        if isinstance(optimizer, LBFGS):  # its line search depends on the loss, which must be the same on all ranks
             return super().optimizer_step(optimizer, lambda: self.reduce(closure()), model, **kwargs)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -209,7 +209,7 @@ class ParallelStrategy(Strategy):
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - torch's takes none
         device = self.root_device
-        # Else torch guesses the device of a group that carries the device's tensors, and warns.
+        # Else torch guesses the device, and warns.
         if device.index is not None and dist.get_backend() not in _BACKENDS_OF_HOSTS:
             dist.barrier(device_ids=[device.index])
         else:
@@ -219,7 +219,7 @@ class ParallelStrategy(Strategy):
         """Overwrite tensors by those of global rank 0; collective.
 
         Args:
-            tensors: On the device, of the same shapes and dtypes on every rank.
+            tensors: Tensors on the device, of the same shapes and dtypes on every rank.
         """
         take_from_first_rank(tensors)
 
@@ -227,14 +227,14 @@ class ParallelStrategy(Strategy):
         return gather_tensors(tensor, group=group, sync_grads=sync_grads)
 
 
-# Batch-norm layers that share their statistics over all processes for the time of a training.
+# Synchronized batch norm during a training
 
 
 class SynchronizedNorm:
-    """Puts torch's SyncBatchNorm into the place of a module's batch-norm layers; :meth:`undo` puts these back.
+    """Replaces a module's batch-norm layers by torch's SyncBatchNorm, until :meth:`undo`.
 
     Args:
-        module: Changed in place.
+        module: The module, which is changed in place.
     """
 
     def __init__(self, module: Module) -> None:
@@ -248,7 +248,7 @@ class SynchronizedNorm:
             parent.add_module(name, nn.SyncBatchNorm.convert_sync_batchnorm(layer))
 
     def undo(self) -> None:
-        """Put the layers back, with the weights, statistics and mode that the training has left."""
+        """Restore the layers, with the trained weights, statistics and mode."""
         for parent, name, layer in self._replaced:
             synchronized = parent.get_submodule(name)
             layer._parameters, layer._buffers = synchronized._parameters, synchronized._buffers  # noqa: SLF001 - all of both

@@ -1,4 +1,4 @@
-"""Finding and naming components.  Never imports torch.
+"""The catalog of components; never imports torch.
 
 The core's precision, checkpoint and cluster classes can be imported from here, and those of installed plugins from
 ``dstrat.plugins.precision``, ``dstrat.plugins.io`` and ``dstrat.plugins.environments``.

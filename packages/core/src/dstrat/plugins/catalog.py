@@ -51,12 +51,12 @@ class Catalog:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look again at what is installed; what was registered in this process stays.
+        """Discover the installed plugins again; components registered in this process stay.
 
-        Modules that are imported already are not imported anew: an upgraded plugin needs a new process.
+        Modules that are imported already are not imported again: an upgraded plugin needs a new process.
         """
         importlib.invalidate_caches()
-        MetadataPathFinder().invalidate_caches()  # which the line above leaves out before Python 3.13
+        MetadataPathFinder().invalidate_caches()  # before Python 3.13 the line above does not do this
         self._plugins = discover(self.settings)
         self._installed = tuple(
             Offer(component=component, owner=plugin.distribution, version=plugin.version)
@@ -66,21 +66,21 @@ class Catalog:
 
     @property
     def plugins(self) -> tuple[Plugin, ...]:
-        """Every plugin that was found, in whatever state, in the order of distribution, entry point and value."""
+        """All discovered plugins, in any state, in the order of distribution, entry point and value."""
         return self._plugins
 
     def find(self, kind: Kind, name: str) -> Offer:
         """Look up a component.
 
         Args:
-            kind: What it is.
+            kind: Kind of the component.
             name: Its alias or a synonym of it, or ``"alias@distribution"``.
 
         Raises:
             AmbiguousAliasError: Several distributions offer it and none is preferred, or not the one that was named.
             RetiredAliasError: It was renamed or retired.
             NotInstalledError: A known distribution offers it, and is not installed.
-            UnknownAliasError: Nothing is known that offers it.
+            UnknownAliasError: No distribution is known to offer it.
             PluginError: Strict mode is on, and a plugin does not work.
         """
         self._check_strict()
@@ -98,9 +98,9 @@ class Catalog:
         return offer
 
     def find_default(self, kind: Kind, alias: str) -> Offer:
-        """Look up what the core uses where nobody asked for anything: its own, unless the user prefers another.
+        """Look up the component for an unset argument: the core's, unless the user prefers another.
 
-        A plugin that offers the same alias changes nothing for those who did not ask for it.
+        A plugin that offers the same alias does not change the default.
         """
         self._check_strict()
         candidates = [offer for offer in self._all(kind) if alias in offer.names]
@@ -108,9 +108,9 @@ class Catalog:
         return offers[0] if len(offers) == 1 else self.find(kind, f"{alias}@{CORE}")
 
     def offers(self, kind: Kind) -> tuple[Offer, ...]:
-        """Return what can be used, sorted by alias and owner.
+        """Return the available offers, sorted by alias and owner.
 
-        An alias that several distributions offer is there several times, unless one of them is preferred.
+        An alias that several distributions offer occurs several times, unless one of them is preferred.
 
         Raises:
             PluginError: Strict mode is on, and a plugin does not work.
@@ -130,11 +130,11 @@ class Catalog:
         return load_class(offer)
 
     def missing_requirements(self, offer: Offer) -> tuple[str, ...]:
-        """Return the requirements of the component that nothing installed satisfies."""
+        """Return the requirements of a component that no installed distribution satisfies."""
         return missing_requirements(offer)
 
     def check_requirements(self, offer: Offer) -> None:
-        """Raise MissingRequirementError, with the command that helps, unless all requirements are satisfied."""
+        """Raise MissingRequirementError, with the install command, unless all requirements are satisfied."""
         check_requirements(offer)
 
     def register(self, component: Component, *, override: bool = False) -> Offer:
@@ -161,10 +161,10 @@ class Catalog:
         return offer
 
     def unregister(self, kind: Kind, alias: str) -> None:
-        """Take back what was registered in this process.
+        """Remove a component that was registered in this process.
 
         Raises:
-            CatalogError: Nothing has that name.
+            CatalogError: No component has that name.
             InvalidComponentError: It was not registered in this process.
         """
         offer = self.find(kind, alias)
@@ -177,7 +177,7 @@ class Catalog:
 
     @property
     def fingerprint_lines(self) -> tuple[str, ...]:
-        """All that resolution depends on, one line per fact, sorted; the same for equal catalogs on any machine."""
+        """All facts that resolution depends on, one per line, sorted; the same for equal catalogs on any machine."""
         return catalog_lines((*self._installed, *self._registered), self._plugins, self.settings)
 
     @property
@@ -218,7 +218,7 @@ def get_catalog() -> Catalog:
         RequestError: A setting cannot be understood.
         PluginError: A plugin asks for the catalog while it is being loaded.
     """
-    global _current, _is_building  # noqa: PLW0603 - one catalog per process is the point
+    global _current, _is_building  # noqa: PLW0603 - one catalog per process
     with _lock:
         if _is_building:
             raise PluginError("the catalog is being built: a plugin must return its components from the hook instead")
@@ -232,28 +232,28 @@ def get_catalog() -> Catalog:
 
 
 def refresh_catalog() -> Catalog:
-    """Return the catalog of this process after it has looked again at what is installed."""
+    """Return the catalog of this process after it has discovered the installed plugins again."""
     catalog = get_catalog()
     catalog.refresh()
     return catalog
 
 
-# Choosing between the distributions that offer one alias.
+# Choice between distributions that offer the same alias
 
 
 def visible(candidates: Sequence[Offer], preferred: str | None) -> Sequence[Offer]:
-    """Return the offers of one alias that stay when registration in this process and the preference are applied."""
+    """Return the offers of an alias that remain: one registered in this process, else the preferred one, else all."""
     registered = [offer for offer in candidates if offer.owner == THIS_PROCESS]
     return registered or [offer for offer in candidates if normalized(offer.owner) == preferred] or candidates
 
 
 def choose(kind: Kind, alias: str, candidates: Sequence[Offer], preferred: str | None) -> Offer:
-    """Return the one offer that the alias means.
+    """Return the only offer of an alias.
 
     Args:
-        kind: What was looked for.
-        alias: What was asked.
-        candidates: What is offered under that name, at least one.
+        kind: The requested kind.
+        alias: The requested alias.
+        candidates: The offers with that name, at least one.
         preferred: Normalized name of the distribution that the user prefers for it.
 
     Raises:
@@ -276,10 +276,10 @@ def choose(kind: Kind, alias: str, candidates: Sequence[Offer], preferred: str |
 
 
 def of_owner(kind: Kind, alias: str, owner: str, candidates: Sequence[Offer]) -> Offer | None:
-    """Return the offer of one distribution; None where nobody offers the alias at all.
+    """Return the offer of one distribution; None if no distribution offers the alias.
 
     Raises:
-        AmbiguousAliasError: Others offer it, and this distribution does not.
+        AmbiguousAliasError: Other distributions offer it, and this one does not.
     """
     for offer in candidates:
         if normalized(offer.owner) == normalized(owner):
@@ -296,7 +296,7 @@ def _owners(candidates: Sequence[Offer]) -> str:
     return " and ".join([", ".join(labels[:-1]), labels[-1]] if labels[1:] else labels)
 
 
-# Fingerprint of a catalog, which the ranks of a job compare.
+# Fingerprint of a catalog, which the ranks of a job compare
 
 
 _SHOWN_FIRST = ("kind", "alias", "target", "summary")
@@ -315,7 +315,7 @@ def catalog_lines(offers: Iterable[Offer], plugins: Iterable[Plugin], settings: 
 
 
 def digest(lines: Iterable[str]) -> str:
-    """Return 16 hexadecimal digits that stand for the lines."""
+    """Return a hash of the lines, of 16 hexadecimal digits."""
     import hashlib
 
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -333,7 +333,7 @@ def _component_line(offer: Offer) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Reduce a value to what is equal in every process: no addresses, no order of hashes."""
+    """Convert a value to one that is equal in every process, without addresses and the order of hashes."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

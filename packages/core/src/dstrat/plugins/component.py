@@ -93,28 +93,27 @@ _FIELD_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """One thing that a user can choose by its alias, described by facts.
+    """Record of a component that users select by its alias, described by facts.
 
-    Facts answer every question that dstrat has about a component before its class is imported, so that listing all
-    of them stays light.  Attributes that do not concern the component's kind keep their default.
+    Facts are known without importing the class, so listing all components is fast.  Attributes that do not concern the
+    component's kind keep their default.
 
     Attributes:
-        kind: What it is.
+        kind: Kind of the component.
         alias: The name that a user writes: lower-case letters, digits, ``_``, ``-`` and ``.``.
-        target: Where the class is, as ``"package.module:Class"``.  In-process registration may give the class itself.
+        target: The class as ``"package.module:Class"``, or for in-process registration the class itself.
         summary: One line for tables.
         synonyms: Further names for the same component.
         requires: Requirement strings (``"acme-runtime>=1.2"``), checked against installed metadata.
-        pip_options: What ``pip install`` of the requirements needs besides (``"--index-url=https://..."``).
-        requires_note: What else somebody has to know who has no such requirement, a sentence without a full stop; shown
-            after the command.
+        pip_options: Options of ``pip install`` for the requirements (``"--index-url=https://..."``).
+        requires_note: Note for users who lack a requirement, a sentence without a full stop; shown after the command.
         options: Constructor arguments that the alias presets.
         auto: Rank for the automatic choice, the highest available one wins; None is never chosen automatically.
         groups: Names that stand for several accelerators (``"gpu"``); the available one with the highest
             ``auto`` is taken.
         device_type: For an accelerator, the type of its torch devices, such as ``"cuda"``.
         process_group_backend: For an accelerator, the backend of its collectives, such as ``"gloo"``, ``"nccl"`` or
-            ``"hccl"``; ``"none"`` where it has none.
+            ``"hccl"``; ``"none"`` if it has none.
         supports_torch_distributed: For an accelerator, whether torch.distributed can use that backend.
         devices_share_process: For an accelerator, whether one process can drive several of its devices.
         strategies: For an accelerator, the strategies that serve general aliases on it:
@@ -202,10 +201,10 @@ class Tombstone:
     """An alias that is no longer offered, and what replaces it.
 
     Attributes:
-        kind: What it was.
+        kind: Kind of the component.
         alias: The name that users used to write.
-        replacement: What to write instead; None when nothing replaces it.
-        reason: Why it went, one sentence without a full stop.
+        replacement: The alias to use instead; None if there is none.
+        reason: Why it was retired, one sentence without a full stop.
     """
 
     kind: Kind
@@ -228,7 +227,7 @@ def check_alias(alias: str) -> None:
         )
 
 
-# The hook that a plugin implements, and the marker it uses for that.
+# Hook of plugins, and its marker
 
 
 API_VERSION = "v1"

@@ -1,4 +1,4 @@
-"""Discovery of installed plugins, each loaded by itself: a broken one is data, not an exception."""
+"""Discovery of installed plugins: each is loaded separately, and a broken one is data, not an exception."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _load_if_enabled(plugin: Plugin, entry: EntryPoint, settings: PluginSettings
     if normalized(plugin.distribution) in settings.disabled:
         return replace(plugin, state="disabled", reason=f"named by {DISABLE}")
     if plugin.group != ENTRY_POINT_GROUP:
-        reason = f"it speaks {plugin.group}, and this dstrat speaks {ENTRY_POINT_GROUP}: upgrade the older of the two"
+        reason = f"it is written for {plugin.group}, and this dstrat has {ENTRY_POINT_GROUP}: upgrade the older one"
         return replace(plugin, state="unsupported", reason=reason)
     return _load(plugin, entry)
 
@@ -88,7 +88,7 @@ def _failed(plugin: Plugin, error: BaseException) -> Plugin:
 
 
 def _reject_repetitions(plugins: Iterable[Plugin]) -> Iterator[Plugin]:
-    """Let a distribution offer an alias once: ``alias@distribution`` must name one thing."""
+    """Mark a plugin as failed whose distribution offers an alias twice: ``alias@distribution`` must be unique."""
     offered: dict[tuple[str, str, str], str] = {}
     for plugin in plugins:
         owner = normalized(plugin.distribution)
@@ -103,10 +103,10 @@ def _reject_repetitions(plugins: Iterable[Plugin]) -> Iterator[Plugin]:
             yield replace(plugin, state="failed", reason=reason, components=(), tombstones=())
 
 
-# Reading which installed distributions declare plugins.
+# Distributions that declare plugins
 #
-# ``importlib.metadata.entry_points()`` is not used for it: one malformed line in the metadata of any distribution
-# makes it raise for all of them, and it parses the entry points of everything that is installed.
+# ``importlib.metadata.entry_points()`` is not used: one malformed line in the metadata of any distribution makes it
+# raise for all of them, and it parses the entry points of all installed distributions.
 
 
 _FILE = "entry_points.txt"
@@ -149,15 +149,15 @@ def read_declarations() -> Iterator[Declaration]:
 def _declares_plugins(candidate: Distribution) -> bool:
     try:
         return f"[{_GROUP_PREFIX}" in (candidate.read_text(_FILE) or "")
-    except (OSError, ValueError):  # nobody can tell what is in it
+    except (OSError, ValueError):  # unreadable
         return False
 
 
 def _first_on_path(name: str) -> Distribution | None:
-    """Return the distribution that an import would use, where several versions lie on the path."""
+    """Return the distribution that an import would use, if several versions are on the path."""
     try:
         return distribution(name)
-    except PackageNotFoundError:  # its folder is named otherwise than its metadata
+    except PackageNotFoundError:  # its folder has another name than its metadata
         return None
 
 
@@ -178,14 +178,14 @@ def _name_and_version(candidate: Distribution) -> tuple[str, str]:
     return header.get("Name", "unknown"), header.get("Version", "")
 
 
-# Loading one plugin: import its module, call its hook, and check what it returns.
+# Loading of one plugin: import of its module, call of its hook, check of the records
 
 
 _HOOK = "dstrat_components"
 
 
 class _PluginManager(pluggy.PluginManager):
-    """Passes over the names that every module has, which halves the time that loading a plugin takes."""
+    """Plugin manager that skips the dunder names of modules, which halves the time to load a plugin."""
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> HookimplOpts | None:
         return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
@@ -195,12 +195,12 @@ class _PluginManager(pluggy.PluginManager):
 
 
 def load_records(entry_point: EntryPoint) -> tuple[tuple[Component, ...], tuple[Tombstone, ...]]:
-    """Return what the plugin behind the entry point offers and has retired.
+    """Return the components and the retired aliases of an entry point's plugin.
 
     Raises:
-        InvalidComponentError: What it returned breaks the contract.
-        pluggy.PluginValidationError: It implements a hook that does not exist, or in another shape.
-        Exception: Whatever the plugin raises itself.
+        InvalidComponentError: Its hook returned something else.
+        pluggy.PluginValidationError: It implements a hook that does not exist, or with other arguments.
+        Exception: Any error of the plugin.
     """
     records = _call_hook(entry_point.load())
     components = tuple(record for record in records if isinstance(record, Component))

@@ -53,7 +53,7 @@ def lazy_exports(
 def _import(home: str, name: str) -> Any:
     module, _, attribute = home.partition(":")
     was_enabled = gc.isenabled()
-    gc.disable()  # imported objects stay, and collecting among all that torch has made takes long
+    gc.disable()  # imported objects stay alive, and a collection among all objects of torch takes long
     try:
         return getattr(import_module(module), attribute or name)
     finally:
@@ -62,7 +62,7 @@ def _import(home: str, name: str) -> Any:
 
 
 def _class_names(kinds: tuple[Kind, ...]) -> set[str]:
-    """Return the names of the classes behind the records of these kinds that have what they require."""
+    """Return the names of the classes of these kinds whose requirements are satisfied."""
     if not kinds:
         return set()
     from dstrat.plugins.catalog import get_catalog
@@ -73,7 +73,7 @@ def _class_names(kinds: tuple[Kind, ...]) -> set[str]:
 
 
 def _find_class(kinds: tuple[Kind, ...], name: str) -> type[Any] | None:
-    """Return the class of an installed plugin; None where no plugin is known to have it.
+    """Return the class of an installed plugin; None if no plugin is known to have it.
 
     Raises:
         AmbiguousAliasError: Several distributions have a class of that name.
@@ -103,7 +103,7 @@ def _find_class(kinds: tuple[Kind, ...], name: str) -> type[Any] | None:
 
 
 def _exported_class(kinds: tuple[Kind, ...], name: str, plugins: tuple[Plugin, ...]) -> type[Any] | None:
-    """Return the class from the ``__all__`` of a plugin's package: a base or a variant that no alias stands for."""
+    """Return the class from the ``__all__`` of a plugin's package: a base or a variant without an alias."""
     from dstrat.plugins.offer import is_of_kind
 
     for plugin in plugins:

@@ -1,6 +1,6 @@
 """Facts of a component: declared by its record, or else derived from its class.
 
-The class is asked by the names of its attributes, as this layer lies below the interfaces.
+Attributes of the class are read by name, because this layer may not import the interfaces.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _STRATEGY_FACTS = (
 _ACCELERATOR_FACTS = ("process_group_backend", "supports_torch_distributed", "devices_share_process")
 _INTERFACES = "dstrat.interfaces."
 _FROM_MEMORY = frozenset({None, "fork"})
-"""Start methods that need no script: the new processes have the objects of this one."""
+"""Start methods that need no script, because the new processes inherit the objects of this one."""
 
 
 def declares_all(record: Component) -> bool:
-    """Return whether nothing about the component has to be asked of its class."""
+    """Return whether a record declares all facts, so that its class need not be imported."""
     return all(getattr(record, name) is not None for name in _names(record))
 
 
 def with_class_facts(record: Component, cls: type) -> Component:
-    """Return the record with the facts that it does not declare, as its class has them."""
+    """Return the record completed by the facts of its class."""
     undeclared = [name for name in _names(record) if getattr(record, name) is None]
     if not undeclared:
         return record
@@ -50,7 +50,7 @@ def derived_facts(record: Component, cls: type) -> dict[str, Any]:
 
 
 def strategy_facts(cls: type, method: str | None, max_devices: int | None = None) -> dict[str, Any]:
-    """Return the facts of a strategy class whose processes are started by a method; None starts none."""
+    """Return the facts of a strategy class with a start method; None starts no processes."""
     drives_several = getattr(cls, "drives_several_devices", False) is True
     return {
         "starts_processes": method is not None,
@@ -74,19 +74,19 @@ def accelerator_facts(accelerator: Any) -> dict[str, Any]:
 
 
 def facts_of_subclass(record: Component, cls: type) -> Component:
-    """Return the record of a class's nearest base, with what the class itself says otherwise."""
+    """Return the record of a class's nearest base, with the facts that the class changes."""
     settled = {name: fact for name in _names(record) if (fact := _fact_of_class(name, record, cls)) is not None}
     return dataclasses.replace(record, **settled)
 
 
 def start_method(cls: type, options: Mapping[str, Any]) -> str | None:
-    """Return how a strategy class starts processes, with the arguments that its alias presets."""
+    """Return the start method of a strategy class, with the arguments that its alias presets."""
     method = options.get("start_method", getattr(cls, "start_method", None))
     return method if isinstance(method, str) else None
 
 
 def contradiction(record: Component, component: Any) -> str | None:
-    """Say in which fact a record contradicts its class, or an instance of it; None where it does not."""
+    """Return the fact in which a record contradicts its class, or an instance of it; None if there is none."""
     cls = component if isinstance(component, type) else type(component)
     for name in _names(record):
         declared, real = getattr(record, name), _fact_of_class(name, record, component)
@@ -101,10 +101,10 @@ def contradiction(record: Component, component: Any) -> str | None:
 
 
 def _fact_of_class(name: str, record: Component, component: Any) -> Any:
-    """Return a fact as far as the class or instance itself settles it; None where the record may say more."""
+    """Return a fact that the class or instance determines; None if only the record can declare it."""
     cls = component if isinstance(component, type) else type(component)
     if name == "starts_processes":
-        # Without a start method it may still run one process per device, started by something else.
+        # Without a start method it may still run one process per device, if a scheduler starts them.
         return True if start_method(cls, record.options) is not None else None
     if name in ("notebook_safe", "multi_node"):
         return None

@@ -1,6 +1,6 @@
-"""Install hints: which distribution brings an alias that is not installed.
+"""Install hints: the distributions of aliases and classes that are not installed.
 
-The one place where the core names strategy families.
+This is the only module of the core that names strategy families.
 """
 
 from __future__ import annotations
@@ -138,27 +138,27 @@ _STRATEGY_CLASSES = {
 }
 
 KNOWN: Mapping[Kind, Mapping[str, str]] = {"accelerator": _ACCELERATORS, "strategy": _STRATEGIES}
-"""For a kind and an alias, what to give to ``pip install``, in the order of the alphabet."""
+"""Requirement for ``pip install`` by kind and alias, in alphabetical order."""
 
 KNOWN_CLASSES: Mapping[Kind, Mapping[str, str]] = {"accelerator": _ACCELERATOR_CLASSES, "strategy": _STRATEGY_CLASSES}
-"""For a kind and a class name, what to give to ``pip install``, in the order of the alphabet."""
+"""Requirement for ``pip install`` by kind and class name, in alphabetical order."""
 
 FOR_SEVERAL_DEVICES = "ddp"
-"""The strategy to install where several devices or processes find none that can use them."""
+"""Alias of the strategy that is suggested for several devices or processes."""
 
 
 def known_requirement(kind: Kind, alias: str) -> str | None:
-    """Return what brings the alias, as ``pip install`` wants it; None where nothing is known to."""
+    """Return the requirement for ``pip install`` that offers an alias; None if unknown."""
     return KNOWN.get(kind, {}).get(alias)
 
 
 def known_class(kind: Kind, name: str) -> str | None:
-    """Return what brings the class, as ``pip install`` wants it; None where nothing is known to."""
+    """Return the requirement for ``pip install`` that has a class; None if unknown."""
     return KNOWN_CLASSES.get(kind, {}).get(name)
 
 
 def known_distribution(requirement: str) -> str:
-    """Return the distribution of a known requirement, without its extra."""
+    """Return the name of a requirement's distribution, without its extra."""
     return requirement.partition("[")[0]
 
 
@@ -168,5 +168,5 @@ def pip_command(*requirements: str, upgrade: bool = False, options: Iterable[str
 
 
 def quoted(requirement: str) -> str:
-    """Return the requirement as a shell takes it."""
+    """Return the requirement, quoted for a shell if needed."""
     return f'"{requirement}"' if set(requirement) & set("[]<>=!~; ") else requirement

@@ -1,4 +1,4 @@
-"""Errors for aliases that are retired, not installed, or not known."""
+"""Errors for aliases that are retired, not installed, or unknown."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def miss(
     plugins: Sequence[Plugin],
     components: Sequence[Component] = (),
 ) -> CatalogError:
-    """Return the error that explains why nothing has this name.
+    """Return the error for a name that no component has.
 
     Args:
-        kind: What was looked for.
-        name: What was asked.
-        names: The names that exist, by kind.
-        plugins: All plugins, also those that offer nothing.
-        components: What there is of the kind.
+        kind: The requested kind.
+        name: The requested name.
+        names: The existing names, by kind.
+        plugins: All plugins, also those without components.
+        components: The components of the kind.
     """
     retired = _retired(kind, name, plugins)
     if retired is not None:
@@ -45,7 +45,7 @@ def miss(
 
 
 def class_miss(kinds: Iterable[Kind], name: str, plugins: Sequence[Plugin]) -> CatalogError | None:
-    """Return the error that explains why no plugin has a class of this name; None where nothing is known of it."""
+    """Return the error for a class that no plugin has; None if no distribution is known to have it."""
     for kind in kinds:
         requirement = known_class(kind, name)
         if requirement is not None:
@@ -92,7 +92,7 @@ def _unknown(kind: Kind, name: str, names: Mapping[Kind, Iterable[str]], compone
 
 
 def _one_per_class(components: Sequence[Component]) -> list[str]:
-    """Return an alias for each class, that with the fewest preset arguments: the others are variants of it."""
+    """Return one alias for each class, the one with the fewest preset arguments: the others are its variants."""
     plainest: dict[str, Component] = {}
     for component in sorted(components, key=lambda component: (len(component.options), component.alias)):
         plainest.setdefault(component.target_name, component)
@@ -112,7 +112,7 @@ def _with_article(noun: str) -> str:
 
 
 def _broken(plugins: Sequence[Plugin], requirement: str = "") -> str:
-    """List the plugins that might have offered it, had they worked."""
+    """Return a note about broken plugins, any of which might offer the name."""
     suggested = known_distribution(requirement)
     broken = [f"{p.label}, {p.reason}" for p in plugins if p.is_broken and normalized(p.distribution) != suggested]
     return f" (plugins that do not work: {'; '.join(broken)})" if broken else ""

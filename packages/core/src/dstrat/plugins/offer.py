@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 THIS_PROCESS = "this process"
-"""The owner of what was registered in the running process."""
+"""Owner of components that were registered in the running process."""
 
 CORE = "dstrat"
 """The distribution of the core's own components."""
@@ -31,12 +31,12 @@ PluginState = Literal["loaded", "disabled", "failed", "unsupported"]
 
 
 def kind_label(kind: Kind) -> str:
-    """Return a kind as people read it: ``"checkpoint io"``."""
+    """Return a kind for display: ``"checkpoint io"``."""
     return kind.replace("_", " ")
 
 
 def owner_label(distribution: str, version: str) -> str:
-    """Return a distribution as people read it: ``"dstrat-ddp 0.1.0"``."""
+    """Return a distribution for display: ``"dstrat-ddp 0.1.0"``."""
     return f"{distribution} {version}".rstrip()
 
 
@@ -46,8 +46,8 @@ class Offer:
 
     Attributes:
         component: The record.
-        owner: Name of the distribution, or ``"this process"`` for what was registered in-process.
-        version: Version of the distribution; empty for what was registered in-process.
+        owner: Name of the distribution, or ``"this process"`` for in-process registration.
+        version: Version of the distribution; empty for in-process registration.
     """
 
     component: Component
@@ -77,22 +77,22 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plugin:
-    """One entry point, and what came of loading it.
+    """One entry point, and the result of loading it.
 
     Attributes:
         distribution: Name of the distribution that declares it.
         version: Version of that distribution.
         entry_point: Its name.
-        group: Its group, ``"dstrat.v1"`` for the version that this dstrat speaks.
+        group: Its group, ``"dstrat.v1"`` for this version of the plugin API.
         value: The module that it points at.
         state: ``"loaded"``; ``"disabled"`` by the user; ``"failed"`` to load or to validate; ``"unsupported"``, as
-            it speaks another version of the plugin API.
+            it is written for another version of the plugin API.
         reason: Why it is not loaded, one sentence without a full stop; empty when it is.
         traceback: For a failed plugin, the traceback as text.
-        components: What it offers.
+        components: Its components.
         tombstones: The aliases that it has retired.
         seconds: How long it took to load.
-        imported_torch: Whether loading it brought torch into the process, which makes every listing slow.
+        imported_torch: Whether loading it imported torch, which makes every listing slow.
     """
 
     distribution: str
@@ -115,17 +115,17 @@ class Plugin:
 
     @property
     def is_broken(self) -> bool:
-        """Whether somebody has to repair or upgrade something before it works."""
+        """Whether it must be repaired or upgraded before it works."""
         return self.state in ("failed", "unsupported")
 
 
-# Checking requirements against installed metadata, without importing what is required.
+# Requirements, checked against installed metadata without imports
 
 
 def missing_requirements(offer: Offer) -> tuple[str, ...]:
-    """Return the requirements of the component that nothing installed satisfies, as its record spells them.
+    """Return the requirements of a component that no installed distribution satisfies, as in its record.
 
-    A requirement whose marker does not hold here is not missing; a text that is no requirement is.
+    A requirement whose marker is false is not missing; a text that is no requirement is.
     """
     return tuple(text for text in offer.component.requires if _is_missing(text, offer))
 
@@ -138,7 +138,7 @@ def _is_missing(text: str, offer: Offer) -> bool:
 
 
 def check_requirements(offer: Offer) -> None:
-    """Raise MissingRequirementError, with the command that helps, unless all requirements are satisfied.
+    """Raise MissingRequirementError, with the install command, unless all requirements are satisfied.
 
     Raises:
         InvalidComponentError: One of them is not a requirement.
@@ -180,15 +180,15 @@ def _problem(text: str, offer: Offer) -> str | None:
     return None
 
 
-# Names of plugins on stderr whose import takes long or is interrupted.
+# Notes on stderr about slow and interrupted imports
 
 
 @contextmanager
 def named_import(module: str, distribution: str, *, seconds: float) -> Iterator[None]:
-    """Say on stderr which plugin is being imported, where that takes longer than some seconds or is interrupted."""
+    """Print the plugin that is being imported to stderr, if the import is slow or interrupted."""
     begun = f"dstrat: importing {module} of {distribution}"
     hint = f"{DISABLE}={distribution} leaves it out"
-    timer = threading.Timer(seconds, _say, [f"{begun} has taken {seconds:g} s and goes on; {hint}"])
+    timer = threading.Timer(seconds, _say, [f"{begun} has taken {seconds:g} s and continues; {hint}"])
     timer.daemon = True
     timer.start()
     try:
@@ -204,12 +204,12 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# Importing the class behind a component, and checking that it is what its kind demands.
+# Import and check of a component's class
 
 
 _SLOW_IMPORT = 60.0  # seconds; torch and a backend may take half of it on a slow disk
 
-# By name, as this layer lies below the interfaces.
+# By name, because this layer may not import the interfaces.
 _INTERFACES: dict[Kind, str] = {
     "strategy": "dstrat.interfaces.strategy:Strategy",
     "accelerator": "dstrat.interfaces.accelerator:Accelerator",

@@ -28,10 +28,10 @@ _FACTS = tuple(field.name for field in fields(Component) if field.name not in _O
 
 
 class RegistryItem(Mapping[str, Any]):
-    """The record of a component, whose facts are attributes; its class, description and arguments are items too.
+    """Record of a component, with its facts as attributes, and its class, description and arguments as items.
 
-    Items are those that users of other registries know: the class under its kind (``"strategy"``), which is imported
-    then, ``"description"`` and ``"init_params"``.
+    The items have the keys of Lightning's registry: the class under its kind (``"strategy"``), imported on access,
+    ``"description"`` and ``"init_params"``.
     """
 
     def __init__(self, offer: Offer, record: Component) -> None:
@@ -39,7 +39,7 @@ class RegistryItem(Mapping[str, Any]):
         self._record = record
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also while it is unpickled, before it has a record
+        if name.startswith("_"):  # unpickling asks for such names before there is a record
             raise AttributeError(name)
         return getattr(self._record, name)
 
@@ -59,7 +59,7 @@ class RegistryItem(Mapping[str, Any]):
 
 
 class _Registry(Mapping[str, RegistryItem]):
-    """One kind of component in the catalog of this process, by alias."""
+    """Mapping of aliases to the components of one kind, in the catalog of this process."""
 
     kind: Kind
     plural: str
@@ -72,10 +72,10 @@ class _Registry(Mapping[str, RegistryItem]):
 
         Args:
             name: The alias.
-            default: What to return where nothing has that name; None raises instead.
+            default: Result if no component has that name; None raises instead.
 
         Raises:
-            CatalogError: Nothing usable has that name.
+            CatalogError: No usable component has that name.
         """
         if default is not None and name not in self:
             return default
@@ -84,7 +84,7 @@ class _Registry(Mapping[str, RegistryItem]):
         return catalog.load(offer)(**offer.component.options)
 
     def remove(self, name: str) -> None:
-        """Take back what was registered in this process."""
+        """Remove a component that was registered in this process."""
         get_catalog().unregister(self.kind, name)
 
     def __contains__(self, name: object) -> bool:
@@ -98,7 +98,7 @@ class _Registry(Mapping[str, RegistryItem]):
         """Return the record of a component: its summary, preset arguments and facts.
 
         Raises:
-            CatalogError: Nothing usable has that name; it is a KeyError where it is not there.
+            CatalogError: No usable component has that name; a KeyError too if it does not exist.
         """
         offer = get_catalog().find(self.kind, name)
         record, target = offer.component, offer.component.target
@@ -145,12 +145,12 @@ class _StrategyRegistry(_Registry):
         facts: Mapping[str, Any] | None = None,
         **init_params: Any,
     ) -> Any:
-        """Give a strategy class an alias in this process; without the class, return a decorator for it.
+        """Register a strategy class under an alias in this process; without the class, return a decorator.
 
         Args:
             name: The alias.
             strategy: The class.
-            description: One line for tables; the first line of the class's docstring where it is not given.
+            description: One line for tables; by default the first line of the class's docstring.
             override: Whether it may take an alias that is offered already.
             facts: Facts of the :class:`~dstrat.plugins.component.Component` that differ from those of the class's
                 own record, or from that of its nearest base that has one.
@@ -160,7 +160,7 @@ class _StrategyRegistry(_Registry):
             The class.
 
         Raises:
-            InvalidComponentError: The alias is taken or no alias, or a fact does not exist.
+            InvalidComponentError: The alias is in use or invalid, or a fact does not exist.
             BrokenComponentError: The class does not implement what every strategy must.
             MisuseError: It is not a class.
         """
@@ -184,7 +184,7 @@ class _AcceleratorRegistry(_Registry):
         facts: Mapping[str, Any] | None = None,
         **init_params: Any,
     ) -> Any:
-        """Give an accelerator class an alias in this process, as :meth:`StrategyRegistry.register` does a strategy."""
+        """Register an accelerator class under an alias in this process, as :meth:`StrategyRegistry.register` does."""
         return self._register(name, accelerator, description, override, facts, init_params)
 
     def available_accelerators(self) -> list[str]:
@@ -228,15 +228,15 @@ def _first_line(cls: type) -> str:
     return (cls.__doc__ or "").strip().partition("\n")[0] or cls.__name__
 
 
-# Finding the record that already describes a class, so that registering it anew need not repeat its facts.
+# Existing record of a class, whose facts a registration inherits
 
 
 def inherited_record(catalog: Catalog, kind: Kind, cls: type, arguments: Mapping[str, Any]) -> Component | None:
-    """Return the record of the class, or of the nearest of its bases that has one; None where there is none.
+    """Return the record of the class, or of the nearest of its bases that has one; None if there is none.
 
-    Of several records of one class, the one whose preset arguments are the most of those given is taken: a strategy
-    that is registered with ``start_method="fork"`` has the facts of its family's alias for fork.  A record that is
-    written for some accelerators describes the class on these alone, so that one for any comes first.
+    Of several records of a class, the one that shares the most preset arguments is used: a strategy that is registered
+    with ``start_method="fork"`` has the facts of its family's alias for fork.  A record for some accelerators only
+    describes the class on these, so records for any accelerator come first.
     """
     records = [offer.component for offer in catalog.offers(kind)]
     for base in cls.__mro__:
@@ -257,7 +257,7 @@ def is_target(target: str | type, cls: type) -> bool:
 
 
 def _agreement(options: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
-    """Count the options that are given too; fewer than none where one is not given."""
+    """Return the number of options that are among the arguments; negative if one is missing."""
     agreeing = sum(
         bool(type(arguments.get(key)) is type(value) and arguments[key] == value) for key, value in options.items()
     )

@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-# Comparing names: of distributions as pip does, and of aliases as people mistype them.
+# Names: of distributions as pip compares them, and of mistyped aliases
 
 
 _SEPARATORS = re.compile(r"[-_.]+")
 _LEAST_SCORE = 0.6
-_SCORE_MARGIN = 0.15  # what is so much worse than the best one is noise beside it
+_SCORE_MARGIN = 0.15  # a candidate that is this much worse than the best one is no suggestion
 _NOT_LETTERS = re.compile(r"[^a-z0-9]+")
 
 
-@lru_cache(maxsize=1024)  # each look-up compares the owners of all that is offered
+@lru_cache(maxsize=1024)  # each look-up compares the owners of all offers
 def normalized(distribution: str) -> str:
-    """Return a distribution's name in the one spelling that pip compares (PEP 503)."""
+    """Return a distribution's normalized name (PEP 503)."""
     return _SEPARATORS.sub("-", distribution.strip()).lower()
 
 
 def nearest(name: str, candidates: Iterable[str], *, count: int = 3) -> tuple[str, ...]:
-    """Return the candidates that look most like the name, the best one first.
+    """Return the candidates that are most similar to the name, the best one first.
 
-    Case, separators and a class name's ending are looked through: ``"DDPStrategy"`` is near ``"ddp"``.  Where one
-    candidate is the same but for those, it is the only answer.
+    Case, separators and a class name's ending are ignored: ``"DDPStrategy"`` is near ``"ddp"``.  A candidate that is
+    equal but for those is the only result.
     """
     from difflib import SequenceMatcher
 
@@ -63,7 +63,7 @@ _NO = frozenset({"", "0", "false", "no", "off"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginSettings:
-    """The settings in force.
+    """Settings of plugins, from environment variables.
 
     Attributes:
         disabled: Normalized names of the distributions that are not to be loaded.

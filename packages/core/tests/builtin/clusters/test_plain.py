@@ -68,7 +68,7 @@ def test_an_empty_variable_counts_as_missing():
 def test_a_world_of_another_size_is_refused():
     assert refusal(SECOND_OF_TWO, num_devices=4) == (
         "WORLD_SIZE is 2, and devices=4 with num_nodes=1 needs 4: start with WORLD_SIZE=4, RANK from 0 to 3 "
-        "and LOCAL_RANK from 0 to 3, or ask for the devices and num_nodes that were started"
+        "and LOCAL_RANK from 0 to 3, or pass the devices and num_nodes that were started"
     )
 
 

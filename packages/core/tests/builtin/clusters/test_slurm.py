@@ -118,7 +118,7 @@ def test_what_a_shell_starts_with_srun_is_a_task_though_it_inherits_the_shells_v
 def test_a_wrong_number_of_tasks_is_refused_with_the_command():
     assert refusal(LAST_TASK, num_devices=4) == (
         "SLURM_NTASKS is 4, and devices=4 with num_nodes=2 needs 8: start with srun --nodes=2 --ntasks-per-node=4, "
-        "or ask for the devices and num_nodes that were started"
+        "or pass the devices and num_nodes that were started"
     )
 
 

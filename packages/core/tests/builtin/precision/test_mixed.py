@@ -98,7 +98,7 @@ def test_contexts_may_be_nested():
 def test_the_device_may_be_given_where_there_is_no_module():
     with MixedPrecision("bf16-mixed", device="cpu").forward_context():
         assert torch.is_autocast_enabled("cpu")
-    with pytest.raises(MisuseError, match="'bf16-mixed' knows no device yet: connect a module"):
+    with pytest.raises(MisuseError, match="'bf16-mixed' has no device yet: connect a module"):
         MixedPrecision("bf16-mixed").forward_context()
 
 

@@ -1,4 +1,4 @@
-"""The accelerator for the processor."""
+"""Accelerator for the processor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Devices
 
 MOST_PROCESSES = 1024
-"""More processes than this on one machine are taken for a slip of the pen."""
+"""Largest number of processes on one machine; more are probably a typing error."""
 
 
 class CPUAccelerator(Accelerator):

@@ -1,4 +1,4 @@
-"""The accelerator for GPUs that torch calls cuda."""
+"""Accelerator for GPUs of torch's device type cuda."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CUDAAccelerator(Accelerator):
         torch.cuda.set_device(device if device is not None else 0)
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:
-        """Return bytes of memory: in use, most in use so far, and held by torch."""
+        """Return bytes of memory: allocated, largest allocated so far, and reserved by torch."""
         return {
             "memory_allocated": float(torch.cuda.memory_allocated(device)),
             "max_memory_allocated": float(torch.cuda.max_memory_allocated(device)),

@@ -17,17 +17,17 @@ _NUMBER = re.compile(r"\s*-?[0-9]{1,9}\s*")
 
 
 def parse_devices(devices: Devices, *, everything: int, limit: int, name: str) -> list[int]:
-    """Return the indices of the devices that are meant.
+    """Return the indices of the requested devices.
 
     Args:
-        devices: The user's words: ``"auto"``, ``4``, ``"4"``, ``-1``, ``[0, 1]`` or ``"0,1"``; ``"1,"`` is the one
-            device with index 1.
-        everything: How many devices ``"auto"`` and ``-1`` stand for.
-        limit: How many devices there can be.
-        name: What they are, for error messages, such as ``"cuda"``.
+        devices: The request: ``"auto"``, ``4``, ``"4"``, ``-1``, ``[0, 1]`` or ``"0,1"``; ``"1,"`` is the device with
+            index 1.
+        everything: Number of devices for ``"auto"`` and ``-1``.
+        limit: Largest number of devices.
+        name: Name of the hardware in messages, such as ``"cuda"``.
 
     Raises:
-        DeviceError: They are not there, or make no sense.
+        DeviceError: The devices do not exist, or the request is not understood.
     """
     if limit == 0:
         raise DeviceError(f"devices={devices!r} cannot be had: this machine has no {name} device that torch can use")
@@ -74,7 +74,7 @@ def _integer(value: object) -> int | None:
     if isinstance(value, bool):
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # what has no index raises the TypeError
+        return operator.index(value)  # type: ignore[arg-type]  # an object without __index__ raises the TypeError
     except TypeError:
         return None
 

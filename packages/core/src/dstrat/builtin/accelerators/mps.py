@@ -1,4 +1,4 @@
-"""The accelerator for the GPU of Apple silicon."""
+"""Accelerator for the GPU of Apple silicon."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class MPSAccelerator(Accelerator):
     """The one GPU of Apple silicon; it has no float64."""
 
-    process_group_backend = "none"  # neither of torch's backends carries its tensors, and there is one device only
+    process_group_backend = "none"  # no backend of torch supports its tensors, and there is one device only
 
     def is_available(self) -> bool:
         return torch.backends.mps.is_available()

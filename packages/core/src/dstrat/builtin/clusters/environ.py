@@ -1,4 +1,4 @@
-"""Reading the variables of a cluster environment, with an error that says what to do."""
+"""Variables of a cluster environment, and errors with a hint."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Variables:
 
     Attributes:
         environ: The variables.
-        cure: What a user does so that they are set, as in ``"start the script with torchrun"``.
+        cure: How to set them, such as ``"start the script with torchrun"``.
     """
 
     environ: Mapping[str, str]
     cure: str
 
     def text(self, name: str) -> str:
-        """Return a variable that must be there.
+        """Return a variable that must be set.
 
         Raises:
             ClusterError: It is missing or empty.
@@ -64,9 +64,9 @@ class Variables:
 
 
 def port_of_job(job: str, step: str = "0") -> int:
-    """Return a port that every process of a job finds alike, from the names or numbers of job and step.
+    """Return a port that all processes of a job compute from the names or numbers of job and step.
 
-    Jobs with neighbouring numbers share machines most often, and they never get the same one.
+    Jobs with consecutive numbers often share a machine, and get different ports.
     """
     return _FIRST_PORT + (_number(job) + 7919 * _number(step)) % _NUM_PORTS
 

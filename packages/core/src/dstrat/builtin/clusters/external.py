@@ -1,4 +1,4 @@
-"""The base class of cluster environments whose processes something else has started."""
+"""Base class of cluster environments whose processes exist already."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankNames:
-    """Under which names an environment keeps its ranks.
+    """Names of an environment's variables for ranks and sizes.
 
     Attributes:
         world_size: Number of processes of the job.
         global_rank: Rank of the process in the job.
         local_rank: Rank of the process on its machine.
-        local_size: Number of processes on the machine; None where there is no such variable.
-        node_rank: Rank of the machine; None where there is no such variable.
+        local_size: Number of processes on the machine; None if there is no such variable.
+        node_rank: Rank of the machine; None if there is no such variable.
     """
 
     world_size: str
@@ -35,13 +35,13 @@ class RankNames:
 
 
 class ExternalEnvironment(ClusterEnvironment):
-    """Processes that something else has started, and that find their ranks in variables.
+    """Processes that a scheduler or launcher has started, with their ranks in environment variables.
 
-    A subclass names the variables, states its evidence and knows the command that starts the right processes.
+    A subclass names the variables, and defines its evidence and the command that starts the processes.
 
     Attributes:
-        names: Under which names the ranks are kept.
-        cure: What a user does so that the variables are set.
+        names: Names of the variables.
+        cure: How a user sets the variables, for messages.
     """
 
     names: RankNames
@@ -53,7 +53,7 @@ class ExternalEnvironment(ClusterEnvironment):
 
     @abstractmethod
     def start_command(self, *, num_devices: int, num_nodes: int) -> str:
-        """Return what starts one process per device, such as ``"torchrun --nnodes=1 --nproc-per-node=2"``."""
+        """Return the command that starts one process per device, such as ``"torchrun --nproc-per-node=2"``."""
 
     @property
     def main_address(self) -> str:
@@ -77,7 +77,7 @@ class ExternalEnvironment(ClusterEnvironment):
 
     @property
     def local_size(self) -> int | None:
-        """Number of processes on this machine; None where the environment does not say."""
+        """Number of processes on this machine; None if the environment does not have it."""
         name = self.names.local_size
         return self.variables.integer(name, minimum=1) if name and name in self.environ else None
 
@@ -99,10 +99,10 @@ class ExternalEnvironment(ClusterEnvironment):
         self.check_address()
 
     def check_address(self) -> None:
-        """Read where rank 0 listens, so that a missing variable is found before anything starts.
+        """Check that the address of rank 0 is known, before processes start.
 
         Raises:
-            ClusterError: The environment does not say where.
+            ClusterError: A variable is missing.
         """
         _ = self.main_address, self.main_port
 
@@ -115,13 +115,13 @@ class ExternalEnvironment(ClusterEnvironment):
                 raise ClusterError(
                     f"{name} is {running}, and devices={num_devices} with num_nodes={num_nodes} needs {required}: "
                     f"start with {self.start_command(num_devices=num_devices, num_nodes=num_nodes)}, "
-                    "or ask for the devices and num_nodes that were started"
+                    "or pass the devices and num_nodes that were started"
                 )
 
     def _check_machines(self, num_devices: int, num_nodes: int) -> None:
         names = self.names
         if num_nodes > 1 and names.node_rank and names.node_rank in self.environ:
-            return  # whoever counts machines may deal out ranks in any order
+            return  # with a variable for the machine, ranks may be in any order
         if num_nodes > 1 and self.local_size is None:
             missing = names.node_rank or names.local_size
             raise ClusterError(f"{missing} is not set, and num_nodes={num_nodes} needs it: {self.cure}")

@@ -1,4 +1,4 @@
-"""The cluster environment for pods that Kubeflow's training operator started."""
+"""Cluster environment of pods that Kubeflow's training operator started."""
 
 from __future__ import annotations
 

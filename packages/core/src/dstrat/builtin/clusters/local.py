@@ -1,4 +1,4 @@
-"""The cluster environment of jobs whose ranks dstrat starts itself."""
+"""Cluster environment of jobs whose ranks dstrat starts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class LocalEnvironment(ClusterEnvironment):
     """Processes that dstrat starts on this machine.
 
     Before the launch it describes a single process.  In a rank and its workers it describes that rank; another program
-    that a rank has started is none.  With several machines the script is started on each of them, and ``MASTER_ADDR``,
-    ``MASTER_PORT`` and ``NODE_RANK`` say which one it is.
+    that a rank has started is no rank.  With several machines the user starts the script on each of them, with
+    ``MASTER_ADDR``, ``MASTER_PORT`` and ``NODE_RANK``.
 
-    An environment that was made from ``os.environ`` and travels to another process describes that process.
+    An environment that was created from ``os.environ``, and is pickled for another process, describes that process.
     """
 
     @classmethod
@@ -56,7 +56,7 @@ class LocalEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """Port on which global rank 0 may listen for the others; before the launch 0, as any free one will be taken."""
+        """Port on which global rank 0 may listen for the others; 0 (any free one) before the launch."""
         return int(self.environ["MASTER_PORT"]) if self.is_rank else 0
 
     @property
@@ -88,7 +88,7 @@ class LocalEnvironment(ClusterEnvironment):
             number = Path(self.environ[JOB_VARIABLE], STOP_FILE).read_text()
         except FileNotFoundError:
             return None
-        return int(number) if number else None  # it is being written
+        return int(number) if number else None  # empty while it is being written
 
     def validate(self, *, num_devices: int, num_nodes: int) -> None:
         if self.is_rank:

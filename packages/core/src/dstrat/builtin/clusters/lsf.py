@@ -1,4 +1,4 @@
-"""The cluster environment for tasks that LSF's job step manager (jsrun) started."""
+"""Cluster environment of tasks that LSF's job step manager (jsrun) started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class LSFEnvironment(ExternalEnvironment):
     """One task that jsrun started.
 
-    What mpirun starts inside LSF belongs to the environment ``mpi``, and python without either starts as anywhere.
+    Processes of mpirun within LSF belong to the environment ``mpi``; python without either is no task.
     """
 
     names = RankNames(
@@ -74,7 +74,7 @@ def _read_rank_file(path: Path) -> list[str]:
 
 
 def _first_compute_host(slots: list[str]) -> str:
-    """Return the first host, without the launch node that LSF puts in front of the others with a single slot."""
+    """Return the first host after the launch node, which LSF lists first with a single slot."""
     hosts = list(dict.fromkeys(slots))
     if len(hosts) > 1 and slots.count(hosts[0]) == 1 and any(slots.count(host) > 1 for host in hosts[1:]):
         return hosts[1]

@@ -1,4 +1,4 @@
-"""The cluster environment for processes that an MPI's mpirun or mpiexec started."""
+"""Cluster environment of processes that mpirun or mpiexec started."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _DEFAULT_PORT = 29500  # torch's own
 
 
 class MPIEnvironment(ExternalEnvironment):
-    """Ranks that mpirun gives, of Open MPI or of MPICH and its relatives; MPI itself is not used.
+    """Ranks of mpirun, from Open MPI or MPICH and its derivatives; MPI itself is not used.
 
-    mpirun does not say where rank 0 is.  On one machine that needs no saying; on several, MASTER_ADDR does.
+    mpirun does not set the address of rank 0: on several machines ``MASTER_ADDR`` must be set.
     """
 
     cure = "start the script with mpirun"

@@ -1,4 +1,4 @@
-"""The cluster environment for ranks that plain environment variables give."""
+"""Cluster environment of ranks in plain environment variables."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class PlainEnvironment(ExternalEnvironment):
-    """Ranks in the variables that torch.distributed itself reads, set by hand or by any scheduler.
+    """Ranks in the variables of torch.distributed, set by hand or by any scheduler.
 
     They are ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``; on several machines also
-    ``NODE_RANK``, or ``LOCAL_WORLD_SIZE`` where ranks are counted machine by machine.
+    ``NODE_RANK``, or ``LOCAL_WORLD_SIZE`` if ranks are counted machine by machine.
     """
 
     names = RankNames(

@@ -21,8 +21,8 @@ _REMEDY = "put srun before python, or choose the cluster environment 'local' to 
 class SLURMEnvironment(ExternalEnvironment):
     """One task of a step that srun started.
 
-    A shell that salloc or ``srun --pty`` opened is no such task: dstrat starts processes of its own there.  A batch
-    script that was given several tasks and starts python without srun is refused.
+    A shell of salloc or ``srun --pty`` is no such task: dstrat starts the processes there.  A batch script with several
+    tasks that starts python without srun is an error.
     """
 
     names = RankNames(
@@ -79,7 +79,7 @@ class SLURMEnvironment(ExternalEnvironment):
     def check_address(self) -> None:
         _ = self.main_port
         if self._num_nodes > 1 and not self.environ.get("MASTER_ADDR"):
-            first_host(self._nodelist)  # that it can be found by this name is asked when it is used, not for a plan
+            first_host(self._nodelist)  # parsed only: the name is resolved when it is used, not for a plan
 
     def _check_sizes(self, num_devices: int, num_nodes: int) -> None:
         super()._check_sizes(num_devices, num_nodes)
@@ -96,7 +96,7 @@ class SLURMEnvironment(ExternalEnvironment):
                 )
 
     def _reachable(self, host: str) -> str:
-        """Return the host, or the address of the batch script where that runs on this host and the name is unknown."""
+        """Return the host, or if its name does not resolve, the address of a batch script that runs on it."""
         if _resolves(host):
             return host
         address = self.environ.get("SLURM_LAUNCH_NODE_IPADDR")
@@ -112,9 +112,9 @@ class SLURMEnvironment(ExternalEnvironment):
 
 
 def _is_shell(environ: Mapping[str, str]) -> bool:
-    """Return whether salloc or ``srun --pty`` opened a shell that this process was typed into.
+    """Return whether this process was started in an interactive shell of salloc or ``srun --pty``.
 
-    What such a shell starts with srun inherits its name and its terminal; several tasks tell them apart.  A batch
+    Tasks that such a shell starts with srun inherit its name and terminal, but there are several of them.  A batch
     script has a rank, and a shell of salloc has none.
     """
     has_shell_name = environ.get("SLURM_JOB_NAME") in _SHELL_NAMES
@@ -132,7 +132,7 @@ def _resolves(host: str) -> bool:
     return True
 
 
-# Reading SLURM's short form of a list of hosts, as in ``"n[01-03,7],gpu5"``.
+# SLURM's compressed lists of hosts, such as ``"n[01-03,7],gpu5"``
 
 
 _FIRST_HOST = re.compile(r"(?:[^\s,\[\]]|\[[^\s\[\]]*\])+(?=,|\Z)")

@@ -1,4 +1,4 @@
-"""The cluster environment for processes that torchrun started."""
+"""Cluster environment of processes that torchrun started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TorchElasticEnvironment(ExternalEnvironment):
-    """Ranks that torchrun gives, also where torchrun itself was started by a scheduler."""
+    """Ranks of torchrun, also if a scheduler has started torchrun."""
 
     names = RankNames(
         world_size="WORLD_SIZE",

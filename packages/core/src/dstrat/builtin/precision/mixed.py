@@ -64,7 +64,7 @@ class MixedPrecision(Precision):
         return torch.float32
 
     def connect(self, module: Module) -> Module:
-        self._module = module  # its device is asked in each step, because it still moves
+        self._module = module  # its device is read in each step, because it still moves
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -102,31 +102,29 @@ class MixedPrecision(Precision):
 
     def teardown(self) -> None:
         self._module = None
-        self._loss_scale = self._new_loss_scale()  # a step that broke has left the old one halfway
+        self._loss_scale = self._new_loss_scale()  # after an error the old one may be between unscale and step
 
     def _new_loss_scale(self) -> LossScale | None:
         return LossScale(copy.deepcopy(self._scaler)) if self.flag == "16-mixed" else None
 
     def _module_device(self) -> str:
         if self._module is None:
-            raise MisuseError(
-                f"precision {self.flag!r} knows no device yet: connect a module, or give it device='cuda'"
-            )
+            raise MisuseError(f"precision {self.flag!r} has no device yet: connect a module, or pass device='cuda'")
         tensors = itertools.chain(self._module.parameters(), self._module.buffers())
         return next((tensor.device.type for tensor in tensors), "cpu")
 
 
-# Scaling a loss whose gradients would become zero in float16.
+# Loss scale for float16
 
 
 _log = logging.getLogger(__name__)
 
 
 class LossScale:
-    """A scale that adapts itself, around torch's ``GradScaler``.
+    """Dynamic loss scale, a wrapper of torch's ``GradScaler``.
 
-    The scale changes before the first loss after a step, and not in the step: several optimizers that step one after
-    the other, after backward passes of one scale, then all undo the same scale.
+    The scale changes before the first loss after a step, and not in the step: several optimizers may step one after
+    the other, after backward passes with one scale, and all must undo the same scale.
 
     Args:
         scaler: How the scale adapts; None takes torch's defaults, on the device of the first loss.
@@ -156,7 +154,7 @@ class LossScale:
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Step the optimizer, or log that its gradients are not finite.
 
-        Fused optimizers find that out on the device: they skip the step as well, but nothing is logged.
+        Fused optimizers check that on the device: they skip the step as well, but it is not logged.
 
         Raises:
             MisuseError: The gradients come from a loss that was not scaled.
@@ -187,7 +185,7 @@ class LossScale:
         return self._loaded_state if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Load a state that :meth:`state_dict` returned."""
         self._loaded_state = dict(state)
         if self._scaler is not None and state:
             self._scaler.load_state_dict(dict(state))

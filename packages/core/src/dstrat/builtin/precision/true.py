@@ -1,4 +1,4 @@
-"""The precision with one dtype throughout."""
+"""Precision with one dtype for everything."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _DTYPES = {
 class TruePrecision(Precision):
     """One dtype for parameters, computation, gradients and their reduction.
 
-    ``"32-true"`` leaves everything as it is, because float32 is what torch does by itself; the others convert the
-    module and its inputs, and make their dtype the default inside steps.  Float16 has no loss scaling here: small
-    gradients become zero, and ``"16-mixed"`` or ``"bf16-true"`` is what most trainings want.
+    ``"32-true"`` changes nothing, because float32 is torch's default.  The others convert the module and its inputs,
+    and make their dtype the default inside steps.  ``"16-true"`` has no loss scaling: small gradients become zero, so
+    most trainings need ``"16-mixed"`` or ``"bf16-true"`` instead.
 
     Args:
         precision: ``"64-true"``, ``"32-true"``, ``"bf16-true"`` or ``"16-true"``.
@@ -75,7 +75,7 @@ class TruePrecision(Precision):
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let new floating-point tensors have this dtype, until the context ends."""
+    """Make this dtype the default of new floating-point tensors within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
