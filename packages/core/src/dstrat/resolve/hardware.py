@@ -120,10 +120,10 @@ def _reason(requested: str, best: Selection[Accelerator], available: Sequence[Se
     kind = "one" if requested == "auto" else requested
     if len(available) == 1:
         return f"the only {kind} that is available"
-    others = ", ".join(selection.name for selection in available if selection is not best)
+    alternatives = ", ".join(selection.name for selection in available if selection is not best)
     if best is available[0]:
-        return f"the best {kind} that is available, before {others}"
-    return f"the best {kind} that the strategy runs on; {others} would be available too"
+        return f"the best {kind} that is available, before {alternatives}"
+    return f"the best {kind} that the strategy runs on; {alternatives} would be available too"
 
 
 def _nothing_fits(
@@ -136,12 +136,12 @@ def _nothing_fits(
     facts = facts_of(strategy.selection)
     only = f"runs on {listed(facts.accelerators)} only" if facts.accelerators else None
     problem = only or accelerator_problem(facts, available[0])
-    others = suggest_strategies(
+    alternatives = suggest_strategies(
         catalog,
         lambda other: any(accelerator_problem(other, accelerator) is None for accelerator in available),
         instead_of=strategy.selection,
     )
-    return f"{machine}, and {strategy.selection.title} {problem}: choose another strategy{others}"
+    return f"{machine}, and {strategy.selection.title} {problem}: choose another strategy{alternatives}"
 
 
 # Devices of each machine
@@ -253,14 +253,14 @@ def choose_precision(
     selection = _select_precision(requested, catalog)
     unsupported = _unsupported_dtype(selection.instance, accelerator.instance)
     if unsupported is not None:
-        others = ", ".join(
+        alternatives = ", ".join(
             repr(other.name)
             for other in usable(catalog.offers("precision"), catalog)
             if _unsupported_dtype(other.instance, accelerator.instance) is None
         )
         raise ConflictError(
             f"precision {selection.name!r} needs {unsupported}, in which {accelerator.title} does not compute "
-            f"here: choose another one ({others})"
+            f"here: choose another one ({alternatives})"
         )
     return selection
 

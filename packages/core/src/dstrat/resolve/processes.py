@@ -116,11 +116,13 @@ def _start_method(strategy: Selection[Strategy], world_size: int) -> StartMethod
         )
     from dstrat.launch.processes import StartMethod  # slow to import; most plans need none
 
-    known: tuple[StartMethod, ...] = get_args(StartMethod)
-    for start_method in known:
+    methods: tuple[StartMethod, ...] = get_args(StartMethod)
+    for start_method in methods:
         if method == start_method:
             return start_method
-    raise RequestError(f"start_method {method!r} of {strategy.title} does not exist: choose one of {', '.join(known)}")
+    raise RequestError(
+        f"start_method {method!r} of {strategy.title} does not exist: choose one of {', '.join(methods)}"
+    )
 
 
 # Detection of a main module that cannot be run a second time: a notebook, a prompt, a test runner.

@@ -178,8 +178,8 @@ def choose_strategy(
         # An environment that contradicts itself is the first error: then the processes may not even exist.
         per_node = constraints.num_started // constraints.num_nodes
         check_cluster(constraints.cluster, processes_per_node=per_node, num_nodes=constraints.num_nodes)
-    others = suggest_strategies(catalog, lambda facts: _fits(facts, constraints), instead_of=requested)
-    raise reason.error(f"{requested.title} {reason.problem}: {reason.hint}{others}")
+    instead = suggest_strategies(catalog, lambda facts: _fits(facts, constraints), instead_of=requested)
+    raise reason.error(f"{requested.title} {reason.problem}: {reason.hint}{instead}")
 
 
 def _automatic(catalog: Catalog, constraints: Constraints) -> Selection[Strategy]:
@@ -200,9 +200,9 @@ def _automatic(catalog: Catalog, constraints: Constraints) -> Selection[Strategy
         return selection.because(f"the first choice for {_need(constraints)}")
     for offer, reason in candidates:
         if reason is not None:
-            others = suggest_strategies(catalog, lambda facts: _fits(facts, constraints))
+            instead = suggest_strategies(catalog, lambda facts: _fits(facts, constraints))
             raise reason.error(
-                f"no strategy that is chosen automatically fits: {offer.title} {reason.problem}: {reason.hint}{others}"
+                f"no strategy that is chosen automatically fits: {offer.title} {reason.problem}: {reason.hint}{instead}"
             )
     raise ConflictError(_nothing_installed(constraints))
 

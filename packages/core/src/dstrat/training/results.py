@@ -115,7 +115,7 @@ def _on_cpu(state: Any) -> Any:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(_is_plain(part) for part in (*value, *value.values()))
+        return all(_is_plain(item) for item in (*value, *value.values()))
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
@@ -123,16 +123,16 @@ def _is_plain(value: Any) -> bool:
 
 def _restore_weights(module: TrainModule, weights: Mapping[str, Any]) -> None:
     configure_for(module, weights)  # as the run has done with its own copy
-    here = module.state_dict(keep_vars=True)
-    for name, tensor in here.items():
+    current = module.state_dict(keep_vars=True)
+    for name, tensor in current.items():
         other = weights.get(name)
         if isinstance(other, Tensor) and isinstance(tensor, Tensor) and other.dtype != tensor.dtype:
             tensor.data = tensor.data.to(other.dtype)  # the precision has converted the module
     module.load_state_dict(weights, strict=False)
-    made, removed = ([name for name in a if name not in b] for a, b in ((weights, here), (here, weights)))
-    if made or removed:
-        found = {"made": made, "removed": removed}
-        changed = "; ".join(f"{what} {', '.join(names)}" for what, names in found.items() if names)
+    added, removed = ([name for name in a if name not in b] for a, b in ((weights, current), (current, weights)))
+    if added or removed:
+        changes = {"made": added, "removed": removed}
+        changed = "; ".join(f"{verb} {', '.join(names)}" for verb, names in changes.items() if names)
         raise MisuseError(
             f"the run has {changed} in {type(module).__name__}, in other processes than this one, which lacks that and "
             "got the other weights: make layers in __init__ or in configure_model, which is called here too, or choose "
@@ -220,7 +220,7 @@ class FinalState:
             strategy.teardown()
 
 
-def no_end_to_save(trainer: Trainer) -> MisuseError:
+def nothing_to_save_error(trainer: Trainer) -> MisuseError:
     """Return the error of a checkpoint that is asked for outside of a run, where there is no end of a fit to save."""
     if trainer.module is None:
         why = "there has been none: call it after fit, or in a hook of the module or a callback"
@@ -244,8 +244,8 @@ def no_end_to_save(trainer: Trainer) -> MisuseError:
 def _is_sharded(trainer: Trainer) -> bool:
     """Return whether no process has the whole state: of the strategy, or of an optimizer that is sharded by itself."""
     strategy = trainer.strategy
-    has_parts = any(hasattr(optimizer, "consolidate_state_dict") for optimizer in strategy.optimizers)
-    return not strategy.replicates_state or has_parts
+    has_shards = any(hasattr(optimizer, "consolidate_state_dict") for optimizer in strategy.optimizers)
+    return not strategy.replicates_state or has_shards
 
 
 # Table of the results of a validation or test.
@@ -308,8 +308,8 @@ def _show_on_terminal(rows: Rows) -> None:
     from rich.text import Text
 
     console, (of_names, *of_values) = Console(stderr=True), _widths(rows)
-    left = console.width - min(of_names, console.width // 2)
-    at_once = max(1, left // (max(of_values) + len(_BETWEEN)))
+    width = console.width - min(of_names, console.width // 2)
+    at_once = max(1, width // (max(of_values) + len(_BETWEEN)))
     for first in range(1, len(rows[0]), at_once):
         columns = range(first, min(first + at_once, len(rows[0])))
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")

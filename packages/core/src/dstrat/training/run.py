@@ -74,7 +74,7 @@ def _work(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path
         result = work(trainer, module, sources)
         trainer.strategy.barrier("end")  # what a rank prints after its run is not to land in the bar of rank 0
     except (Interrupted, Terminated) as exception:
-        outcome = _stopped(trainer, exception)
+        outcome = _stop(trainer, exception)
         if outcome is not None:
             return outcome  # and the process that asked for the run raises it
         if isinstance(exception, Terminated):
@@ -85,15 +85,15 @@ def _work(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path
         raise
     outcome = RunResult.of(trainer, result)
     if trainer.is_fitting and not trainer.ran_elsewhere:
-        trainer.ended_optimization = _kept_optimization(trainer)
+        trainer.final_optimization = _final_optimization(trainer)
     ended = FinalState.of(trainer)
     _finish(trainer)
     if trainer.is_fitting:  # an evaluation leaves what there is of a fit before it
-        trainer.ended_fit = ended
+        trainer.final_state = ended
     return outcome
 
 
-def _kept_optimization(trainer: Trainer) -> Optimization:
+def _final_optimization(trainer: Trainer) -> Optimization:
     """Return the optimizers and schedulers for after the fit, their state on the CPU, as the module will be."""
     strategy = trainer.strategy
     if strategy.replicates_state and strategy.root_device.type != "cpu":
@@ -117,7 +117,7 @@ def _begin(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
         sources.datamodule.attach(trainer)
     trainer.strategy.module_backward = module.backward if overrides(module, "backward", TrainModule) else None
     trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
-    _let_log(trainer.callbacks, module)
+    _set_logging_module(trainer.callbacks, module)
     context.hooks = HookRunner(trainer, module, trainer.called_callbacks)
     context.is_running = True
 
@@ -125,12 +125,12 @@ def _begin(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
 def _end(trainer: Trainer) -> None:
     if trainer.module is not None:
         trainer.module.untoggle_optimizer()  # which a step that raised has left toggled
-    _let_log(trainer.callbacks, None)
+    _set_logging_module(trainer.callbacks, None)
     trainer.strategy.module_backward = None
     trainer.context.is_running = False
 
 
-def _let_log(callbacks: Iterable[Callback], module: TrainModule | None) -> None:
+def _set_logging_module(callbacks: Iterable[Callback], module: TrainModule | None) -> None:
     for callback in callbacks:
         callback._logging_module = module  # noqa: SLF001 - no public name, which a user's subclass might have too
 
@@ -144,7 +144,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_p
     trainer.context.log_dir = agree_on_folders(trainer.loggers, strategy)
     if trainer.profiler is not None:
         trainer.profiler.start(trainer.stage, trainer.log_dir, trainer.global_rank)
-    for hook in _in_turn(trainer, "setup"):
+    for hook in _ordered_hooks(trainer, "setup"):
         hook(trainer.stage)
     with strategy.tensor_init_context(), strategy.model_sharded_context():
         hook_of(module, "configure_model", TrainModule)()
@@ -231,30 +231,30 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
     name_ended_ranks(exception)
     trainer.context.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
     status = "interrupted" if trainer.context.interrupted else "failed"
-    tell: list[Callable[[], None]] = [
+    notify: list[Callable[[], None]] = [
         partial(trainer.strategy.on_exception, exception),
         *(partial(hook, exception) for hook in trainer.context.hooks.of_callbacks("on_exception")),
         *([partial(hook_of(trainer.datamodule, "on_exception", DataModule), exception)] if trainer.datamodule else []),
     ]
     if isinstance(exception, Interrupted | Terminated):
-        free = tell.pop(0)  # later, as every process is here, so that callbacks may still communicate
-        tell += [leave, free] if leave else [free]
+        free = notify.pop(0)  # later, as every process is here, so that callbacks may still communicate
+        notify += [leave, free] if leave else [free]
     steps: list[Callable[[], None]] = [
-        *tell,
-        *_last_steps(trainer, status),
+        *notify,
+        *_cleanup_steps(trainer, status),
     ]
-    for error in _do_all(steps):
+    for error in _run_all(steps):
         _log.error("cleaning up after %s failed too", type(exception).__name__, exc_info=error)
 
 
-def _in_turn(trainer: Trainer, name: Literal["setup", "teardown"]) -> list[Callable[[Stage], Any]]:
+def _ordered_hooks(trainer: Trainer, name: Literal["setup", "teardown"]) -> list[Callable[[Stage], Any]]:
     """Return a hook of the data module, then of the callbacks, which may look at the data, then of the module."""
     assert trainer.module is not None  # noqa: S101 - there is one in every run
     of_data = [] if trainer.datamodule is None else [hook_of(trainer.datamodule, name, DataModule)]
     return [*of_data, *trainer.context.hooks.of_callbacks(name), hook_of(trainer.module, name, TrainModule)]
 
 
-def _stopped(trainer: Trainer, exception: Interrupted | Terminated) -> RunResult | None:
+def _stop(trainer: Trainer, exception: Interrupted | Terminated) -> RunResult | None:
     """Clean up after a signal; return what the run has come to, where another process asked for it; collective."""
     outcomes: list[RunResult] = []
 
@@ -267,23 +267,23 @@ def _stopped(trainer: Trainer, exception: Interrupted | Terminated) -> RunResult
 
 
 def _finish(trainer: Trainer) -> None:
-    errors = _do_all(_last_steps(trainer, "success"))
+    errors = _run_all(_cleanup_steps(trainer, "success"))
     for other in errors[1:]:
         _log.error("another part of the end of the run failed too", exc_info=other)
     if errors:
         raise errors[0]
 
 
-def _last_steps(trainer: Trainer, status: str) -> list[Callable[[], None]]:
+def _cleanup_steps(trainer: Trainer, status: str) -> list[Callable[[], None]]:
     return [
         partial(trainer.publisher.finalize, status),
-        *(partial(hook, trainer.stage) for hook in _in_turn(trainer, "teardown")),
+        *(partial(hook, trainer.stage) for hook in _ordered_hooks(trainer, "teardown")),
         trainer.strategy.teardown,
         *([trainer.profiler.finish] if trainer.profiler else []),
     ]
 
 
-def _do_all(steps: Iterable[Callable[[], None]]) -> list[Exception]:
+def _run_all(steps: Iterable[Callable[[], None]]) -> list[Exception]:
     """Do every step, also after one that fails; return what went wrong."""
     return [error for step in steps if (error := _error_of(step)) is not None]
 

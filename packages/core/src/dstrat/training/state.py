@@ -121,7 +121,7 @@ class RunState:
         should_stop: Set it to True in any process, and training ends after the same step in all of them; honoured when
             ``min_epochs`` and ``min_steps`` are done.
         status: How far what was called last is.
-        ended_optimization: Optimizers and schedulers of the last fit, where it has ended in this process.
+        final_optimization: Optimizers and schedulers of the last fit, where it has ended in this process.
         optimization_ended_elsewhere: Whether the last fit has ended in other processes.
         barebones: Whether everything beside training is off.
         fast_dev_run: Number of batches that are only tried; 0 in a usual run.
@@ -151,7 +151,7 @@ class RunState:
     max_steps: int
     accumulate_grad_batches: int
     status = TrainerStatus.INITIALIZING
-    ended_optimization = Optimization()
+    final_optimization = Optimization()
     optimization_ended_elsewhere = False
 
     # Where this process is
@@ -195,7 +195,7 @@ class RunState:
     def device_ids(self) -> list[int]:
         """Indices of the devices of this machine that the job uses."""
         devices = self.strategy.parts.parallel_devices or (self.strategy.root_device,)
-        return [place if device.index is None else device.index for place, device in enumerate(devices)]
+        return [index if device.index is None else device.index for index, device in enumerate(devices)]
 
     @property
     def num_nodes(self) -> int:
@@ -447,7 +447,7 @@ class RunState:
                 "with their optimizers and schedulers: ask for them in a hook such as on_train_end, or choose "
                 "start_method='popen', with which each rank runs the whole script"
             )
-        return self.ended_optimization
+        return self.final_optimization
 
     @property
     def model(self) -> Any:

@@ -157,7 +157,7 @@ class Trainer(RunState):
     ) -> None:
         check_fast_dev_run(fast_dev_run)
         check_count(max_steps, "max_steps", -1)
-        given = {
+        arguments = {
             "logger": logger,
             "progress_bar": enable_progress_bar,
             "model_summary": enable_model_summary,
@@ -167,7 +167,7 @@ class Trainer(RunState):
             "profiler": profiler,
             "detect_anomaly": detect_anomaly,
         }
-        around = choose_surroundings(given, barebones=barebones, fast_dev_run=fast_dev_run)
+        features = choose_surroundings(arguments, barebones=barebones, fast_dev_run=fast_dev_run)
         self.fast_dev_run = int(fast_dev_run)
         self.barebones = barebones
 
@@ -180,8 +180,8 @@ class Trainer(RunState):
         self.overfit_batches = overfit_batches
         self.check_val_every_n_epoch = check_val_every_n_epoch
         self.val_check_interval = val_check_interval
-        self.num_sanity_val_steps = around.num_sanity_val_steps
-        self.log_every_n_steps = around.log_every_n_steps
+        self.num_sanity_val_steps = features.num_sanity_val_steps
+        self.log_every_n_steps = features.log_every_n_steps
         self.accumulate_grad_batches = accumulate_grad_batches
         self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm or "norm"
         self.deterministic, self.benchmark = deterministic, benchmark
@@ -192,7 +192,7 @@ class Trainer(RunState):
         self.default_root_dir = place(Path.cwd() if default_root_dir is None else default_root_dir, "default_root_dir")
         check_arguments(self)
         self.gradient_clip_val = gradient_clip_val or None
-        self._limit_to_a_try()
+        self._apply_fast_dev_run()
 
         self.request = Request(
             strategy=strategy,
@@ -205,16 +205,16 @@ class Trainer(RunState):
         self.plan, self.strategy = resolve_request(self.request)
         self.profiler = make_profiler(profiler)
         self.loggers = complete_loggers(
-            around.logger,
+            features.logger,
             on_this_machine(self.default_root_dir),
             writes=self.strategy.is_global_zero,
             is_tried=self.fast_dev_run > 0,
         )
         self.callbacks = complete_callbacks(
             callbacks,
-            progress_bar=around.progress_bar,
-            model_summary=around.model_summary,
-            checkpointing=around.checkpointing,
+            progress_bar=features.progress_bar,
+            model_summary=features.model_summary,
+            checkpointing=features.checkpointing,
             barebones=barebones,
             max_time=max_time,
         )
@@ -223,9 +223,9 @@ class Trainer(RunState):
         self.interruption = Interruption()
         self.publisher = Publisher(self)
         self.context = RunContext(metrics=Metrics(self.strategy))
-        self.ended_fit: FinalState | None = None
+        self.final_state: FinalState | None = None
 
-    def _limit_to_a_try(self) -> None:
+    def _apply_fast_dev_run(self) -> None:
         """Let ``fast_dev_run`` and ``overfit_batches`` decide how much is read."""
         if self.fast_dev_run:
             batches: float | None = self.fast_dev_run
@@ -277,7 +277,7 @@ class Trainer(RunState):
         from dstrat.training.checkpoint.path import asked_checkpoint
         from dstrat.training.loops.sources import DataSources
 
-        asked = asked_checkpoint(ckpt_path, resume)
+        requested = asked_checkpoint(ckpt_path, resume)
         if self.fit_loop.finished and self.fit_loop.batches_seen:
             raise MisuseError(
                 f"this Trainer has finished its fit (epoch {self.fit_loop.epoch} of {self.max_epochs}, "
@@ -286,10 +286,10 @@ class Trainer(RunState):
         sources = DataSources(model, datamodule, {"train": train_dataloaders, "val": val_dataloaders})
         sources.require("train", "training_step")
         sources.require_optimizers()
-        if asked is None:  # otherwise the run goes on with what was tuned before
+        if requested is None:  # otherwise the run goes on with what was tuned before
             self._prepare_fit(model, sources)
         del self.fit_loop  # each fit has its own
-        self._launch("fit", model, sources, asked)
+        self._launch("fit", model, sources, requested)
 
     def validate(
         self,
@@ -374,17 +374,17 @@ class Trainer(RunState):
         """
         from dstrat.training.checkpoint.save import collect_checkpoint
         from dstrat.training.contexts import warn_if_slow
-        from dstrat.training.results import no_end_to_save
+        from dstrat.training.results import nothing_to_save_error
 
         path = os.path.expanduser(path)  # noqa: PTH111 - it may be a URL; a CheckpointIO of the user's own may not do it
         if self.is_running:
             with warn_if_slow(self, "save_checkpoint"):
                 self.strategy.barrier("save_checkpoint")
             self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), path)
-        elif self.ended_fit is not None:
-            self.ended_fit.save(self, path, weights_only=weights_only)
+        elif self.final_state is not None:
+            self.final_state.save(self, path, weights_only=weights_only)
         else:
-            raise no_end_to_save(self)
+            raise nothing_to_save_error(self)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[None]:
         """Return a context in which a module is created at once in the run's precision, and on its device.
@@ -455,8 +455,8 @@ class Trainer(RunState):
         source, step = _NEEDED[stage]
         sources = DataSources(module, datamodule, {source: dataloaders})
         sources.require(source, step)
-        asked = Search.BEST_OF_LAST_FIT if model is None and ckpt_path is None else ckpt_path
-        return self._launch(stage, module, sources, asked, **settings)
+        requested = Search.BEST_OF_LAST_FIT if model is None and ckpt_path is None else ckpt_path
+        return self._launch(stage, module, sources, requested, **settings)
 
     def _shown(self, stage: str, results: list[dict[str, float]]) -> list[dict[str, float]]:
         """Show what an evaluation came to, and return it."""
@@ -475,7 +475,7 @@ class Trainer(RunState):
                 "on another Trainer"
             )
         if stage == "fit" or module is not self.module:
-            self.ended_fit = None
+            self.final_state = None
         self.should_stop = False
         self.context = RunContext(
             stage=stage,
@@ -487,7 +487,7 @@ class Trainer(RunState):
             **settings,
         )
         if stage == "fit":
-            self.ended_optimization, self.optimization_ended_elsewhere = Optimization(), False
+            self.final_optimization, self.optimization_ended_elsewhere = Optimization(), False
         self.status = TrainerStatus.RUNNING
         try:
             result = self._launch_stage(module, sources, ckpt_path)

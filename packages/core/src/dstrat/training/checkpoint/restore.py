@@ -64,8 +64,8 @@ class CheckpointRestore:
         _restore_states(trainer, checkpoint)
         if trainer.is_fitting:
             self._restore_training(checkpoint)
-        elif trainer.ended_fit is not None:
-            trainer.ended_fit = trainer.ended_fit.with_weights_of(self._path, trainer.stage)
+        elif trainer.final_state is not None:
+            trainer.final_state = trainer.final_state.with_weights_of(self._path, trainer.stage)
 
     def _restore_training(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on where the checkpoint was saved: exactly on as many processes, as near to it as can be on others."""
