@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import pickle
 import re
-import tempfile
 import zipfile
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,15 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from typing_extensions import override
 
-from dstrat.checkpoint.paths import RemotePath, place
+from dstrat.checkpoint.paths import place
 from dstrat.checkpoint.portable.decode import joined
 from dstrat.checkpoint.portable.local_files import remove_leftovers, written_whole
+from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from dstrat.checkpoint.paths import Place
 
 
@@ -43,23 +40,12 @@ class TorchCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         where = place(path)
-        if isinstance(where, RemotePath):
-            with _temporary_file(where) as file:
-                self._save(checkpoint, file, where)
-                where.upload(file)
-        else:
-            self._save(checkpoint, where, where)
+        with storage_of(where).write_local(where) as file:
+            self._save(checkpoint, file, where)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         where = place(path)
-        if not isinstance(where, RemotePath):
-            _check_present(where)
-            return self._load(where, where)
-        with _temporary_file(where) as file:
-            try:
-                where.download(file)
-            except FileNotFoundError as error:
-                raise CheckpointError(f"checkpoint {str(path)!r} does not exist: check the path") from error
+        with storage_of(where).read_local(where) as file:
             return self._load(file, where)
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -99,12 +85,6 @@ class TorchCheckpointIO(CheckpointIO):
         return read_content(file, path)
 
 
-@contextlib.contextmanager
-def _temporary_file(target: RemotePath) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="dstrat-") as folder:
-        yield Path(folder, target.name)
-
-
 def _write(checkpoint: dict[str, Any], path: Path) -> None:
     with path.open("wb") as file:
         torch.save(checkpoint, file)
@@ -139,22 +119,6 @@ def read_content(file: Path, path: Place, *, doing: str = "cannot be read", mmap
         raise
     except Exception as error:  # bytes that are no checkpoint raise whatever they look like
         raise _unreadable(error, file, path) from error
-
-
-def _check_present(path: Path) -> None:
-    if path.is_dir():
-        raise CheckpointError(
-            f"checkpoint {str(path)!r} is a folder, and a file was expected: give the path of the file"
-        )
-    if not path.exists():
-        raise CheckpointError(f"checkpoint {str(path)!r} does not exist, and {_nearby(path)}: check the path")
-
-
-def _nearby(path: Path) -> str:
-    if not path.parent.is_dir():
-        return "neither does its folder"
-    names = sorted(other.name for other in path.parent.iterdir() if other.suffix == path.suffix)
-    return f"its folder holds {', '.join(names[:5]) if names else f'no other {path.suffix} file'}"
 
 
 def _check_whole(file: Path, path: Place) -> None:

@@ -125,11 +125,11 @@ class PortableCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, if it is there."""
         from dstrat.checkpoint.portable.newest import forget
-        from dstrat.checkpoint.portable.storage import remove
+        from dstrat.checkpoint.portable.storage import storage_of
 
         folder = place(path)
         if folder.is_dir():
-            remove(folder)
+            storage_of(folder).remove_checkpoint(folder)
             forget(folder)
 
     def _open(self, path: str | Path) -> CheckpointReader:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zipfile
+import contextlib
 from typing import TYPE_CHECKING
 
-from dstrat.checkpoint.paths import RemotePath
 from dstrat.checkpoint.portable.format import LAST, STATE
 from dstrat.checkpoint.portable.reader import CheckpointReader, read_manifest
-from dstrat.checkpoint.portable.storage import file_sizes, read_start, replace
+from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import CheckpointError, StoreError
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.portable.format import Manifest
 
 _LONGEST_NAME = 1024
+_ZIP = b"PK\x03\x04"
 _SUFFIX = ".ckpt"
 """What a folder that cannot be looked into is called, if it is likely to be a checkpoint; others have folders too."""
 
@@ -65,7 +65,7 @@ def _candidates(folder: Place) -> list[Place]:
 def _complete(path: Place) -> Manifest | None:
     """Return the manifest of a checkpoint whose files are all there in their size; None where there is none."""
     try:
-        sizes, manifest = file_sizes(path), read_manifest(path)
+        sizes, manifest = storage_of(path).file_sizes(path), read_manifest(path)
     except StoreError:
         raise
     except (CheckpointError, FileNotFoundError, NotADirectoryError):
@@ -80,7 +80,7 @@ def _complete(path: Place) -> Manifest | None:
 
 def point_to(path: Place) -> None:
     """Let the pointer beside a checkpoint name it."""
-    replace(path.parent / LAST, path.name.encode() + b"\n")
+    storage_of(path).replace_file(path.parent / LAST, path.name.encode() + b"\n")
 
 
 def forget(path: Place) -> None:
@@ -114,7 +114,14 @@ def is_portable(path: Place) -> bool:
     """Return whether a path is a checkpoint's folder, or the pointer to the newest one beside it."""
     if path.is_dir():
         return True
-    return path.name == LAST and (isinstance(path, RemotePath) or not zipfile.is_zipfile(path))
+    return path.name == LAST and not is_zip(path)
+
+
+def is_zip(path: Place) -> bool:
+    """Return whether a file is a zip archive, as those of torch.save are."""
+    with contextlib.suppress(OSError):
+        return storage_of(path).read_start(path, len(_ZIP)) == _ZIP
+    return False
 
 
 def _is_pointer(path: Place) -> bool:
@@ -122,7 +129,7 @@ def _is_pointer(path: Place) -> bool:
 
 
 def _target(pointer: Place) -> Place:
-    name = read_start(pointer, _LONGEST_NAME).removesuffix(b"\n").decode(errors="replace")
+    name = storage_of(pointer).read_start(pointer, _LONGEST_NAME).removesuffix(b"\n").decode(errors="replace")
     if not name or name in (".", "..") or "/" in name or "\0" in name or "\\" in name:
         raise CheckpointError(f"{str(pointer)!r} does not name a checkpoint beside it: give the checkpoint's own path")
     return pointer.parent / name

@@ -19,7 +19,7 @@ from dstrat.checkpoint.portable.format import (
     parse_json,
 )
 from dstrat.checkpoint.portable.index import TensorEntry, index_from_json
-from dstrat.checkpoint.portable.storage import is_taken, open_file
+from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class OpenedFile:
 
 def _opened(path: Place) -> ReadFile:
     try:
-        return open_file(path)
+        return storage_of(path).open_file(path)
     except FileNotFoundError as error:
         raise damaged_error(path.parent, f"{path.name}: no such file or directory") from error
 
@@ -202,7 +202,7 @@ def read_manifest(folder: Place) -> Manifest:
     Raises:
         CheckpointError: There is none, or none that makes sense.
     """
-    if not folder.is_dir() or not is_taken(folder / MANIFEST):
+    if not folder.is_dir() or not storage_of(folder).is_taken(folder / MANIFEST):
         raise CheckpointError(f"checkpoint {str(folder)!r} {_absence(folder)}")
     try:
         return Manifest.from_bytes(_content(folder))
@@ -211,7 +211,7 @@ def read_manifest(folder: Place) -> Manifest:
 
 
 def _content(folder: Place) -> bytes:
-    file = open_file(folder / MANIFEST)
+    file = storage_of(folder).open_file(folder / MANIFEST)
     try:
         if file.size > LARGEST_JSON:
             raise damaged_error(folder, f"{MANIFEST} has more than {LARGEST_JSON} bytes")
@@ -227,6 +227,6 @@ def _content(folder: Place) -> bytes:
 def _absence(folder: Place) -> str:
     if folder.is_dir():
         return f"is a folder without {MANIFEST}: it is no checkpoint, or one that was never completed"
-    if is_taken(folder):
+    if storage_of(folder).is_taken(folder):
         return "is a file, and a folder was expected: give the path of the folder, or use TorchCheckpointIO"
     return "does not exist: check the path"

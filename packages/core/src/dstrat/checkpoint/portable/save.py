@@ -7,12 +7,10 @@ import importlib.metadata
 import time
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.checkpoint.paths import RemotePath
 from dstrat.checkpoint.portable.decode import joined
 from dstrat.checkpoint.portable.encode import Encoded, encode
 from dstrat.checkpoint.portable.format import (
@@ -32,9 +30,7 @@ from dstrat.checkpoint.portable.format import (
     rank_file,
 )
 from dstrat.checkpoint.portable.index import Piece, TensorEntry, index_from_json, index_to_json
-from dstrat.checkpoint.portable.local_files import OutputFile
-from dstrat.checkpoint.portable.remote_files import UploadedFile
-from dstrat.checkpoint.portable.storage import begin_checkpoint, map_in_threads, write_file
+from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.checkpoint.portable.write_plan import plan
 from dstrat.errors import CheckpointError
 
@@ -118,7 +114,7 @@ def write(prepared: Prepared, target: Place) -> None:
     folder: Unfinished | None = None
     try:
         with ranks.together(f"create checkpoint {str(target)!r}"):
-            folder = begin_checkpoint(target) if ranks.rank == 0 else None
+            folder = storage_of(target).begin_checkpoint(target) if ranks.rank == 0 else None
         name = ranks.tell(b"" if folder is None else folder.path.name.encode()).decode()
         with ranks.together(f"write checkpoint {str(target)!r}"):
             report = _write_own(prepared, target.parent / name, ranks.rank)
@@ -133,7 +129,7 @@ def write(prepared: Prepared, target: Place) -> None:
 
 def _write_own(prepared: Prepared, folder: Place, rank: int) -> bytes:
     """Write this rank's files, and return what rank 0 has to know about them."""
-    if isinstance(folder, Path) and not folder.is_dir():
+    if storage_of(folder).is_local and not folder.is_dir():
         raise CheckpointError(f"rank 0 created {str(folder)!r}, which is not here: all ranks must see the same files")
     files = {rank_file(rank, "json"): _write_document(folder / rank_file(rank, "json"), prepared.own)}
     if prepared.shard.payloads:
@@ -156,7 +152,7 @@ def _write_own(prepared: Prepared, folder: Place, rank: int) -> bytes:
 
 
 def _write_document(path: Place, data: bytes) -> FileRecord:
-    write_file(path, data)
+    storage_of(path).write_file(path, data)
     return FileRecord(size=len(data), checksums=block_checksums([memoryview(data)]))
 
 
@@ -273,32 +269,7 @@ def write_shard_file(file: ShardFile, path: Place) -> FileRecord:
     Raises:
         OSError: The disk is full, or the like.
     """
-    checksums = _uploaded(file, path) if isinstance(path, RemotePath) else _on_disk(file, path)
+    checksums = storage_of(path).write_buckets(
+        path, file.size, lambda begin: file.views(begin, min(begin + BUCKET, file.size))
+    )
     return FileRecord(size=file.size, checksums="".join(checksums))
-
-
-def _on_disk(file: ShardFile, path: Path) -> list[str]:
-    def write(begin: int) -> str:
-        views = _bucket(file, begin)
-        output.write(views, begin)
-        return block_checksums(views)
-
-    with OutputFile(path, file.size) as output:
-        # zlib and the system work without the interpreter's lock.
-        checksums = map_in_threads(write, range(0, file.size, BUCKET))
-        output.flush()
-    return checksums
-
-
-def _uploaded(file: ShardFile, path: RemotePath) -> list[str]:
-    checksums = []
-    with UploadedFile(path, file.size) as output:
-        for begin in range(0, file.size, BUCKET):
-            views = _bucket(file, begin)
-            output.write(views)
-            checksums.append(block_checksums(views))
-    return checksums
-
-
-def _bucket(file: ShardFile, begin: int) -> list[memoryview]:
-    return file.views(begin, min(begin + BUCKET, file.size))

@@ -8,7 +8,7 @@ import click
 
 from dstrat.checkpoint.portable.newest import resolved
 from dstrat.checkpoint.portable.reader import CheckpointReader
-from dstrat.checkpoint.portable.storage import file_size, is_taken, written
+from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.cli.checkpoint.diff import is_single_file
 from dstrat.cli.checkpoint.group import PLACE, progress_bar, readable_size
 from dstrat.cli.output import json_option, print_json
@@ -48,7 +48,7 @@ def consolidate(path: Place, output: Place, as_json: bool) -> None:
         index = folder.index()
         with progress_bar("reading", sum(entry.num_bytes for entry in index.values())) as advance:
             num_tensors = write(folder, output, advance)
-    size = file_size(output)
+    size = storage_of(output).file_size(output)
     facts = {"output": str(output), "tensors": num_tensors, "bytes": size}
     if as_json:
         print_json(facts)
@@ -58,7 +58,7 @@ def consolidate(path: Place, output: Place, as_json: bool) -> None:
 
 def check_absent(output: Place) -> None:
     """Raise :class:`CheckpointError` where there is something already."""
-    if is_taken(output):
+    if storage_of(output).is_taken(output):
         raise CheckpointError(f"{str(output)!r} exists already: choose another name, or remove it first")
 
 
@@ -72,7 +72,7 @@ def _write_weights(folder: CheckpointReader, output: Place, advance: Callable[[i
         raise CheckpointError(f"checkpoint {str(folder.path)!r} has no weights: nothing in it is below 'state_dict'")
     weights = {name.removeprefix(_WEIGHTS): tensor for name, tensor in read_tensors(folder, names, advance).items()}
     payloads = [Payload(name, LocalBox(tensor=tensor, starts=(0,) * tensor.dim())) for name, tensor in weights.items()]
-    with written(output) as temporary:
+    with storage_of(output).write_whole(output) as temporary:
         write_shard_file(arrange(payloads), temporary)
     return len(weights)
 

@@ -11,7 +11,7 @@ import click
 from dstrat.checkpoint.portable.format import MANIFEST, SAVED_WITH, STATE
 from dstrat.checkpoint.portable.newest import resolved
 from dstrat.checkpoint.portable.reader import CheckpointReader
-from dstrat.checkpoint.portable.storage import file_size
+from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.cli.checkpoint.diff import content_of_file, is_single_file
 from dstrat.cli.checkpoint.group import PLACE, readable_size
 from dstrat.cli.output import json_option, print_json, print_table
@@ -180,11 +180,11 @@ def facts_of(path: Place) -> CheckpointFacts:
             manifest=None,
             values=content.values,
             tensors=content.tensors,
-            num_bytes=file_size(path),
+            num_bytes=storage_of(path).file_size(path),
             unknown=content.unknown,
         )
     with CheckpointReader(resolved(path)) as folder:
-        size = sum(folder.sizes.values()) + file_size(folder.path / MANIFEST)
+        size = sum(folder.sizes.values()) + storage_of(folder.path).file_size(folder.path / MANIFEST)
         return CheckpointFacts(
             path=folder.path,
             manifest=folder.manifest,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import zipfile
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dstrat.checkpoint.paths import RemotePath
 from dstrat.checkpoint.portable.format import BUCKET, MANIFEST, STATE
-from dstrat.checkpoint.portable.newest import resolved
+from dstrat.checkpoint.portable.newest import is_zip, resolved
 from dstrat.checkpoint.portable.reader import CheckpointReader
-from dstrat.checkpoint.portable.storage import file_size, map_in_threads
+from dstrat.checkpoint.portable.storage import map_in_threads, storage_of
 from dstrat.cli.checkpoint.diff import is_single_file
 from dstrat.cli.checkpoint.group import PLACE, progress_bar, readable_size
 from dstrat.cli.output import json_option, print_json
@@ -53,15 +51,14 @@ def _verify_file(ctx: click.Context, path: Place, *, as_json: bool) -> None:
     """Read a file of torch, say what is wrong with it, and exit."""
     from dstrat.checkpoint.torch_file import StandInCheckpointIO
 
-    num_bytes = file_size(path)
+    num_bytes = storage_of(path).file_size(path)
     problems = _complaints(lambda: StandInCheckpointIO().load_checkpoint(str(path)))
     if as_json:
         print_json({"path": str(path), "bytes": num_bytes, "problems": problems})
     elif problems:
         click.echo("\n".join(problems))
     else:
-        has_checksums = isinstance(path, RemotePath) or zipfile.is_zipfile(path)
-        found = "its checksums, those of torch.save, are right" if has_checksums else "it has no checksums"
+        found = "its checksums, those of torch.save, are right" if is_zip(path) else "it has no checksums"
         click.echo(f"{path}: the file can be read, and {found} ({readable_size(num_bytes)})")
     ctx.exit(1 if problems else 0)
 

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from dstrat.checkpoint.paths import RemotePath
-from dstrat.checkpoint.portable.local_files import Claim
-from dstrat.checkpoint.portable.storage import is_taken
+from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import MisuseError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.portable.local_files import Claim
 
 EXTENSION = ".ckpt"
 
@@ -114,14 +113,15 @@ class UnusedPaths:
 
     def _is_free(self, path: Place) -> bool:
         """Return whether nothing is at a path, and keep it then."""
-        if is_taken(path):
+        storage = storage_of(path)
+        if storage.is_taken(path):
             return False
-        if isinstance(path, RemotePath):
+        claim = storage.claim(path)
+        if claim is None:
             return True
-        claim = Claim(path)
         if not claim.take():
             return False
-        if is_taken(path):  # its writer has come to its end in between
+        if storage.is_taken(path):  # its writer has come to its end in between
             claim.release()
             return False
         self._claims[str(path)] = claim

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from dstrat.checkpoint.async_io import AsyncCheckpointIO
-from dstrat.checkpoint.paths import RemotePath, place
+from dstrat.checkpoint.paths import place
 from dstrat.checkpoint.portable.format import LAST
+from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import EXTENSION, CheckpointName, not_logged
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from dstrat.checkpoint.paths import Place
     from dstrat.training.callbacks.monitored import Mode
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.module.train_module import TrainModule
@@ -268,20 +270,20 @@ class ModelCheckpoint(Callback):
         if self._is_evaluating:
             return
         root = trainer.default_root_dir
-        if trainer.log_dir is not None and not isinstance(root, RemotePath):
+        if trainer.log_dir is not None and storage_of(root).is_local:
             root = trainer.log_dir
         self.dirpath = self._given_dirpath or root.absolute() / "checkpoints"
-        self._check_link(trainer)
+        self._check_link(trainer, self.dirpath)
         if trainer.is_global_zero and (self.save_top_k or self.save_last):
             check_writable(self.dirpath, trainer.strategy.checkpoint_io)
         self._is_running = self._is_fresh = True
         self._rescue = OnExceptionCheckpoint(self.dirpath) if self.save_on_exception else None
 
-    def _check_link(self, trainer: Trainer) -> None:
+    def _check_link(self, trainer: Trainer, folder: Place) -> None:
         is_single_file = not trainer.strategy.checkpoint_io.is_collective
-        if self.save_last == "link" and is_single_file and isinstance(self.dirpath, RemotePath):
+        if self.save_last == "link" and is_single_file and not storage_of(folder).is_local:
             raise MisuseError(
-                f"ModelCheckpoint(save_last='link') links to single files, and {str(self.dirpath)!r} is in a store, "
+                f"ModelCheckpoint(save_last='link') links to single files, and {str(folder)!r} is in a store, "
                 "which has no links: pass save_last=True, or save portable folders"
             )
 
@@ -493,7 +495,7 @@ def _resumed_path(trainer: Trainer) -> str:
     """Return the checkpoint from which a run has begun, where that is one of this machine; empty without one."""
     from dstrat.checkpoint.portable.newest import resolved
 
-    if trainer.ckpt_path is None or isinstance(place(trainer.ckpt_path), RemotePath):
+    if trainer.ckpt_path is None or not storage_of(place(trainer.ckpt_path)).is_local:
         return ""
     path = Path(trainer.ckpt_path).absolute()
     if path.is_symlink():  # which save_last="link" makes, and lets lead to another one with the next save

@@ -7,12 +7,13 @@ import os
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from dstrat.checkpoint.async_io import AsyncCheckpointIO
 from dstrat.checkpoint.formats import io_for
-from dstrat.checkpoint.paths import RemotePath, place
+from dstrat.checkpoint.paths import place
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.checkpoint.torch_file import TorchCheckpointIO, read_content
 from dstrat.errors import CheckpointError, MisuseError, StoreError
 
@@ -225,10 +226,10 @@ def _step_of(path: Place, io: CheckpointIO) -> int | None:
         from dstrat.checkpoint.portable.newest import step_of
 
         return step_of(path)
-    if isinstance(path, RemotePath) or not _is_ours(io):
+    if not storage_of(path).is_local or not _is_ours(io):
         return None
     try:
-        content = read_content(path, path, mmap=True)  # without the values of its tensors
+        content = read_content(cast("Path", path), path, mmap=True)  # without the values of its tensors
     except CheckpointError:
         return None
     step = content.get("global_step") if isinstance(content, dict) else None
@@ -263,7 +264,7 @@ def written_ns(path: Place) -> int:
             raise
         except CheckpointError:  # the folder of somebody's own checkpoint io
             pass
-    return path.modified_ns() if isinstance(path, RemotePath) else path.stat().st_mtime_ns
+    return storage_of(path).modified_ns(path)
 
 
 def _nothing_in(folders: list[Place]) -> str:
@@ -285,13 +286,9 @@ def check_writable(folder: Place, io: CheckpointIO) -> None:
     Raises:
         CheckpointError: The system refuses it.
     """
-    if isinstance(folder, RemotePath) or not _is_ours(io):
-        return
-    # Unlike Path.exists it takes a folder that may not be looked into for missing.
-    existing = next((path for path in (folder, *folder.parents) if os.path.exists(path)), folder)  # noqa: PTH110 - as above
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = "is read-only for this process" if existing.is_dir() else "is no folder"
+    reason = storage_of(folder).why_not_writable(folder) if _is_ours(io) else None
+    if reason is not None:
         raise CheckpointError(
-            f"checkpoints cannot be written to {str(folder)!r}, as {str(existing)!r} {reason}: pass "
+            f"checkpoints cannot be written to {str(folder)!r}, as {reason}: pass "
             "Trainer(default_root_dir=...) or ModelCheckpoint(dirpath=...), or enable_checkpointing=False"
         )
