@@ -152,7 +152,7 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path):
 @pytest.mark.without_torch_xla
 @pytest.mark.parametrize("shape", [{}, {"data": 0}, {"data": -1, "fsdp": -1}, {1: 2}, {"data": 1.5}])
 def test_a_mesh_without_sizes_or_names_is_an_error(shape):
-    with pytest.raises(RequestError, match=r"mesh_shape .* is none: give sizes of axes by their names"):
+    with pytest.raises(RequestError, match=r"mesh_shape .* is not possible: give sizes of axes by their names"):
         XLASPMDStrategy(mesh_shape=shape)
 
 

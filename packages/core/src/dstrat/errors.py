@@ -4,7 +4,7 @@ Each derives from :class:`DstratError` and from the built-in that a caller would
 
     DstratError
     ├── CatalogError                       finding and naming components
-    │   ├── UnknownAliasError              KeyError       nothing has that alias
+    │   ├── UnknownAliasError              KeyError       no distribution offers the alias
     │   ├── NotInstalledError              ImportError    a known package offers it, and is not installed (KeyError too)
     │   ├── RetiredAliasError              KeyError       it was renamed or retired
     │   ├── AmbiguousAliasError            LookupError    two distributions offer it
@@ -13,9 +13,9 @@ Each derives from :class:`DstratError` and from the built-in that a caller would
     │   ├── PluginError                    RuntimeError   a plugin could not be loaded (strict mode)
     │   └── CatalogMismatchError           RuntimeError   ranks see different catalogs
     ├── InvalidComponentError              ValueError     a record that a plugin's author got wrong
-    ├── RequestError                       ValueError     what was asked cannot be done as asked
-    │   ├── ConflictError                                 two parts of the request exclude each other
-    │   ├── DeviceError                                   devices that are not there or make no sense
+    ├── RequestError                       ValueError     the request is not possible
+    │   ├── ConflictError                                 two arguments of the request exclude each other
+    │   ├── DeviceError                                   devices that do not exist, or a request that is not understood
     │   └── ClusterError                                  the environment contradicts the request or itself
     ├── MisuseError                        TypeError      user code lacks or returns something
     ├── LaunchError                        RuntimeError   processes could not be started
@@ -23,7 +23,7 @@ Each derives from :class:`DstratError` and from the built-in that a caller would
     ├── AnomalyError                       FloatingPointError  values that are not finite, found by detect_anomaly
     ├── LoggerError                        RuntimeError   a logger failed in a run, or its folder cannot be made
     └── CheckpointError                    OSError        a checkpoint cannot be written or read
-        └── StoreError                                    the store or disk that it is on refuses or fails
+        └── StoreError                                    its store or disk refuses or fails
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class BrokenComponentError(CatalogError, ImportError):
 
 
 class PluginError(CatalogError, RuntimeError):
-    """A plugin could not be loaded, and strict mode was asked for."""
+    """A plugin could not be loaded, and strict mode is on."""
 
 
 class CatalogMismatchError(CatalogError, RuntimeError):
@@ -76,15 +76,15 @@ class InvalidComponentError(DstratError, ValueError):
 
 
 class RequestError(DstratError, ValueError):
-    """What was asked for cannot be done as asked."""
+    """The request is not possible."""
 
 
 class ConflictError(RequestError):
-    """Two parts of a request exclude each other, or one part was given twice."""
+    """Two arguments of a request exclude each other, or one was passed twice."""
 
 
 class DeviceError(RequestError):
-    """The devices asked for are not there, or make no sense."""
+    """The requested devices do not exist, or the request is not understood."""
 
 
 class ClusterError(RequestError):
@@ -92,7 +92,7 @@ class ClusterError(RequestError):
 
 
 class MisuseError(DstratError, TypeError):
-    """User code lacks something that the operation needs, or returned what cannot be used."""
+    """User code lacks something that the operation needs, or returned an unusable value."""
 
 
 class LaunchError(DstratError, RuntimeError):
@@ -100,12 +100,12 @@ class LaunchError(DstratError, RuntimeError):
 
 
 class RankFailedError(LaunchError):
-    """A rank failed, and the whole job was ended.
+    """A rank failed, and the job was ended.
 
     Attributes:
-        rank: The global rank that failed first.
-        exit_code: Its exit code, negative for a signal; None where it was ended because it hung.
-        rank_traceback: Its own traceback as text, empty where it left none.
+        rank: The global rank of the primary failure.
+        exit_code: Its exit code, negative for a signal; None if it was ended because it hung.
+        rank_traceback: Its traceback as text, empty if there is none.
     """
 
     def __init__(self, message: str, *, rank: int, exit_code: int | None = None, rank_traceback: str = "") -> None:
@@ -129,9 +129,9 @@ class AnomalyError(DstratError, FloatingPointError):
 class LoggerError(DstratError, RuntimeError):
     """A logger failed in a run, of a Trainer or an own loop, or its folder cannot be made.
 
-    What was raised first, such as an OSError of a full disk, is the ``__cause__``.  It is no OSError itself, because
-    loggers fail in many ways, of a network or a service for example.  Outside of a run, the methods of a logger raise
-    what its library raises.
+    The original error, such as an OSError of a full disk, is the ``__cause__``.  This class is no OSError, because
+    loggers fail in many ways, for example by errors of a network or a service.  Outside of a run, the methods of a
+    logger raise the errors of its library.
     """
 
 
@@ -140,4 +140,4 @@ class CheckpointError(DstratError, OSError):
 
 
 class StoreError(CheckpointError):
-    """The store or disk where checkpoints are refuses or fails, so that what is there is not known."""
+    """The store or disk of checkpoints refuses or fails, so its content is unknown."""

@@ -33,31 +33,32 @@ if TYPE_CHECKING:
 class ModelParallelStrategy(ShardedStrategy):
     """Tensor parallelism together with fully sharded data parallelism, on a mesh of two dimensions.
 
-    The module says how its layers are split, in ``configure_model``, where ``device_mesh["tensor_parallel"]`` is the
-    group of ranks that share a batch::
+    The module splits its layers in ``configure_model``, where ``device_mesh["tensor_parallel"]`` is the group of ranks
+    that share a batch::
 
         def configure_model(self):
             mesh = self.device_mesh["tensor_parallel"]
             parallelize_module(self.mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-    It may also shard its blocks over ``device_mesh["data_parallel"]``; what it leaves is sharded as by FSDPStrategy.
+    It may also shard its blocks over ``device_mesh["data_parallel"]``; all other parameters are sharded as by
+    FSDPStrategy.
 
     Args:
-        data_parallel_size: Number of groups that read different batches; "auto" is what the other size leaves.
-        tensor_parallel_size: Number of ranks of a group; "auto" is what the other size leaves, and the devices of a
-            machine where both are.
+        data_parallel_size: Number of groups that read different batches; "auto" follows from the other size.
+        tensor_parallel_size: Number of ranks of a group; "auto" follows from the other size, or is the number of
+            devices of a machine if both are "auto".
         accelerator: The hardware.
         parallel_devices: The devices of this machine, one for each local rank.
         cluster_environment: Where the job runs.
         checkpoint_io: How checkpoints reach storage.
         precision_plugin: The dtypes; parameters are gathered in the one that it computes in.
-        state_dict_type: What a run leaves in the module: ``"sharded"``, or ``"full"`` for the whole on each rank.
+        state_dict_type: The parameters after a run: ``"sharded"``, or ``"full"`` on each rank.
         process_group_backend: Backend of torch.distributed; None takes the accelerator's.
         timeout: How long a collective waits for the other ranks before the job fails.
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
 
     Raises:
-        RequestError: An option has a value that is none of its own.
+        RequestError: An option has an impossible value.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which part of the data this rank reads: that of its group."""
+        """``num_replicas`` and ``rank`` of this rank's group, all ranks of which read the same data."""
         return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
 
     @property
@@ -147,16 +148,19 @@ class ModelParallelStrategy(ShardedStrategy):
 
     @property
     def _is_reusable(self) -> bool:
-        return False  # layers that are split keep the mesh of their run
+        return False  # tensor-parallel layers hold the mesh of their run
 
     # Communication
 
     def reduce(
         self, tensor: Any, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp | None = "mean"
     ) -> Any:
-        """Return the tensor reduced over all batches: ranks that share one are counted once."""
+        """Return the tensor reduced over all batches; ranks that share a batch count once."""
         name = name_of_operation(reduce_op)
-        if group is None and name in ("product", "bxor"):  # which no division corrects
+        if group is None and name in (
+            "product",
+            "bxor",
+        ):  # a division cannot correct these for ranks that share a batch
             group = self.device_mesh[DATA_PARALLEL].get_group()
         reduced = super().reduce(tensor, group=group, reduce_op=reduce_op)
         if group is None and name in ("sum", "premul_sum") and reduced is not tensor:

@@ -1,4 +1,4 @@
-"""The accelerator for Graphcore's IPUs."""
+"""Accelerator for Graphcore's IPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class IPUAccelerator(Accelerator):
-    """Graphcore's IPUs, all of which one process drives.
+    """Graphcore's IPUs, which one process drives together.
 
     ``"auto"`` is as many as there are.  poptorch reserves a power of two, so that other numbers are refused, and
     chooses the devices itself: indices other than the first ones have no meaning.

@@ -1,4 +1,4 @@
-"""Precision with one dtype throughout, by the name that users of IPUs know."""
+"""Precision with one dtype for everything, under Lightning's name."""
 
 from __future__ import annotations
 

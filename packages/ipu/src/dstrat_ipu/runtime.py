@@ -1,4 +1,4 @@
-"""Adapter to poptorch 3: its import, its options, and what it changes in a module.
+"""Adapter to poptorch 3: its import, its options, and its changes of a module.
 
 Written after graphcore/poptorch (python/__init__.py, python/_poplar_executor.py, python/options.py) of version 3.3.
 """
@@ -44,7 +44,7 @@ def poptorch() -> Any:
 
 
 def num_ipus() -> int:
-    """Return the number of IPUs that one process can reserve; poptorch tells only whether so many are there."""
+    """Return the number of IPUs that one process can reserve; poptorch only answers whether a number is available."""
     module, count = poptorch(), 0
     while count < _MOST_IPUS and module.ipuHardwareIsAvailable(max(1, 2 * count)):
         count = max(1, 2 * count)
@@ -52,7 +52,7 @@ def num_ipus() -> int:
 
 
 def make_options(*, replicas: int, iterations: int, accumulation: int) -> Any:
-    """Return options with a result for each batch, and with random numbers that follow from torch's seed."""
+    """Return options with a result for each batch, and with random numbers seeded from torch's seed."""
     module = poptorch()
     options = module.Options()
     options.replicationFactor(replicas)
@@ -68,13 +68,13 @@ def make_options(*, replicas: int, iterations: int, accumulation: int) -> Any:
 
 
 def output_mode(options: Any) -> str:
-    """Return which results options let return: ``"All"``, ``"Final"`` ..."""
+    """Return the output mode of options: ``"All"``, ``"Final"`` ..."""
     modes = poptorch().OutputMode
     return "Default" if options.defaultOutputMode() else str(modes(options.output_mode).name)
 
 
 def check_acquired(error: Exception, num_devices: int) -> None:
-    """Raise DeviceError where an error of poptorch says that it got no IPUs."""
+    """Raise DeviceError if an error of poptorch says that it could not reserve IPUs."""
     text = str(error)
     if "acquire" in text.lower():
         raise DeviceError(
@@ -96,7 +96,7 @@ def classes_of(module: Module) -> list[tuple[Tensor, type]]:
 
 
 def restore_classes(tensors: list[tuple[Tensor, type]]) -> None:
-    """Undo what ``trainingModel`` does to parameters; ``destroy`` leaves a model that has not run as it is."""
+    """Restore the classes that ``trainingModel`` changes; ``destroy`` does so only for models that have run."""
     for tensor, cls in tensors:
         if type(tensor) is not cls:
             tensor.__class__ = cls  # as poptorch has set it
@@ -104,7 +104,7 @@ def restore_classes(tensors: list[tuple[Tensor, type]]) -> None:
 
 @contextmanager
 def acquiring(num_devices: int) -> Iterator[None]:
-    """Explain errors about IPUs that are in use, and about losses beside the one that is returned."""
+    """Explain errors about IPUs that are in use, and about losses other than the returned one."""
     try:
         yield
     except RuntimeError as error:  # the base of poptorch.Error

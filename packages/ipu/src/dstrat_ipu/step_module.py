@@ -27,22 +27,22 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "min": Tensor.amin,
 }
 _HOOKS = {"training_step": "on_train_batch", "validation_step": "on_validation_batch", "test_step": "on_test_batch"}
-_PLACEHOLDER = torch.empty(0)  # made here, as a tensor that is made while poptorch traces would be on the device
+_PLACEHOLDER = torch.empty(0)  # created at import: a tensor created while poptorch traces would be on the device
 _PLAIN = (Tensor, str, bytes, int, float, complex, bool, type(None))
 
 
 @dataclasses.dataclass
 class _Traced:
-    """What a trace leaves, shared with the copy of the module that poptorch traces.
+    """Record of a trace, shared with the copy of the module that poptorch traces.
 
     Attributes:
-        arguments: Of the step, of which the structure counts.
-        structure: Types and keys of the first arguments, of which every call must have the same.
-        outputs: What the step returned, with placeholders for tensors.
-        num_outputs: Number of its tensors.
-        dtypes: Of all outputs of the graph.
-        shapes: The same, of one batch in one replica.
-        logs: What was logged, each with its index among the outputs of the graph.
+        arguments: Arguments of the step, for their structure.
+        structure: Types and keys of the first arguments, which every call must have.
+        outputs: Outputs of the step, with placeholders for tensors.
+        num_outputs: Number of tensors in the outputs.
+        dtypes: Dtypes of all outputs of the graph.
+        shapes: Their shapes, of one batch in one replica.
+        logs: Logged values, each with its index among the outputs of the graph.
     """
 
     arguments: tuple[Any, ...] = ()
@@ -55,15 +55,15 @@ class _Traced:
 
 
 class StepModule(Module):
-    """A step of a module as a module of its own: its forward pass takes tensors and returns tensors.
+    """A step of a module as a separate module: its forward pass takes tensors and returns tensors.
 
-    It runs while poptorch traces it.  Whatever the step returns or logs there is an output of the graph, and
-    :meth:`finish` makes of the outputs of a call what the step would have returned, and logs their values.
+    It runs while poptorch traces it.  All values that the step returns or logs then are outputs of the graph;
+    :meth:`finish` converts the outputs of a call to those of the step, and logs their values.
 
     Args:
-        module: The user's.
-        name: Of its step.
-        precision: Of which the context is that of the step.
+        module: The user's module.
+        name: Name of its step.
+        precision: The precision, for the context of the step.
     """
 
     def __init__(self, module: Module, name: str, precision: Precision) -> None:
@@ -74,11 +74,11 @@ class StepModule(Module):
         self._traced = _Traced()
 
     def flatten(self, arguments: tuple[Any, ...]) -> list[Tensor]:
-        """Return the tensors of a step's arguments, whose structure must be that of every call.
+        """Return the tensors of a step's arguments, whose structure must be the same in every call.
 
         Raises:
-            MisuseError: There is something else that may change from batch to batch, or the first call had other
-                types or keys, or these in another order.
+            MisuseError: A value other than a tensor may change from batch to batch, or the first call had other types
+                or keys, or these in another order.
         """
         tensors: list[Tensor] = []
 
@@ -128,12 +128,12 @@ class StepModule(Module):
         return tensors_out
 
     def finish(self, results: Sequence[Tensor], *, batches: int, replicas: int, batch_size: int) -> Any:
-        """Log the values of a call, and return what the step has returned, with the tensors of all batches.
+        """Log the values of a call, and return the outputs of the step, with the tensors of all batches.
 
         Args:
-            results: Outputs of the compiled model, each of all batches and replicas one after the other.
-            batches: Number of batches in the call of which there are results.
-            replicas: Number of replicas that share a batch.
+            results: Outputs of the compiled model, each joined from all batches and replicas.
+            batches: Number of batches with results in the call.
+            replicas: Number of replicas that split a batch.
             batch_size: Number of samples in each batch, over all replicas.
         """
         traced = zip(results, self._traced.dtypes, self._traced.shapes, strict=True)
@@ -152,12 +152,12 @@ class StepModule(Module):
 
 
 def _capture_nothing() -> nullcontext[tuple[Any, ...]]:
-    """Return what a module that logs nothing has logged."""
+    """Return a context with no logged values, for a module that cannot log."""
     return nullcontext(())
 
 
 def loss_of(outputs: Any) -> Any:
-    """Return the loss in what ``training_step`` returned."""
+    """Return the loss of the outputs of ``training_step``."""
     return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
 
 
@@ -166,7 +166,7 @@ def _replaced_loss(outputs: Any, loss: Tensor) -> Any:
 
 
 def _with_final_loss(outputs: Any) -> Any:
-    """Mark the loss as what gradients are computed of, and detach everything else."""
+    """Mark the loss as the value that gradients are computed from, and detach everything else."""
     loss = loss_of(outputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -180,13 +180,13 @@ def _with_final_loss(outputs: Any) -> Any:
 
 
 def _with_loss_per_batch(outputs: Any, batches: int, replicas: int) -> Any:
-    """Let the loss be that of each batch, over all replicas; without a dimension where the call has one batch."""
+    """Replace the loss by that of each batch, averaged over replicas; without a dimension if the call has one batch."""
     loss = loss_of(outputs).reshape(batches, replicas).mean(1)
     return _replaced_loss(outputs, loss[0] if batches == 1 else loss)
 
 
 def _reduce(call: Any, index: int, results: Sequence[Tensor], batches: int, replicas: int) -> list[Tensor]:
-    """Return a logged value of each batch, over all replicas as over all processes of other strategies."""
+    """Return a logged value of each batch, reduced over replicas as other strategies reduce it over processes."""
     reduction = call.options["reduce_fx"]
     name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
     reduce = _REDUCTIONS.get({"amax": "max", "amin": "min"}.get(name, name), Tensor.mean)
@@ -194,11 +194,11 @@ def _reduce(call: Any, index: int, results: Sequence[Tensor], batches: int, repl
 
 
 def _repeat(result: Tensor, shape: torch.Size, count: int) -> Tensor:
-    """Return a result as if each batch and replica had one: poptorch returns constants of the host once.
+    """Return a result with one value for each batch and replica: poptorch returns constants of the host only once.
 
     Args:
-        result: As poptorch returned it.
-        shape: What the step had, for one batch in one replica.
+        result: The result of poptorch.
+        shape: Shape in the step, for one batch in one replica.
         count: Number of batches, over all replicas.
     """
     if count == 1 or result.shape != shape:
@@ -232,7 +232,7 @@ def _structure_of(argument: Any) -> Any:
 
 
 def _describe(structure: Any) -> str:
-    """Return a structure as users write it, such as ``dict(x: Tensor, y: Tensor)``."""
+    """Return a structure for messages, such as ``dict(x: Tensor, y: Tensor)``."""
     if not isinstance(structure, tuple):
         return "None" if structure is None else "Tensor"
     kind, names, children = structure
@@ -256,8 +256,8 @@ def _check_logged(call: Any, step: str) -> None:
     if not isinstance(value, Tensor):
         hook = _HOOKS[step]
         raise MisuseError(
-            f"log({call.name!r}) got {value!r} within {step}, which a compiled step would log with this value for "
-            f"ever: log it in {hook}_start or {hook}_end, or a tensor that the step computes"
+            f"log({call.name!r}) got {value!r} within {step}, which a compiled step would log with this value in "
+            f"every call: log it in {hook}_start or {hook}_end, or a tensor that the step computes"
         )
     if isinstance(call.options["batch_size"], Tensor):
         raise MisuseError(f"log({call.name!r}, batch_size=...) got a tensor: give a number, such as len(inputs)")

@@ -43,8 +43,8 @@ class _Compiled:
 
     Attributes:
         step: The step as a module.
-        executor: What ``trainingModel`` or ``inferenceModel`` returned.
-        shapes: Of the tensors of a call, from the first one on.
+        executor: The result of ``trainingModel`` or ``inferenceModel``.
+        shapes: Shapes and dtypes of the tensors of a call, from the first one on.
     """
 
     step: StepModule
@@ -59,9 +59,9 @@ class IPUStrategy(SingleDeviceStrategy):
     replicated over the devices, so that a batch of the Trainer has ``devices * batch_size`` samples, as with one
     process for each device.  One call runs ``device_iterations * accumulate_grad_batches`` batches.
 
-    Weights and the optimizer's state stay on the devices.  They come to the host for checkpoints and when evaluation
-    begins, for which the compiled training leaves the devices; a hook that looks at a parameter copies all of them.
-    Within a step nothing but tensor operations is possible, and shapes are static: incomplete batches are left out.
+    Weights and the optimizer's state stay on the devices.  They are copied to the host for checkpoints, and when
+    evaluation begins, for which the compiled training is detached from the devices; a hook that reads a parameter
+    copies all of them.  A step may have tensor operations only, and shapes are static: incomplete batches are dropped.
 
     Args:
         accelerator: The hardware.
@@ -73,15 +73,15 @@ class IPUStrategy(SingleDeviceStrategy):
         cluster_environment: Where the job runs; there is one process.
         checkpoint_io: How checkpoints reach storage.
         precision_plugin: The dtypes and what follows from them.
-        training_opts: ``poptorch.Options`` for training in place of those that follow from the other arguments, such
-            as for a model that is divided over several IPUs.
-        inference_opts: The same for validation, test and prediction, with the same number of replicas.  With
+        training_opts: ``poptorch.Options`` for training instead of those that follow from the other arguments, such as
+            for a model that is split over several IPUs.
+        inference_opts: Likewise for validation, test and prediction, with the same number of replicas.  With
             ``deviceIterations(n)`` a call runs n batches, and hooks around a batch are called once for all of them.
     """
 
     drives_several_devices = True
     accumulates_gradients = True
-    allows_inference_mode = False  # whose tensors poptorch cannot trace
+    allows_inference_mode = False  # poptorch cannot trace its tensors
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class IPUStrategy(SingleDeviceStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The CPU, where poptorch takes batches and leaves results."""
+        """The CPU: poptorch takes batches from the host, and returns results to it."""
         return torch.device("cpu")
 
     @property
@@ -182,7 +182,7 @@ class IPUStrategy(SingleDeviceStrategy):
         super().setup(trainer)
 
     def _check_replicas(self) -> None:
-        """Raise an error where the user's options say more replicas than there are devices, or two numbers of them."""
+        """Raise an error if the user's options have more replicas than there are devices, or different numbers."""
         both = {"training_opts": self._user_training_opts, "inference_opts": self._user_inference_opts}
         factors = {name: int(options.replication_factor) for name, options in both.items() if options is not None}
         for name, factor in factors.items():
@@ -207,7 +207,7 @@ class IPUStrategy(SingleDeviceStrategy):
             )
 
     def _check_options(self, accumulation: int) -> None:
-        """Raise an error where the user's options say something else than the other arguments."""
+        """Raise an error if the user's options contradict the other arguments."""
         options, mode = self._training_opts, runtime.output_mode(self._training_opts)
         in_options = options.Training.gradient_accumulation
         if in_options != accumulation:
@@ -226,7 +226,7 @@ class IPUStrategy(SingleDeviceStrategy):
             )
 
     def model_to_device(self) -> None:
-        pass  # poptorch copies the weights when it has compiled the first step
+        pass  # poptorch copies the weights after it has compiled the first step
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
@@ -262,16 +262,16 @@ class IPUStrategy(SingleDeviceStrategy):
             super().teardown()
 
     def _leave_devices(self) -> None:
-        """Fetch the state and destroy all models, also where one of these fails; raise the first error."""
+        """Fetch the state and destroy all models, even if one of these fails; raise the first error."""
         first: Exception | None = None
         for action in (self._fetch, *(compiled.executor.destroy for compiled in self._steps.values())):
             try:
                 action()
-            except Exception as error:  # noqa: BLE001, PERF203 - whatever fails, the other models must go too
+            except Exception as error:  # noqa: BLE001, PERF203 - after any error the other models must be destroyed too
                 if first is None:
                     first = error
                 else:
-                    _log.warning("while the devices were left: %s: %s", type(error).__name__, error)
+                    _log.warning("while models were destroyed: %s: %s", type(error).__name__, error)
         if first is not None:
             raise first
 
@@ -304,17 +304,17 @@ class IPUStrategy(SingleDeviceStrategy):
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Let the devices go before and after an evaluation, whose model takes the weights that the host has."""
+        """Detach all models before and after an evaluation, whose model copies its weights from the host."""
         self._detach_except(None)
         with super().evaluation_context():
             yield
         self._detach_except(None)
 
     def _compile(self, name: StepName) -> _Compiled:
-        """Let poptorch compile a step, by its name, as it traces a copy of the module."""
+        """Prepare a step for compilation, by its name, as poptorch traces a copy of the module."""
         step = StepModule(self.module, name, self.precision_plugin)
         if name != "training_step":
-            step.training = self.module.training  # of the wrapper alone, whose module the loop has set
+            step.training = self.module.training  # of the wrapper only: the loop has set that of the module
         self._note_classes()
         poptorch = runtime.poptorch()
         if name == "training_step":
@@ -333,7 +333,7 @@ class IPUStrategy(SingleDeviceStrategy):
         return self._present(self._optimizer, "optimizer")
 
     def _detach_except(self, compiled: _Compiled | None) -> None:
-        """Let another model have the devices; weights and optimizer state come to the host before."""
+        """Detach all other models from the devices; poptorch copies weights and optimizer state to the host then."""
         for other in self._steps.values():
             if other is not compiled and other.executor.isCompiled() and other.executor.isAttachedToDevice():
                 other.executor.detachFromDevice()
@@ -361,7 +361,7 @@ class IPUStrategy(SingleDeviceStrategy):
         return runtime.output_mode(self._training_opts) in ("Final", "Default")
 
     def _prepare(self, executor: Any, tensors: list[Tensor]) -> None:
-        """Bring what was loaded, and changed learning rates, to the device."""
+        """Copy loaded state and changed learning rates to the device."""
         pair = self._pair
         has_changed = pair.has_changed()
         if pair.state_is_pending or self._random_state is not None:
@@ -378,7 +378,7 @@ class IPUStrategy(SingleDeviceStrategy):
 
     @staticmethod
     def _check_shapes(compiled: _Compiled, tensors: list[Tensor], factor: int) -> None:
-        """Raise MisuseError where poptorch would, with advice."""
+        """Raise MisuseError where poptorch would raise an error, with advice."""
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if not compiled.shapes:
             odd = [tuple(shape) for shape, _ in shapes if (shape[0] if shape else 1) % factor]
@@ -395,10 +395,10 @@ class IPUStrategy(SingleDeviceStrategy):
                 "to one size in collate_fn"
             )
 
-    # State: on the host when somebody looks at it
+    # State: on the host when it is read
 
     def _fetch(self) -> None:
-        """Bring weights and the optimizer's state to the host, where they are newer on the device."""
+        """Copy weights and the optimizer's state to the host, if those of the device are newer."""
         compiled = self._steps.get("training_step")
         if compiled is None or not compiled.executor.isCompiled():
             return
@@ -426,7 +426,7 @@ class IPUStrategy(SingleDeviceStrategy):
         super().load_sharded_module_state(state)
 
     def _host(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer that has the state on the host, when it is there."""
+        """Return the optimizer with the state on the host, after fetching it."""
         pair = self._pair
         if optimizer is not pair.user_optimizer:
             return optimizer
@@ -452,7 +452,7 @@ class IPUStrategy(SingleDeviceStrategy):
         self._pair.restore_dtypes(self.module, state["state"], by_name=True)
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the random numbers of the device, from the first call of training on."""
+        """Return the state of the device's random numbers, from the first call of training on."""
         compiled = self._steps.get("training_step")
         if compiled is None or not compiled.executor.isCompiled():
             return {} if self._random_state is None else self._packed(self._random_state)
@@ -469,7 +469,7 @@ class IPUStrategy(SingleDeviceStrategy):
         replicas = state.get("ipu_replicas", self.replication_factor)  # which older checkpoints lack
         if replicas != self.replication_factor:
             _log.warning(
-                "the checkpoint has random numbers of %d replicas, and this run has %d: they start anew from the seed",
+                "the checkpoint has random numbers of %d replicas, and this run has %d: they start from the seed again",
                 replicas,
                 self.replication_factor,
             )
@@ -478,13 +478,13 @@ class IPUStrategy(SingleDeviceStrategy):
 
 
 def _engine_options_of(text: str | None) -> dict[str, Any]:
-    """Return Poplar's options as the environment has them."""
+    """Return Poplar's options from the environment."""
     try:
         options = json.loads(text or "{}")
     except ValueError:
         options = None
     if not isinstance(options, dict):
-        raise RequestError(f"{_ENGINE_OPTIONS}={text!r} is no JSON object, which Poplar needs: mend or unset it")
+        raise RequestError(f"{_ENGINE_OPTIONS}={text!r} is no JSON object, which Poplar needs: correct or unset it")
     return options
 
 

@@ -26,12 +26,12 @@ _SEED_BYTES = 8
 class XLAAccelerator(Accelerator):
     """Devices of XLA's runtime (PJRT), of the type that ``PJRT_DEVICE`` names: TPU, NEURON or CPU.
 
-    On the CPU ``"auto"`` is one device.  More of them are either processes with one device each, or devices that one
-    process drives, as the strategy has it; ``CPU_NUM_DEVICES`` sets the number that one process sees.
+    On the CPU ``"auto"`` is one device.  Several devices are processes with one device each, or devices of one process,
+    depending on the strategy; ``CPU_NUM_DEVICES`` sets the number of devices of a process.
     """
 
     process_group_backend = "xla"
-    supports_torch_distributed = False  # its own backend believes in one process where torchrun has started several
+    supports_torch_distributed = False  # its backend reports one process even if torchrun has started several
 
     def is_available(self) -> bool:
         return self.hint_unavailable() is None
@@ -58,19 +58,19 @@ class XLAAccelerator(Accelerator):
         return [torch.device("xla", index) for index in indices]
 
     def setup(self, device: torch.device | None = None) -> None:
-        """Start the runtime, and let random numbers on the device follow from torch's seed."""
+        """Start the runtime, and seed the device's random numbers from torch's seed."""
         torch_xla = runtime.torch_xla()
         torch_xla.device(None if device is None else device.index)
         torch_xla.manual_seed(torch.initial_seed() % 2**63, device)
         runtime.check_autograd()
 
     def end_graph(self, after: GraphEnd) -> None:
-        """Let the device run what was recorded, backward pass and optimizer step as one graph; return at once."""
+        """Run the recorded operations, backward pass and optimizer step as one graph, without waiting for them."""
         if after != "backward":
             runtime.cut()
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:
-        """Return bytes of memory, where the runtime counts them: in use, most in use so far, and all that there is."""
+        """Return bytes of memory, if the runtime counts them: in use, largest in use so far, and total."""
         try:
             memory = runtime.xla_model().get_memory_info(device)
         except RuntimeError:  # not on the CPU

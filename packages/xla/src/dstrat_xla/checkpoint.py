@@ -1,4 +1,4 @@
-"""Checkpoints in one file each, whose tensors are copied from the device together."""
+"""Checkpoints in one file, with tensors copied from the device in one transfer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class XLACheckpointIO(TorchCheckpointIO):
-    """One file for each checkpoint, with tensors on the CPU, so that it loads where there is no torch_xla."""
+    """One file for each checkpoint, with tensors on the CPU, so that it loads without torch_xla."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         super().save_checkpoint(runtime.state_on_host(checkpoint), path)

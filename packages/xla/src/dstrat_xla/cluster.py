@@ -1,4 +1,4 @@
-"""Cluster environment of TPU pods: several hosts, on each of which the script is started once."""
+"""Cluster environment of TPU pods: several hosts, with the script started once on each."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PORT = 29500
 class XLAEnvironment(LocalEnvironment):
     """Hosts of a TPU pod, where dstrat starts the ranks of each host.
 
-    Google Kubernetes Engine names the hosts to each of them.  Elsewhere set the variables, or use ``MASTER_ADDR``,
-    ``MASTER_PORT`` and ``NODE_RANK`` as on any machines.
+    Google Kubernetes Engine sets the variables on each host.  Elsewhere set them, or use ``MASTER_ADDR``,
+    ``MASTER_PORT`` and ``NODE_RANK`` as on other machines.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:

@@ -1,4 +1,4 @@
-"""Batches that torch_xla's loader reads and copies in threads."""
+"""Prefetching of batches in the threads of torch_xla's loader."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class Prefetcher(ParallelLoader):  # type: ignore[misc]  # torch_xla has no types
-    """torch_xla's loader around items that dstrat moves, which it only reads and keeps ready.
+    """torch_xla's loader, whose threads read items and move them with dstrat's function.
 
-    Its own way to move a batch leaves out what has a ``to`` of its own, and an error in the thread that reads would
-    end the epoch without a word.
+    torch_xla's own transfer skips objects with a method ``to``, and an error in the reading thread would silently end
+    the epoch.
 
     Args:
-        items: Batches on the host, with what the caller wants back of each.
+        items: Batches on the host, with data of the caller.
         move: Returns an item with its batch on the device.
         device: The device.
     """
@@ -41,11 +41,11 @@ class Prefetcher(ParallelLoader):  # type: ignore[misc]  # torch_xla has no type
             self.close()
 
     def send_cpu_data_to_device(self, batches: list[Any], device: torch.device) -> list[Any]:  # noqa: ARG002 - known
-        """Return the items that a thread has taken, on the device; fewer where moving one of them failed."""
+        """Return a thread's items on the device; fewer if moving one of them failed."""
         moved: list[Any] = []
         try:
             moved.extend(map(self._move, batches))
-        except BaseException as error:  # noqa: BLE001 - raised where the items are used
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that iterates
             self._failure = error
             self._done = True
         return moved

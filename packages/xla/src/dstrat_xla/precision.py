@@ -1,4 +1,4 @@
-"""Precision with one dtype throughout, by the name that torch_xla's users know."""
+"""Precision with one dtype for everything, under Lightning's name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FLAGS = ("32-true", "16-true", "bf16-true")
 class XLAPrecision(TruePrecision):
     """One dtype for parameters, computation and gradients on XLA devices.
 
-    The module and its inputs are converted.  ``XLA_USE_BF16``, with which earlier torch_xla did so, is gone.
+    The module and its inputs are converted.  torch_xla has removed ``XLA_USE_BF16``, which did so in earlier versions.
 
     Args:
         precision: ``"32-true"``, ``"16-true"`` or ``"bf16-true"``; ``"bf16-mixed"`` is another class's.

@@ -1,4 +1,4 @@
-"""Adapter to torch_xla 2.9: whatever is private there, or must be known before its runtime starts."""
+"""Adapter to torch_xla 2.9: its private functions, and queries that must not start its runtime."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def torch_xla() -> Any:
     try:
         module = importlib.import_module("torch_xla")
         importlib.import_module("torch_xla.runtime")
-    except Exception as error:  # what a library of another version raises is of many kinds
+    except Exception as error:  # a library of another version may raise any error
         raise DeviceError(
             f"torch_xla cannot be loaded with torch {torch.__version__} ({type(error).__name__}: {error}): install "
             "versions that fit each other, such as: pip install 'torch==2.9.*' 'torch_xla==2.9.*'"
         ) from error
-    finally:  # its import calls logging.basicConfig, which would show each line of everybody's once more
+    finally:  # its import calls logging.basicConfig, whose handler would print all log lines twice
         for handler in [handler for handler in root.handlers if handler not in handlers]:
             root.removeHandler(handler)
     return module
@@ -64,7 +64,7 @@ def world_size() -> int:
 def pjrt_device(environ: Mapping[str, str] = os.environ) -> str:
     """Return the type of device that the runtime drives: ``"CPU"``, ``"TPU"``, ``"NEURON"`` ..."""
     if not environ.get(PJRT_DEVICE):
-        torch_xla()  # which chooses one, and sets the variable
+        torch_xla()  # its import selects one, and sets the variable
     return environ.get(PJRT_DEVICE, "CPU").partition("_")[0].upper()
 
 
@@ -122,7 +122,7 @@ def start_in_rank(local_rank: int, num_processes: int) -> None:
 def check_autograd() -> None:
     """Check that torch computes gradients on XLA devices in this process.
 
-    torch's autograd starts with the first backward pass, and knows only the devices that were there then.
+    torch's autograd creates one thread for each device in the first backward pass, and none for later devices.
 
     Raises:
         DeviceError: A backward pass came before the runtime started.
@@ -137,12 +137,12 @@ def check_autograd() -> None:
 
 
 def report_compilations() -> None:
-    """Let torch_xla report each compilation and slow operation of this process, to the standard error."""
-    os.environ[_DEBUG] = "1"  # read when torch_xla is first imported, and in each cut
+    """Enable torch_xla's report of compilations and slow operations of this process, on stderr."""
+    os.environ[_DEBUG] = "1"  # read when torch_xla is first imported, and at each cut
 
 
 def send(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return copies of tensors of the host on a device, begun now rather than when a graph needs them."""
+    """Return copies of host tensors on a device; the transfer begins now, not when a graph needs them."""
     return list(xla_model().send_cpu_data_to_device(tensors, device)) if tensors else []
 
 
@@ -150,14 +150,14 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors on the host, those of XLA devices by one transfer."""
     on_device, native = [tensor for tensor in tensors if tensor.device.type == "xla"], torch_xla()._XLAC  # noqa: SLF001
     if on_device:
-        # What is only recorded yet is computed now and kept, or it would be computed again in the next graph.
+        # Computes recorded tensors now and keeps them, or the next graph would compute them again.
         native._xla_sync_multi(on_device, devices=[], wait=False, sync_xla_data=True)  # noqa: SLF001 - as xm.save does
     copies = iter(native._xla_get_cpu_tensors(on_device) if on_device else ())  # noqa: SLF001 - likewise
     return [next(copies) if tensor.device.type == "xla" else tensor.cpu() for tensor in tensors]
 
 
 def state_on_host(state: T) -> T:
-    """Return a nested state with its tensors on the host, copied from the device together."""
+    """Return a nested state with its tensors on the host, copied from the device in one transfer."""
     tensors: dict[int, Tensor] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -170,24 +170,24 @@ def state_on_host(state: T) -> T:
 
 
 def cut() -> None:
-    """Let the device run what was recorded, without waiting for it."""
+    """Run the recorded operations on the device, without waiting for them."""
     torch_xla().sync()
 
 
 def settle() -> None:
-    """Let the device run what was recorded, and wait for it; random numbers go on as they would have without this.
+    """Run the recorded operations on the device, and wait for them, without an effect on random numbers.
 
-    A cut begins another sequence of random numbers, so that reading the state would change the training.
+    A cut begins another sequence of random numbers, so reading the state with it would change the training.
     """
     native = torch_xla()._XLAC  # noqa: SLF001 - it has no other name
     native._xla_sync_live_tensors(native._xla_get_default_device(), [], wait=True)  # noqa: SLF001 - likewise
 
 
-# One process with a virtual device that stands for all devices
+# SPMD mode: one process with a virtual device for all devices
 
 
 def check_spmd(count: int) -> None:
-    """Check that a mesh of so many devices is possible, without starting the runtime.
+    """Check that a mesh of a number of devices is possible, without starting the runtime.
 
     Raises:
         DeviceError: The runtime has another number of devices.
@@ -205,13 +205,13 @@ def check_spmd(count: int) -> None:
 
 
 def start_spmd(count: int) -> None:
-    """Start the runtime in SPMD mode, with so many devices where they are virtual ones of the processor."""
+    """Start the runtime in SPMD mode; on the CPU with that number of virtual devices."""
     module = torch_xla()
     xla_runtime = importlib.import_module("torch_xla.runtime")
     if pjrt_device() == "CPU" and not is_started():
         os.environ["CPU_NUM_DEVICES"] = str(count)  # read when the runtime starts
     if not xla_runtime.is_spmd():
-        with warnings.catch_warnings():  # of tensors that exist already, which are replicated
+        with warnings.catch_warnings():  # it warns about existing tensors, which are replicated
             warnings.simplefilter("ignore")
             xla_runtime.use_spmd()
     xla_runtime.global_runtime_device_count()  # starts the runtime, which must be before the first backward pass
@@ -220,17 +220,17 @@ def start_spmd(count: int) -> None:
 
 
 def is_started() -> bool:
-    """Return whether the runtime drives devices already, so that their number is settled."""
+    """Return whether the runtime has started, after which the number of its devices is fixed."""
     return bool(torch_xla()._XLAC._xla_runtime_is_initialized())  # noqa: SLF001 - it has no other name
 
 
 def sharding_of(tensor: Tensor) -> str:
-    """Return how a tensor is divided over the mesh, as XLA writes it; empty where nothing was said of it."""
+    """Return XLA's text of a tensor's sharding over the mesh; empty if it has none."""
     return str(torch_xla()._XLAC._get_xla_sharding_spec(tensor))  # noqa: SLF001 - likewise
 
 
 def shard_like(tensor: Tensor, model: Tensor) -> None:
-    """Divide a tensor over the mesh as another one of the same shape is."""
+    """Shard a tensor over the mesh like another one of the same shape."""
     library = torch_xla()._XLAC  # noqa: SLF001 - likewise
     if sharding_of(tensor) != sharding_of(model):
         library._xla_clear_sharding(tensor)  # noqa: SLF001 - likewise
@@ -238,14 +238,14 @@ def shard_like(tensor: Tensor, model: Tensor) -> None:
 
 
 def keep_together(tensors: list[Tensor]) -> None:
-    """Keep the compiler from moving operations across a point where all tensors must be there."""
+    """Prevent the compiler from moving operations across the point where all tensors are computed."""
     xla_model().optimization_barrier_(tensors)
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor on the host, put together from its shards where it is divided over the mesh.
+    """Return a copy of a tensor on the host, joined from its shards if it is sharded over the mesh.
 
-    Its method ``cpu`` would compile a program that gathers it on a device, one for each tensor that is divided.
+    Its method ``cpu`` would compile a program for each sharded tensor, which gathers it on a device.
     """
     import torch
 

@@ -35,13 +35,13 @@ FSDP = "fsdp"
 class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
     """Training by one process that drives all devices of XLA's runtime, as a mesh.
 
-    The module computes with whole tensors on one virtual device, and annotations say which dimensions of a tensor are
-    divided over which axes of the mesh.  From these the compiler partitions the graph of a step and adds the
-    collectives, so that losses are those of one device with the same batches: ``batch_size`` is that of all devices.
+    The module computes with full tensors on one virtual device, and annotations define which dimensions of a tensor are
+    sharded over which axes of the mesh.  From these the compiler partitions the graph of a step and adds the
+    collectives, so losses are those of one device with the same batches: ``batch_size`` is that of all devices.
 
-    Axes have names.  Batches are divided over ``"data"`` and ``"fsdp"`` along their first dimension, and parameters,
-    with their gradients and optimizer state, over ``"fsdp"`` along their longest (torch_xla's FSDPv2).  Over any other
-    axis only what ``annotate`` marks is divided, as for tensor parallelism::
+    Axes have names.  Batches are sharded over ``"data"`` and ``"fsdp"`` along their first dimension, and parameters,
+    with their gradients and optimizer state, over ``"fsdp"`` along their longest (torch_xla's FSDPv2).  Over other axes
+    only tensors that ``annotate`` marks are sharded, as for tensor parallelism::
 
         def annotate(module, mesh):
             for block in module.blocks:
@@ -50,8 +50,8 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
 
         XLASPMDStrategy(mesh_shape={"data": -1, "tensor": 2}, annotate=annotate)
 
-    SPMD is a mode of the whole process, which torch_xla cannot leave again: other XLA strategies that the process runs
-    afterwards replicate their work over all devices.
+    SPMD is a mode of the process, which torch_xla cannot leave: other XLA strategies that the process runs afterwards
+    replicate their work over all devices.
 
     Args:
         accelerator: The hardware.
@@ -130,7 +130,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         sizes = self._sizes(len(devices))
         spmd = _spmd()
         self._mesh = spmd.Mesh(list(range(len(devices))), tuple(sizes.values()), tuple(sizes))
-        spmd.set_global_mesh(self._mesh)  # for modules that annotate what they compute
+        spmd.set_global_mesh(self._mesh)  # for modules that annotate their activations
 
     def wrap_model(self, trainer: TrainerLike) -> None:
         super().wrap_model(trainer)
@@ -144,7 +144,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         self.mark_step()
 
     def _shard(self, parameter: Tensor) -> None:
-        """Divide a parameter over the axis ``"fsdp"``, along the longest dimension, best one that divides evenly."""
+        """Shard a parameter over the axis ``"fsdp"``, along the longest dimension that divides evenly, if any does."""
         size = self.device_mesh.shape()[FSDP]
         shape = list(parameter.shape)
         if runtime.sharding_of(parameter) or not shape or max(shape) < size:
@@ -158,7 +158,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         return bool(policy(layer)) if callable(policy) else isinstance(layer, policy)
 
     def _divide_output(self, layer: Module, inputs: Any, output: Any) -> None:
-        """Divide what a layer returns, and reduce its gradients before those of the layer before it are computed."""
+        """Shard a layer's output, and make its gradients be reduced before those of the previous layer are computed."""
         apply_to_tensors(output, self._divide)
 
         def end_backward(gradient: Tensor) -> None:
@@ -189,13 +189,13 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         return apply_to_tensors(batch, self._divide)
 
     def _divide(self, tensor: Tensor) -> Tensor:
-        """Divide a tensor along its first dimension over the axes that share batches; return the same tensor."""
+        """Shard a tensor along its first dimension over the axes that split batches; return the same tensor."""
         axes = tuple(name for name in (DATA, FSDP) if self.device_mesh.shape().get(name, 1) > 1)
         if axes and tensor.dim() and tensor.device.type == "xla" and not runtime.sharding_of(tensor):
             _spmd().mark_sharding(tensor, self.device_mesh, (axes, *(None,) * (tensor.dim() - 1)))
         return tensor
 
-    # State: whole tensors on the host, from which the same shards are made again
+    # State: full tensors on the host; loading creates the same shards again
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return runtime.on_host(tensor)
@@ -227,7 +227,7 @@ def _spmd() -> Any:
 
 
 def _shard_like_parameters(optimizer: Optimizer) -> None:
-    """Divide the state of each parameter as the parameter is, as the compiler does where it makes the state."""
+    """Shard the state of each parameter like the parameter, as the compiler does when it creates the state."""
     for parameter, state in optimizer.state.items():
         for value in state.values():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.device == parameter.device:
@@ -239,7 +239,7 @@ def _checked_shape(shape: Mapping[str, int]) -> dict[str, int]:
     are_sizes = all(isinstance(size, int) and (size == -1 or size > 0) for size in sizes.values())
     if not sizes or not are_sizes or list(sizes.values()).count(-1) > 1 or not all(isinstance(n, str) for n in sizes):
         raise RequestError(
-            f"mesh_shape {sizes!r} is none: give sizes of axes by their names, of which one may be -1, such as "
+            f"mesh_shape {sizes!r} is not possible: give sizes of axes by their names, of which one may be -1, such as "
             "{'data': -1, 'fsdp': 4}"
         )
     return sizes

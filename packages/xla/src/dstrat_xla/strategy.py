@@ -58,8 +58,9 @@ class SingleDeviceXLAStrategy(LazySteps, SingleDeviceStrategy):
 class XLAStrategy(LazySteps, GradientSyncStrategy):
     """Training with one process for each XLA device: a replica in each, gradients averaged inside the graph.
 
-    Objects and values that are read (logged values, votes, barriers) go over gloo between the hosts.  All processes
-    record the same graph, or the devices wait for each other: each step has to give the same parameters a gradient.
+    Objects and values that are read (logged values, votes, barriers) are exchanged by gloo between the hosts.  All
+    processes must record the same graph, or the devices wait for each other: in each step the same parameters must
+    have a gradient.
 
     XLA's CPU backend has no collectives between processes.  There ``reduce_on_host`` averages gradients over gloo,
     which is slow, and good for tests.
@@ -77,7 +78,7 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
     """
 
-    uses_torch_distributed = False  # not for what is on the devices
+    uses_torch_distributed = False  # not for tensors on the devices
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this process, which sees no other one where there are several processes."""
+        """The device of this process, the only one that it sees if there are several processes."""
         return self.parallel_devices[0] if self.world_size == 1 else torch.device("xla", 0)
 
     @property
@@ -140,7 +141,7 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
         self._check_runtime()
 
     def _check_runtime(self) -> None:
-        """Raise DeviceError where the runtime sees another job than this one."""
+        """Raise DeviceError if the runtime has another number of processes than the job."""
         if self.reduce_on_host or self.world_size == 1:
             return
         seen = runtime.world_size()
@@ -159,7 +160,7 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
 
     def synchronize_gradients(self, gradients: Sequence[Tensor]) -> None:
         if self.reduce_on_host:
-            # Fetched together: one after the other, each would compile and run the backward pass up to it again.
+            # In one transfer: one by one, each would compile and run the backward pass up to it again.
             for gradient, value in zip(gradients, runtime.fetch(gradients), strict=True):
                 gradient.copy_(super().reduce(value))
         else:
@@ -168,7 +169,7 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
 
     def take_from_first_rank(self, tensors: Iterable[Tensor]) -> None:
         tensors = [tensor.detach() for tensor in tensors]
-        # Not runtime.fetch, which donates the buffers of what is recorded: these are views of tensors that use them.
+        # Not runtime.fetch, which donates buffers of recorded tensors: these are views of tensors that use them.
         on_host = [tensor.cpu() for tensor in tensors]
         super().take_from_first_rank(on_host)
         with torch.no_grad():
