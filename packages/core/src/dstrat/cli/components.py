@@ -139,11 +139,11 @@ def _offers(alias: str, kinds: Sequence[Kind], catalog: Catalog) -> list[Offer]:
 def _kinds(alias: str, catalog: Catalog) -> list[Kind]:
     """Return the kinds in which the name means something; that of strategies where it means nothing."""
     bare = alias.partition("@")[0]
-    found = [
+    matches = [
         kind for kind in KINDS if any(bare in (*offer.names, *offer.component.groups) for offer in catalog.offers(kind))
     ]
-    known: list[Kind] = [kind for kind in KINDS if bare in KNOWN.get(kind, {})]
-    return found or known[:1] or ["strategy"]
+    installable: list[Kind] = [kind for kind in KINDS if bare in KNOWN.get(kind, {})]
+    return matches or installable[:1] or ["strategy"]
 
 
 def _as_dict(offer: Offer, catalog: Catalog) -> dict[str, object]:
@@ -229,10 +229,10 @@ def first_line(target: str) -> str:
 def _source(module: str) -> str | None:
     """Return the source of a module; ``importlib.util.find_spec`` would import the packages that it lies in."""
     spec: ModuleSpec | None = None
-    parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
+    names = module.split(".")
+    for depth in range(1, len(names) + 1):
         path = None if spec is None else spec.submodule_search_locations
-        spec = PathFinder.find_spec(".".join(parts[:depth]), path)
+        spec = PathFinder.find_spec(".".join(names[:depth]), path)
         if spec is None:
             return None
     loader = spec.loader if spec is not None else None
@@ -278,21 +278,21 @@ _NOT_PRINTED = ("components", "tombstones")
 @click.pass_context
 def plugins(ctx: click.Context, as_json: bool, show_tracebacks: bool) -> None:
     """List the installed plugins; exit with 1 if one of them does not work."""
-    found = loaded_catalog().plugins
+    installed = loaded_catalog().plugins
     if as_json:
-        print_json({"plugins": [_plugin_as_dict(plugin) for plugin in found]})
+        print_json({"plugins": [_plugin_as_dict(plugin) for plugin in installed]})
     else:
         print_table(
             [
                 (plugin.label, plugin.entry_point, plugin.state, _milliseconds(plugin), remark(plugin))
-                for plugin in found
+                for plugin in installed
             ],
             ["distribution", "entry point", "state", "ms", "what it offers, or why not"],
         )
-        for plugin in found:
+        for plugin in installed:
             if show_tracebacks and plugin.traceback:
                 click.echo(f"\n{plugin.label}, {plugin.value}:\n{plugin.traceback}")
-    ctx.exit(1 if any(plugin.is_broken for plugin in found) else 0)
+    ctx.exit(1 if any(plugin.is_broken for plugin in installed) else 0)
 
 
 def remark(plugin: Plugin) -> str:

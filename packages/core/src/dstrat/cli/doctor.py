@@ -194,10 +194,10 @@ def _about_offer(offer: Offer, catalog: Catalog) -> Iterator[Finding]:
 def check_devices(catalog: Catalog) -> Iterator[Finding]:
     """Ask every accelerator what it finds."""
     for offer in catalog.offers("accelerator"):
-        yield _found(offer, catalog)
+        yield _check_accelerator(offer, catalog)
 
 
-def _found(offer: Offer, catalog: Catalog) -> Finding:
+def _check_accelerator(offer: Offer, catalog: Catalog) -> Finding:
     subject = f"accelerator {offer.component.alias}"
     try:
         catalog.check_requirements(offer)
@@ -229,8 +229,10 @@ def _devices(accelerator: Accelerator) -> str:
 
 def check_evidence(catalog: Catalog, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Tell which cluster environments see signs of themselves, and what they make of them."""
-    found = [finding for offer in catalog.offers("cluster_environment") for finding in _seen(offer, catalog, environ)]
-    yield from found or [Finding(subject="environment", text="nothing else has started this process")]
+    findings = [
+        finding for offer in catalog.offers("cluster_environment") for finding in _seen(offer, catalog, environ)
+    ]
+    yield from findings or [Finding(subject="environment", text="nothing else has started this process")]
 
 
 def _seen(offer: Offer, catalog: Catalog, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -240,8 +242,8 @@ def _seen(offer: Offer, catalog: Catalog, environ: Mapping[str, str]) -> Iterato
         evidence = cls.evidence(environ)
         if evidence is not None:
             cluster = cls(environ, **offer.component.options)
-            place = f"rank {cluster.global_rank} of {cluster.world_size}, machine {cluster.node_rank}"
-            yield Finding(subject=alias, text=f"{evidence}: {place}", state="note")
+            position = f"rank {cluster.global_rank} of {cluster.world_size}, machine {cluster.node_rank}"
+            yield Finding(subject=alias, text=f"{evidence}: {position}", state="note")
     except DstratError as error:
         yield Finding(subject=alias, text=str(error), state="problem")
     except Exception as error:  # noqa: BLE001 - variables that were set by hand may hold anything
@@ -311,7 +313,7 @@ def check_leftovers() -> Iterator[Finding]:
 def _leftovers() -> tuple[set[tuple[int, str]], set[str]]:
     """Return the processes and the folders that belong to a job without a watchdog."""
     folders = {str(folder) for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*")}
-    processes = list(_own_processes())
+    processes = list(_readable_processes())
     running = {process.arguments[-1] for process in processes if _WATCHDOG in process.arguments}
     orphans = {
         (process.pid, " ".join(process.arguments))
@@ -321,7 +323,7 @@ def _leftovers() -> tuple[set[tuple[int, str]], set[str]]:
     return orphans, folders - running
 
 
-def _own_processes() -> Iterator[_Process]:
+def _readable_processes() -> Iterator[_Process]:
     """Yield the processes that we may look into: our own, on Linux."""
     for folder in _PROC.glob("[0-9]*"):
         try:

@@ -49,9 +49,9 @@ class AnomalyDetection:
 
     def __enter__(self) -> Self:
         self._stack.enter_context(torch.autograd.set_detect_anomaly(True))
-        for name, part in self._module.named_modules():
-            if not isinstance(part, torch.jit.ScriptModule):  # its hooks would have to be scripts too
-                self._stack.callback(part.register_forward_hook(self._watcher(name), with_kwargs=True).remove)
+        for name, submodule in self._module.named_modules():
+            if not isinstance(submodule, torch.jit.ScriptModule):  # its hooks would have to be scripts too
+                self._stack.callback(submodule.register_forward_hook(self._watcher(name), with_kwargs=True).remove)
         return self
 
     def __exit__(
@@ -67,25 +67,29 @@ class AnomalyDetection:
         Raises:
             AnomalyError: It is not finite.
         """
-        found = _wrong_in(loss)
-        if found:
+        problem = _nonfinite_kind(loss)
+        if problem:
             raise AnomalyError(
-                f"the loss is {found} ({self._position()})"
+                f"the loss is {problem} ({self._position()})"
                 f"{self._source() or '; the outputs of all modules were finite, so it was computed from them'}"
             )
         self._first_infinite = None
 
     def _watcher(self, name: str) -> Callable[..., None]:
-        def watch(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found = _wrong_in(output)
-            if found is None:
+        def watch(submodule: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            problem = _nonfinite_kind(output)
+            if problem is None:
                 return
-            what = f"the output of {name!r} ({type(part).__name__})" if name else f"the output of {type(part).__name__}"
-            if found == "inf":
-                self._first_infinite = self._first_infinite or what
+            source = (
+                f"the output of {name!r} ({type(submodule).__name__})"
+                if name
+                else f"the output of {type(submodule).__name__}"
+            )
+            if problem == "inf":
+                self._first_infinite = self._first_infinite or source
                 return
             raise AnomalyError(
-                f"{what} has {found} ({self._position()}); {_cause(part, (args, kwargs))}{self._source()}"
+                f"{source} has {problem} ({self._position()}); {_cause(submodule, (args, kwargs))}{self._source()}"
             )
 
         return watch
@@ -94,29 +98,31 @@ class AnomalyDetection:
         return f"; the first infinite values were in {self._first_infinite}" if self._first_infinite else ""
 
 
-def _cause(part: nn.Module, inputs: Any) -> str:
+def _cause(module: nn.Module, inputs: Any) -> str:
     """Return what was wrong before a module computed."""
-    before = _wrong_in(inputs)
+    before = _nonfinite_kind(inputs)
     if before == "NaN":
         return (
             "its input has NaN, which no module before it put out: look at the batch, and at the code between modules"
         )
-    for name, parameter in part.named_parameters():
-        if found := _wrong_in(parameter):
-            return f"its parameter {name!r} has {found}: look at the last step of the optimizer, and at initial values"
+    for name, parameter in module.named_parameters():
+        if problem := _nonfinite_kind(parameter):
+            return (
+                f"its parameter {name!r} has {problem}: look at the last step of the optimizer, and at initial values"
+            )
     return "its input has inf, its parameters are finite" if before else "its input and its parameters are finite"
 
 
-def _wrong_in(value: Any) -> str | None:
+def _nonfinite_kind(value: Any) -> str | None:
     """Return ``"NaN"`` or ``"inf"`` for values with tensors that hold such, None where all are finite."""
-    found = None
+    problem = None
     for tensor in _tensors(value):
         if torch.isfinite(tensor).all():
             continue
         if torch.isnan(tensor).any():
             return "NaN"
-        found = "inf"
-    return found
+        problem = "inf"
+    return problem
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -126,11 +132,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             to_local = getattr(value.detach(), "to_local", None)
             yield to_local() if to_local is not None else value.detach()
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
+        for item in value.values():
+            yield from _tensors(item)
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for part in value:
-            yield from _tensors(part)
+        for item in value:
+            yield from _tensors(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _tensors(getattr(value, field.name))
@@ -150,14 +156,14 @@ def watched_fit(trainer: Trainer, module: TrainModule) -> Iterator[None]:
     if not trainer.detect_anomaly:
         yield
         return
-    place = _Place(trainer)
-    with AnomalyDetection(module, place.describe) as anomalies:
+    location = _FitLocation(trainer)
+    with AnomalyDetection(module, location.describe) as anomalies:
         trainer.context.hooks.insert("on_before_backward", anomalies.check_loss)
-        trainer.context.hooks.insert("on_validation_batch_start", place.note_validation_batch)
+        trainer.context.hooks.insert("on_validation_batch_start", location.note_validation_batch)
         yield
 
 
-class _Place:
+class _FitLocation:
     """Where a fit is, for people."""
 
     def __init__(self, trainer: Trainer) -> None:

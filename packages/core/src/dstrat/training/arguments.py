@@ -69,11 +69,11 @@ _BARE = FeatureDefaults(
 )
 
 
-def choose_surroundings(given: Mapping[str, Any], *, barebones: bool, fast_dev_run: int) -> FeatureDefaults:
+def choose_surroundings(requested: Mapping[str, Any], *, barebones: bool, fast_dev_run: int) -> FeatureDefaults:
     """Return what runs around the training.
 
     Args:
-        given: What the user passed for each attribute of :class:`FeatureDefaults`, None leaving it open, and for
+        requested: What the user passed for each attribute of :class:`FeatureDefaults`, None leaving it open, and for
             ``profiler`` and ``detect_anomaly``.
         barebones: Whether all of it is off.
         fast_dev_run: Number of batches that are only tried, without sanity check; 0 runs as usual.
@@ -84,23 +84,24 @@ def choose_surroundings(given: Mapping[str, Any], *, barebones: bool, fast_dev_r
     """
     _check_statement(barebones, "barebones")
     for name in _ENABLED:
-        if given[name] is not None:
-            _check_statement(given[name], _argument(name))
+        if requested[name] is not None:
+            _check_statement(requested[name], _argument(name))
     defaults = _BARE if barebones else _USUAL
-    chosen = {
-        name: getattr(defaults, name) if given[name] is None else given[name] for name in FeatureDefaults.__slots__
+    values = {
+        name: getattr(defaults, name) if requested[name] is None else requested[name]
+        for name in FeatureDefaults.__slots__
     }
     if barebones:
-        _check_bare({**given, "fast_dev_run": fast_dev_run})
+        _check_bare({**requested, "fast_dev_run": fast_dev_run})
     if fast_dev_run:
-        chosen["num_sanity_val_steps"] = 0
-    return FeatureDefaults(**chosen)
+        values["num_sanity_val_steps"] = 0
+    return FeatureDefaults(**values)
 
 
-def _check_bare(given: Mapping[str, Any]) -> None:
+def _check_bare(requested: Mapping[str, Any]) -> None:
     """Raise ConflictError where something is asked for that barebones switches off."""
-    off = {name: getattr(_BARE, name, False) for name in given}
-    for name, value in given.items():
+    off = {name: getattr(_BARE, name, False) for name in requested}
+    for name, value in requested.items():
         if value is not None and value != off[name]:
             raise ConflictError(
                 f"barebones=True switches off everything beside training, and {_argument(name)}={value!r} was asked "
@@ -206,35 +207,35 @@ def _check_overfitting(trainer: Trainer) -> None:
 _WRITTEN = re.compile(r"(?:(\d+):)?(\d+):(\d{1,2}):(\d{1,2})")
 
 
-def read_duration(given: Any, name: str) -> timedelta:
+def read_duration(value: Any, name: str) -> timedelta:
     """Return a length of time.
 
     Args:
-        given: A timedelta, a dict of its arguments such as ``{"hours": 1}``, or text: ``"DD:HH:MM:SS"``,
+        value: A timedelta, a dict of its arguments such as ``{"hours": 1}``, or text: ``"DD:HH:MM:SS"``,
             ``"HH:MM:SS"``.
         name: What it was given for, for the message.
 
     Raises:
         RequestError: It is none of these, or not more than nothing.
     """
-    duration = _read(given)
+    duration = _read(value)
     if duration is None or duration <= timedelta(0):
         raise RequestError(
-            f"{name}={given!r} is not a length of time: give a timedelta, a dict such as {{'hours': 1}}, "
+            f"{name}={value!r} is not a length of time: give a timedelta, a dict such as {{'hours': 1}}, "
             "or text as 'DD:HH:MM:SS' or 'HH:MM:SS'"
         )
     return duration
 
 
-def _read(given: Any) -> timedelta | None:
-    if isinstance(given, timedelta):
-        return given
-    if isinstance(given, Mapping):
+def _read(value: Any) -> timedelta | None:
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, Mapping):
         try:
-            return timedelta(**given)
+            return timedelta(**value)
         except TypeError:
             return None
-    match = _WRITTEN.fullmatch(given) if isinstance(given, str) else None
+    match = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())

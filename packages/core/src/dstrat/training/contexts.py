@@ -89,18 +89,18 @@ SECONDS_UNTOLD = 10.0
 
 
 @contextmanager
-def warn_if_slow(trainer: Trainer, what: str) -> Iterator[None]:
+def warn_if_slow(trainer: Trainer, call: str) -> Iterator[None]:
     """Log, when a ``with`` block takes long in which this process waits for all others, that it does.
 
     Args:
         trainer: Says how many processes there are.
-        what: Every process has to call.
+        call: Every process has to call.
     """
     if trainer.world_size == 1:
         yield
         return
     line = (
-        f"rank {trainer.global_rank} has waited {SECONDS_UNTOLD:g} s in {what} for the others: every process calls it, "
+        f"rank {trainer.global_rank} has waited {SECONDS_UNTOLD:g} s in {call} for the others: every process calls it, "
         "also where only one writes; take it out of `if trainer.is_global_zero:` and the like"
     )
     timer = threading.Timer(SECONDS_UNTOLD, _log.warning, [line])

@@ -49,13 +49,13 @@ class HookRunner:
         self._early = [callback for callback in callbacks if not callback.runs_last]
         self._late = [callback for callback in callbacks if callback.runs_last]
         self._callback_base, self._module_base = Callback, TrainModule
-        self._found: dict[str, tuple[Callable[..., Any], ...]] = {}
+        self._hooks: dict[str, tuple[Callable[..., Any], ...]] = {}
 
     def of(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Return the callables of a hook, in the order in which they are called."""
-        if name not in self._found:
-            self._found[name] = (*self.early(name), *self.late(name))
-        return self._found[name]
+        if name not in self._hooks:
+            self._hooks[name] = (*self.early(name), *self.late(name))
+        return self._hooks[name]
 
     def early(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Return the callables of a hook but for the callbacks that run last."""
@@ -80,7 +80,7 @@ class HookRunner:
 
     def insert(self, name: str, hook: Callable[..., Any]) -> None:
         """Let a function be called before the callbacks and the module."""
-        self._found[name] = (hook, *self.of(name))
+        self._hooks[name] = (hook, *self.of(name))
 
     def call(self, name: str, *args: Any) -> None:
         """Call a hook."""

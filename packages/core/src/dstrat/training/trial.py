@@ -112,12 +112,12 @@ def restored_random_state(loaders: Any) -> Iterator[None]:
                 loader._iterator = None  # noqa: SLF001 - torch has no public name for it
 
 
-def copy_module(module: TrainModule, what: str) -> TrainModule:
+def copy_module(module: TrainModule, caller: str) -> TrainModule:
     """Return a deep copy of a module without its Trainer.
 
     Args:
         module: What to copy.
-        what: Needs the copy, for the message.
+        caller: Needs the copy, for the message.
 
     Raises:
         MisuseError: It cannot be copied.
@@ -127,7 +127,7 @@ def copy_module(module: TrainModule, what: str) -> TrainModule:
         return copy.deepcopy(module, {id(attached): None})
     except Exception as error:
         raise MisuseError(
-            f"{what} tries a copy of {type(module).__name__}, which cannot be copied "
+            f"{caller} tries a copy of {type(module).__name__}, which cannot be copied "
             f"({type(error).__name__}: {error}): let copy.deepcopy(module) work, or choose the value by hand"
         ) from error
 

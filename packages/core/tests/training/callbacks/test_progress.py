@@ -35,7 +35,7 @@ def test_a_loop_without_a_length_shows_what_is_done_and_no_end():
     progress = Progress("Test", None)
     progress.reach(3)
     assert format_count(progress) == "3"
-    assert progress.seconds_left is None
+    assert progress.seconds_remaining is None
 
 
 def test_speed_and_time_left_follow_the_batches_lately(monkeypatch):
@@ -47,7 +47,7 @@ def test_speed_and_time_left_follow_the_batches_lately(monkeypatch):
         now = 100.0 + second
         progress.reach(second if second <= 50 else 50 + 10 * (second - 50))
     assert progress.speed == pytest.approx(10.0)
-    assert progress.seconds_left == pytest.approx(45.0)
+    assert progress.seconds_remaining == pytest.approx(45.0)
     progress.skip(3600.0)
     now += 3600.0
     progress.reach(550)

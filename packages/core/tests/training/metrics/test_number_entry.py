@@ -27,7 +27,7 @@ def test_a_mean_of_many_values_is_exact():
     for number, weight in zip(numbers, weights, strict=True):
         kept.take(torch.tensor(number, dtype=torch.float64), weight)
     exact = math.fsum(n * w for n, w in zip(numbers, weights, strict=True)) / sum(weights)
-    assert kept.own_epoch_value == pytest.approx(exact, rel=1e-12)
+    assert kept.local_epoch_value == pytest.approx(exact, rel=1e-12)
 
 
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
@@ -38,12 +38,12 @@ def test_a_tensor_on_a_device_is_never_read_back(reduce_fx):
         kept.take(torch.ones((), device="meta"), 2)
     kept.take(torch.ones(1, device="meta", requires_grad=True), 2)
     kept.take(3.0, 1)
-    assert kept.own_epoch_value.device.type == "meta"
+    assert kept.local_epoch_value.device.type == "meta"
     kept.take(torch.ones((), device="meta"), 2)
-    assert kept.own_latest.device.type == "meta"
-    assert not kept.own_latest.requires_grad
+    assert kept.local_latest.device.type == "meta"
+    assert not kept.local_latest.requires_grad
     with pytest.raises(RuntimeError):
-        kept.own_latest.item()
+        kept.local_latest.item()
 
 
 def test_no_tensor_is_kept_but_the_latest():
@@ -63,8 +63,8 @@ def test_a_value_that_is_changed_afterwards_counts_as_it_was():
         running += 1
         kept.take(running, 1)
     running.zero_()
-    assert kept.own_epoch_value == 2.0
-    assert kept.own_latest == 3.0
+    assert kept.local_epoch_value == 2.0
+    assert kept.local_latest == 3.0
 
 
 def test_a_value_on_a_device_that_is_changed_before_it_is_read_is_an_error():
@@ -81,13 +81,13 @@ def test_nan_stays_nan(values, reduce_fx):
     kept = entry(reduce_fx=reduce_fx)
     for value in values:
         kept.take(value, 1)
-    assert math.isnan(kept.own_epoch_value)
+    assert math.isnan(kept.local_epoch_value)
 
 
 def test_no_weight_at_all_gives_no_mean():
     kept = entry()
     kept.take(1.0, 0)
-    assert math.isnan(kept.own_epoch_value)
+    assert math.isnan(kept.local_epoch_value)
 
 
 @pytest.mark.parametrize("value", [True, 2, torch.tensor(3), torch.tensor([4.0]), torch.tensor(True)])
@@ -95,4 +95,4 @@ def test_numbers_and_tensors_of_any_type_count(value):
     kept = entry(reduce_fx="sum")
     kept.take(value, 1)
     kept.take(value, 1)
-    assert kept.own_epoch_value == 2 * float(value)
+    assert kept.local_epoch_value == 2 * float(value)

@@ -41,18 +41,18 @@ def convert(path: Place, output: Place, as_json: bool) -> None:
     from dstrat.cli.components import loaded_catalog
 
     with Console(stderr=True).status("reading ..."):  # shown in terminals only
-        found = reader_of(str(path), loaded_catalog())
-        if found is None:
+        reader = reader_of(str(path), loaded_catalog())
+        if reader is None:
             conversion = converted(StandInCheckpointIO().load_checkpoint(str(path)), path)
         else:
-            conversion = as_conversion(found[1].load_checkpoint(str(path)))
+            conversion = as_conversion(reader[1].load_checkpoint(str(path)))
     with Console(stderr=True).status("writing ..."):
         PortableCheckpointIO().save_checkpoint(conversion.checkpoint, str(output))
     if as_json:
-        print_json({"output": str(output), "taken": conversion.taken, "left_out": conversion.left_out})
+        print_json({"output": str(output), "taken": conversion.entries, "left_out": conversion.dropped})
         return
-    click.echo(f"{output}: {', '.join(conversion.taken)}")
-    for reason in conversion.left_out:
+    click.echo(f"{output}: {', '.join(conversion.entries)}")
+    for reason in conversion.dropped:
         click.echo(f"left out: {reason}")
 
 
@@ -65,25 +65,25 @@ class Conversion:
 
     Attributes:
         checkpoint: Under our keys; a fit can go on from it where the source has optimizers.
-        taken: What was taken over, for people.
-        left_out: What was not, and why.
+        entries: The converted entries, as texts.
+        dropped: The entries that were not converted, each with the reason.
     """
 
     checkpoint: dict[str, Any]
-    taken: list[str]
-    left_out: list[str]
+    entries: list[str]
+    dropped: list[str]
 
 
 def as_conversion(checkpoint: dict[str, Any]) -> Conversion:
     """Return what a checkpoint io has converted, with what people want to know of it."""
-    taken = [
+    converted_entries = [
         f"{len(checkpoint['state_dict'])} weights",
         f"epoch {checkpoint['epoch']}, step {checkpoint['global_step']}",
     ]
-    for key, what in (("optimizers", "optimizer"), ("lr_schedulers", "scheduler")):
+    for key, name in (("optimizers", "optimizer"), ("lr_schedulers", "scheduler")):
         count = len(checkpoint.get(key, ()))
-        taken += [f"{count} {what}{'s' * (count > 1)}"] if count else []
-    return Conversion(checkpoint=checkpoint, taken=taken, left_out=[])
+        converted_entries += [f"{count} {name}{'s' * (count > 1)}"] if count else []
+    return Conversion(checkpoint=checkpoint, entries=converted_entries, dropped=[])
 
 
 # Checkpoints of PyTorch Lightning, under dstrat's keys.
@@ -91,7 +91,7 @@ def as_conversion(checkpoint: dict[str, Any]) -> Conversion:
 
 _VERSION_KEY = "pytorch-lightning_version"
 _CHECKPOINT_VERSION = 2
-_KEPT = ("hyper_parameters", "hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_name")
+_COPIED_KEYS = ("hyper_parameters", "hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_name")
 _SCALER_KEY = "MixedPrecision"
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -108,8 +108,8 @@ def converted(source: Mapping[str, Any], path: Place) -> Conversion:
     """
     if _VERSION_KEY not in source or "state_dict" not in source:
         raise CheckpointError(f"{str(path)!r} is no checkpoint of PyTorch Lightning: it has no {_VERSION_KEY!r}")
-    whole, (source, unknown) = source, without_stand_ins(dict(source))
-    _check_known(unknown, path)
+    original, (source, unknown) = source, without_stand_ins(dict(source))
+    _check_readable(unknown, path)
     weights = dict(source["state_dict"])
     checkpoint: dict[str, Any] = {
         "dstrat_checkpoint_version": _CHECKPOINT_VERSION,
@@ -118,28 +118,28 @@ def converted(source: Mapping[str, Any], path: Place) -> Conversion:
         "global_step": source.get("global_step", 0),
         "state_dict": weights,
     }
-    taken = [f"{len(weights)} weights", f"epoch {checkpoint['epoch']}, step {checkpoint['global_step']}"]
+    entries = [f"{len(weights)} weights", f"epoch {checkpoint['epoch']}, step {checkpoint['global_step']}"]
     if source.get("optimizer_states"):
         checkpoint |= _training(source, weights)
-        taken += _numbers_of(checkpoint)
-    for key in _KEPT:
+        entries += _numbers_of(checkpoint)
+    for key in _COPIED_KEYS:
         if key in source:
             checkpoint[key] = source[key]
-    known = {"epoch", "global_step", "state_dict", _VERSION_KEY, *_KEPT}
+    handled = {"epoch", "global_step", "state_dict", _VERSION_KEY, *_COPIED_KEYS}
     if "loops" in checkpoint:
-        known |= {"loops", "optimizer_states", "lr_schedulers", _SCALER_KEY}
-    left_out = [f"{key!r} (Lightning's own)" for key in whole if key not in known and whole[key]]
-    left_out += [f"{name!r} (of {kind})" for name, kind in unknown.items() if split(name)[0] in _KEPT]
-    return Conversion(checkpoint=checkpoint, taken=taken, left_out=left_out)
+        handled |= {"loops", "optimizer_states", "lr_schedulers", _SCALER_KEY}
+    dropped = [f"{key!r} (Lightning's own)" for key in original if key not in handled and original[key]]
+    dropped += [f"{name!r} (of {kind})" for name, kind in unknown.items() if split(name)[0] in _COPIED_KEYS]
+    return Conversion(checkpoint=checkpoint, entries=entries, dropped=dropped)
 
 
-def _check_known(unknown: Mapping[str, str], path: Place) -> None:
+def _check_readable(unknown: Mapping[str, str], path: Place) -> None:
     needed = ("state_dict", "optimizer_states", "lr_schedulers", "loops", _SCALER_KEY)
-    found = [f"{name!r} is of {kind}" for name, kind in unknown.items() if split(name)[0] in needed]
-    if found:
+    problems = [f"{name!r} is of {kind}" for name, kind in unknown.items() if split(name)[0] in needed]
+    if problems:
         raise CheckpointError(
-            f"checkpoint {str(path)!r} is not converted: {listed(found)}, which cannot be read without running code; "
-            "write it again with tensors and plain values there"
+            f"checkpoint {str(path)!r} is not converted: {listed(problems)}, which cannot be read without running "
+            "code; write it again with tensors and plain values there"
         )
 
 
@@ -187,8 +187,8 @@ def _numbers_of(checkpoint: Mapping[str, Any]) -> list[str]:
     return [_counted(optimizers, "optimizer") + order, _counted(schedulers, "scheduler")]
 
 
-def _counted(things: list[Any], name: str) -> str:
-    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
+def _counted(items: list[Any], name: str) -> str:
+    return f"{len(items)} {name}{'s' * (len(items) != 1)}"
 
 
 def _by_name(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -45,15 +45,15 @@ def diff(ctx: click.Context, first: Place, second: Place, as_json: bool) -> None
         size = sum(entry.num_bytes for entry in one.tensors.values())
         with progress_bar("comparing", size) as advance:
             tensors = list(_tensors(one, other, advance))
-    found = [*values, *tensors]
+    differences = [*values, *tensors]
     if as_json:
         keys = ("name", "first", "second", "difference")
-        print_json({"differences": [dict(zip(keys, row, strict=True)) for row in found]})
-    elif found:
-        print_table(found, ["name", "first", "second", "difference"])
+        print_json({"differences": [dict(zip(keys, row, strict=True)) for row in differences]})
+    elif differences:
+        print_table(differences, ["name", "first", "second", "difference"])
     else:
         click.echo("both hold the same values and tensors")
-    ctx.exit(1 if found else 0)
+    ctx.exit(1 if differences else 0)
 
 
 def _values(name: str, one: Any, other: Any) -> Iterator[Difference]:

@@ -58,8 +58,8 @@ def _verify_file(ctx: click.Context, path: Place, *, as_json: bool) -> None:
     elif problems:
         click.echo("\n".join(problems))
     else:
-        found = "its checksums, those of torch.save, are right" if is_zip(path) else "it has no checksums"
-        click.echo(f"{path}: the file can be read, and {found} ({readable_size(num_bytes)})")
+        checksums = "its checksums, those of torch.save, are right" if is_zip(path) else "it has no checksums"
+        click.echo(f"{path}: the file can be read, and {checksums} ({readable_size(num_bytes)})")
     ctx.exit(1 if problems else 0)
 
 

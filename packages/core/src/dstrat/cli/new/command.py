@@ -122,7 +122,7 @@ KIND_FACTS: Mapping[Kind, KindFacts] = {
 
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")  # as PyPI has it
 _ALIAS = re.compile(r"[a-z][a-z0-9]*([_.-][a-z0-9]+)*")
-_TAKEN = frozenset({"dstrat", "pytest", "test", "tests", "torch", *sys.stdlib_module_names})
+_RESERVED = frozenset({"dstrat", "pytest", "test", "tests", "torch", *sys.stdlib_module_names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,9 +178,9 @@ def check_free(kind: Kind, names: Names, catalog: Catalog) -> None:
         for offer in catalog.offers(kind)
         if names.alias in (*offer.names, *offer.component.groups) and normalized(offer.owner) != names.distribution
     ]
-    known = known_requirement(kind, names.alias)
-    if known is not None and not owners and normalized(known) != names.distribution:
-        owners = [known]
+    requirement = known_requirement(kind, names.alias)
+    if requirement is not None and not owners and normalized(requirement) != names.distribution:
+        owners = [requirement]
     if owners:
         raise RequestError(
             f"alias {names.alias!r} belongs to {owners[0]}, and who has both packages could use neither by that name: "
@@ -195,7 +195,7 @@ def _package(folder_name: str) -> str:
             f"{folder_name!r} cannot be the name of a package: begin with a letter and use letters, digits, '-' and "
             "'_', as in 'dstrat-ring'"
         )
-    if package in _TAKEN:
+    if package in _RESERVED:
         raise RequestError(
             f"{folder_name!r} cannot be the name of a package, as Python has a module {package!r} already: choose "
             f"another one, such as 'dstrat-{package}'"
@@ -205,12 +205,12 @@ def _package(folder_name: str) -> str:
 
 def _class_name(kind: Kind, alias: str) -> str:
     ending = KIND_FACTS[kind].ending
-    words = re.split(r"[_.-]", alias)
-    for count in range(1, len(words)):
-        if "".join(words[-count:]) == ending.lower():  # so that my_strategy is MyStrategy
-            words = words[:-count]
+    names = re.split(r"[_.-]", alias)
+    for count in range(1, len(names)):
+        if "".join(names[-count:]) == ending.lower():  # so that my_strategy is MyStrategy
+            names = names[:-count]
             break
-    return "".join(word[0].upper() + word[1:] for word in words) + ending
+    return "".join(word[0].upper() + word[1:] for word in names) + ending
 
 
 # Writing a package from the template, completely or not at all.
@@ -229,9 +229,9 @@ def check_can_write(folder: Path) -> None:
     if importlib.util.find_spec("copier") is None:
         raise MissingRequirementError(f"dstrat new needs copier, which is not installed: {pip_command('dstrat[new]')}")
     if folder.is_dir():
-        found = next(iter(sorted(folder.iterdir())), None)
-        if found is not None:
-            raise RequestError(f"{str(folder)!r} is not empty (it has {found.name!r}): choose a folder that is new")
+        entry = next(iter(sorted(folder.iterdir())), None)
+        if entry is not None:
+            raise RequestError(f"{str(folder)!r} is not empty (it has {entry.name!r}): choose a folder that is new")
     elif folder.exists() or folder.is_symlink():
         raise RequestError(f"{str(folder)!r} is a file: choose a folder that is new")
 
@@ -265,14 +265,14 @@ def write_package(kind: Kind, names: Names, folder: Path) -> None:
 
 def _fill(folder: Path, finished: Path) -> None:
     """Move what is in the finished folder to an empty one, which may be where the user is."""
-    parts = list(finished.iterdir())
+    entries = list(finished.iterdir())
     try:
-        for part in parts:
-            part.rename(folder / part.name)
+        for entry in entries:
+            entry.rename(folder / entry.name)
     except OSError:
-        for part in parts:
-            if not part.exists():
-                (folder / part.name).rename(part)
+        for entry in entries:
+            if not entry.exists():
+                (folder / entry.name).rename(entry)
         raise
 
 
@@ -300,5 +300,5 @@ def _render(kind: Kind, names: Names, folder: Path) -> None:
 
 def _compatible_versions() -> str:
     """Return the versions of dstrat that the package can rely on: from this one on, as v1 of the contract stays."""
-    here = Version(version("dstrat"))
-    return f">={here.major}.{here.minor}"
+    installed = Version(version("dstrat"))
+    return f">={installed.major}.{installed.minor}"

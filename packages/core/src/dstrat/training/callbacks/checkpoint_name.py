@@ -57,7 +57,7 @@ class CheckpointName:
             raise MisuseError(f"filename={self.template!r} asks for {missing[0]!r}, {not_logged(values)}")
         numbers = {field: _number(values[field]) for field in self._fields}
         try:
-            return _WholeNames().vformat(self._filled, (), numbers)
+            return _LiteralNames().vformat(self._filled, (), numbers)
         except ValueError as error:
             raise MisuseError(f"filename={self.template!r} cannot be filled: {error}") from error
 
@@ -70,7 +70,7 @@ def _with_name(text: str, field: str | None, spec: str | None, conversion: str |
     return f"{text}{field}={{{field}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}}}"
 
 
-class _WholeNames(Formatter):
+class _LiteralNames(Formatter):
     """Takes a field's name as it stands, also with dots and brackets."""
 
     @override
@@ -94,17 +94,17 @@ class UnusedPaths:
     def __init__(self) -> None:
         self._claims: dict[str, Claim] = {}
 
-    def choose(self, folder: Place, name: str, replaceable: str | None = None, taken: Collection[str] = ()) -> str:
+    def choose(self, folder: Place, name: str, replaceable: str | None = None, used: Collection[str] = ()) -> str:
         """Return the path of a checkpoint that does not exist, or that may be replaced; others get ``-v1``, ``-v2`` ...
 
         Args:
             folder: Where it will be.
             name: Its name without extension.
             replaceable: A path that may be written over.
-            taken: Paths that may not be there yet, because they are still being written.
+            used: Paths that may not be there yet, because they are still being written.
         """
         path, version = folder / f"{name}{EXTENSION}", 0
-        while str(path) in taken or not self._is_free(path):
+        while str(path) in used or not self._is_free(path):
             if str(path) == replaceable:
                 break
             version += 1

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def complete_callbacks(
-    given: Callback | Sequence[Callback] | None,
+    requested: Callback | Sequence[Callback] | None,
     *,
     progress_bar: bool,
     model_summary: bool,
@@ -34,7 +34,7 @@ def complete_callbacks(
     end.
 
     Args:
-        given: One callback, several, or none.
+        requested: One callback, several, or none.
         progress_bar: Whether a progress bar is wanted.
         model_summary: Whether a summary of the layers is wanted.
         checkpointing: Whether checkpoints are wanted.
@@ -46,9 +46,9 @@ def complete_callbacks(
         MisuseError: A callback has a hook of old, which nobody calls.
         ConflictError: The time is limited twice, or one is given of a kind that is not wanted.
     """
-    callbacks = _as_list(given, "callbacks")
-    wanted = {"progress_bar": progress_bar, "model_summary": model_summary, "checkpointing": checkpointing}
-    for name, enabled in wanted.items():
+    callbacks = _as_list(requested, "callbacks")
+    enabled_features = {"progress_bar": progress_bar, "model_summary": model_summary, "checkpointing": checkpointing}
+    for name, enabled in enabled_features.items():
         if not enabled:
             _check_none(callbacks, name, barebones=barebones)
     if barebones:
@@ -56,7 +56,7 @@ def complete_callbacks(
     if max_time is not None:
         _check_time_is_free(callbacks, max_time)
         callbacks.append(Timer(read_duration(max_time, "max_time")))
-    for name, enabled in wanted.items():
+    for name, enabled in enabled_features.items():
         if enabled and not any(isinstance(callback, _DEFAULTS[name]()) for callback in callbacks):
             callbacks.append(_DEFAULTS[name]()())
     return _in_order(callbacks)
@@ -73,21 +73,21 @@ def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> lis
         RequestError: Something that the module configures is no callback.
     """
     configure: Callable[[], Any] | None = module.configure_callbacks
-    own = _as_list(configure and configure(), f"{type(module).__name__}.configure_callbacks")
-    if not own:
+    configured = _as_list(configure and configure(), f"{type(module).__name__}.configure_callbacks")
+    if not configured:
         return list(callbacks)
-    for callback in own:
+    for callback in configured:
         if overrides(callback, "on_before_fit", Callback):
             raise RequestError(
                 f"{type(module).__name__}.configure_callbacks is called when a run has begun, and "
                 f"{type(callback).__name__} works before that: pass it to the Trainer"
             )
-    kept = [callback for callback in callbacks if not any(type(callback) is type(other) for other in own)]
-    return _in_order([*kept, *own])
+    remaining = [callback for callback in callbacks if not any(type(callback) is type(other) for other in configured)]
+    return _in_order([*remaining, *configured])
 
 
-def _as_list(given: Callback | Sequence[Callback] | None, name: str) -> list[Callback]:
-    callbacks: list[Any] = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+def _as_list(value: Callback | Sequence[Callback] | None, name: str) -> list[Callback]:
+    callbacks: list[Any] = [] if value is None else list(value) if isinstance(value, Iterable) else [value]
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise RequestError(f"{name}={callback!r} is not a Callback (pass an instance, not a class)")

@@ -93,7 +93,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.stopping_reason: str | None = None
         self._comes_from_validation = False
-        self._has_told = False
+        self._has_warned = False
 
     @property
     def best_score(self) -> Tensor | None:
@@ -134,26 +134,28 @@ class EarlyStopping(Callback):
             return
         if is_new(self.monitor, trainer) or self.check_on_train_epoch_end is False:
             self._comes_from_validation = True
-            self._check(trainer, must_be_known=True)
+            self._check(trainer, requires_value=True)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        is_asked = self.check_on_train_epoch_end is not False and not self._comes_from_validation
-        if is_asked and was_completed(trainer):  # values of a part of an epoch are not those of another's whole
-            self._check(trainer, must_be_known=is_overdue(trainer))
+        is_due = self.check_on_train_epoch_end is not False and not self._comes_from_validation
+        if is_due and was_completed(trainer):  # values of a part of an epoch are not those of another's whole
+            self._check(trainer, requires_value=is_overdue(trainer))
 
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._best_score is None and self.wait_count == 0:
-            self._tell(trainer, f"EarlyStopping(monitor={self.monitor!r}) had no value to check in this training")
+            self._log_warning(
+                trainer, f"EarlyStopping(monitor={self.monitor!r}) had no value to check in this training"
+            )
 
-    def _check(self, trainer: Trainer, *, must_be_known: bool) -> None:
+    def _check(self, trainer: Trainer, *, requires_value: bool) -> None:
         """Look at the value, and end training if it asks for it; collective."""
         value = trainer.callback_metrics.get(self.monitor) if trainer.is_global_zero else None
         score: float | None = trainer.strategy.broadcast(None if value is None else float(value))
         if score is not None:
             self._judge(trainer, score)
-        elif must_be_known:
+        elif requires_value:
             self._miss(trainer)
 
     def _judge(self, trainer: Trainer, score: float) -> None:
@@ -166,10 +168,10 @@ class EarlyStopping(Callback):
         if self.stopping_reason is not None:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
-            self._tell(trainer, f"training ends after step {trainer.global_step}: {self.stopping_reason}")
+            self._log_warning(trainer, f"training ends after step {trainer.global_step}: {self.stopping_reason}")
         elif self.verbose and self.wait_count == 0:
             was = "" if before is None else f", was {before:.6g}"
-            self._tell(trainer, f"{self.monitor} = {score:.6g} is the best so far{was}")
+            self._log_warning(trainer, f"{self.monitor} = {score:.6g} is the best so far{was}")
 
     def _is_better(self, score: float, *, than: float | None) -> bool:
         if than is None:
@@ -198,15 +200,15 @@ class EarlyStopping(Callback):
         return score < threshold if self.mode == "min" else score > threshold
 
     def _miss(self, trainer: Trainer) -> None:
-        known = trainer.strategy.broadcast(not_logged(trainer.callback_metrics) if trainer.is_global_zero else "")
-        problem = f"EarlyStopping(monitor={self.monitor!r}) waits for a value {known}"
+        available = trainer.strategy.broadcast(not_logged(trainer.callback_metrics) if trainer.is_global_zero else "")
+        problem = f"EarlyStopping(monitor={self.monitor!r}) waits for a value {available}"
         if self.strict:
             raise MisuseError(problem)
-        if not self._has_told:
-            self._tell(trainer, problem)
-            self._has_told = True
+        if not self._has_warned:
+            self._log_warning(trainer, problem)
+            self._has_warned = True
 
-    def _tell(self, trainer: Trainer, line: str) -> None:
+    def _log_warning(self, trainer: Trainer, line: str) -> None:
         if trainer.is_global_zero:
             _log.warning(line)
         elif not self.log_rank_zero_only:

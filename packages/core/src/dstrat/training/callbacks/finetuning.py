@@ -125,8 +125,8 @@ class BaseFinetuning(Callback):
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Parameter]) -> list[Parameter]:
         """Return the parameters that the optimizer does not have yet, each once; log a warning where it has some."""
         params = list(dict.fromkeys(params))
-        known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        new = [parameter for parameter in params if parameter not in known]
+        existing = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        new = [parameter for parameter in params if parameter not in existing]
         if len(new) < len(params):
             _log.warning(
                 "%d of %d parameters to unfreeze are in the %s already and stay in their group: let "
@@ -155,9 +155,9 @@ class BaseFinetuning(Callback):
             initial_denom_lr: The divisor.
             train_bn: Whether batch-norm layers are in the group.
         """
-        known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        existing = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         # Norms that were trainable all along are in the optimizer by right: only frozen ones are worth a warning.
-        trained = known.intersection(BaseFinetuning.filter_params(modules))
+        trained = existing.intersection(BaseFinetuning.filter_params(modules))
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
         unfrozen = (p for p in BaseFinetuning.filter_params(modules, train_bn=train_bn) if p not in trained)

@@ -84,6 +84,6 @@ class GradientAccumulationScheduler(Callback):
             self._decides = False
 
 
-def _check_count(what: str, value: object, least: int) -> None:
+def _check_count(description: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise RequestError(f"{what} in scheduling must be an int of at least {least}")
+        raise RequestError(f"{description} in scheduling must be an int of at least {least}")

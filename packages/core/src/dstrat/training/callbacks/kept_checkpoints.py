@@ -47,7 +47,7 @@ class Decision:
         return [path for path in dict.fromkeys((self.path, self.last_path)) if path is not None]
 
 
-class KeptCheckpoints:
+class RetainedCheckpoints:
     """The checkpoints of a run, by their paths.
 
     Args:
@@ -68,7 +68,7 @@ class KeptCheckpoints:
     def __init__(self, *, limit: int, mode: Mode, is_monitored: bool, save_last: SaveLast) -> None:
         self._ranking = Ranking(limit, mode)
         self._is_monitored = is_monitored
-        self._has_own_last = save_last is True or (save_last == "link" and limit == 0)
+        self._saves_last = save_last is True or (save_last == "link" and limit == 0)
         self._links_last = save_last == "link" and limit != 0
         self.best_path = ""
         self.best_score: float | None = None
@@ -95,10 +95,10 @@ class KeptCheckpoints:
             "link": self.link,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, are_here: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, in_same_folder: bool) -> None:
         """Take back what :meth:`state_dict` returned; those of another folder are remembered as best, and no more."""
         self.best_path, self.best_score = state["best_model_path"], state["best_model_score"]
-        if are_here:
+        if in_same_folder:
             self._ranking.restore(state["scores"])
             self.last_path, self.link = state["last_model_path"], state.get("link", "")
 
@@ -127,13 +127,13 @@ class KeptCheckpoints:
 
     def decide_last(self, folder: Place, *, replaces: bool) -> Decision:
         """Return what to save at the end of a training, whatever its score; nothing where none is kept besides."""
-        return Decision(last_path=self._last(folder, None, replaces=replaces) if self._has_own_last else None)
+        return Decision(last_path=self._last(folder, None, replaces=replaces) if self._saves_last else None)
 
     def _last(self, folder: Place, path: str | None, *, replaces: bool) -> str | None:
         """Return what will be the last one: a file that is replaced, or a folder, which nothing replaces."""
         if self._links_last:
             return path
-        if not self._has_own_last:
+        if not self._saves_last:
             return None
         if replaces:
             return self.last_path or self._unused(folder, LAST_NAME)
@@ -142,7 +142,7 @@ class KeptCheckpoints:
     def _unused(self, folder: Place, name: str, replaceable: str | None = None) -> str:
         return self.unused.choose(folder, name, replaceable, [*self._ranking.scores, self.last_path])
 
-    def take(self, decision: Decision, *, replaces: bool) -> list[str]:
+    def apply(self, decision: Decision, *, replaces: bool) -> list[str]:
         """Take a decision into the state, so that the checkpoint knows itself, and return the paths not kept any more.
 
         Args:
@@ -151,7 +151,7 @@ class KeptCheckpoints:
         """
         before, self.last_path = self.last_path, decision.last_path or self.last_path
         self.link = decision.link
-        is_driven_out = self._has_own_last and not replaces and before not in ("", self.last_path)
+        is_driven_out = self._saves_last and not replaces and before not in ("", self.last_path)
         driven_out = [before] if is_driven_out else []
         if decision.path is not None:
             if not self._is_monitored:
@@ -160,15 +160,15 @@ class KeptCheckpoints:
                 self.best_path, self.best_score = decision.path, decision.score
             removable = self._ranking.add(decision.path, decision.score)
             driven_out += [path for path in removable if path != self.resumed_from]
-        kept = self._ranking.scores
-        return [path for path in dict.fromkeys(driven_out) if path not in kept]
+        scores = self._ranking.scores
+        return [path for path in dict.fromkeys(driven_out) if path not in scores]
 
-    def older_ones(self, paths: list[str]) -> list[str]:
+    def older_than_newest(self, paths: list[str]) -> list[str]:
         """Return those of some paths that are there, and are older than the newest one that is kept."""
-        kept = [path for path in (*self._ranking.scores, self.last_path) if path and place(path).exists()]
-        newest = max((written_ns(place(path)) for path in kept), default=0)
-        there = [path for path in paths if path not in kept and place(path).exists()]
-        return [path for path in there if written_ns(place(path)) < newest]
+        retained = [path for path in (*self._ranking.scores, self.last_path) if path and place(path).exists()]
+        newest = max((written_ns(place(path)) for path in retained), default=0)
+        existing = [path for path in paths if path not in retained and place(path).exists()]
+        return [path for path in existing if written_ns(place(path)) < newest]
 
     def update_link(self) -> None:
         """Let the link lead to the last one, which is complete.

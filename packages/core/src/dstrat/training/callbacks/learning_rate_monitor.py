@@ -136,8 +136,8 @@ def _groups(strategy: Strategy) -> Iterator[_Group]:
         interval: Interval = "step" if not configs or any(c.interval == "step" for c in configs) else "epoch"
         several = len(optimizer.param_groups) > 1
         for number, settings in enumerate(optimizer.param_groups, 1):
-            own = settings.get("name", f"pg{number}" if several else None)
-            yield _Group(name=f"{name}/{own}" if own else name, settings=settings, interval=interval)
+            group_name = settings.get("name", f"pg{number}" if several else None)
+            yield _Group(name=f"{name}/{group_name}" if group_name else name, settings=settings, interval=interval)
 
 
 def _configs_of(optimizer: Any, strategy: Strategy) -> list[SchedulerConfig]:

@@ -16,7 +16,7 @@ from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import EXTENSION, CheckpointName, not_logged
-from dstrat.training.callbacks.kept_checkpoints import Decision, KeptCheckpoints, SaveLast
+from dstrat.training.callbacks.kept_checkpoints import Decision, RetainedCheckpoints, SaveLast
 from dstrat.training.callbacks.monitored import as_tensor, is_new, is_overdue
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from dstrat.training.callbacks.save_schedule import BackgroundSaves, SavingTimes, check_count
@@ -125,8 +125,8 @@ class ModelCheckpoint(Callback):
             )
         check_count("save_top_k", save_top_k, -1)
         self._times = SavingTimes(every_n_epochs, every_n_train_steps, train_time_interval, save_on_train_epoch_end)
-        self._given_dirpath = None if dirpath is None else place(dirpath).absolute()
-        self.dirpath = self._given_dirpath
+        self._requested_dirpath = None if dirpath is None else place(dirpath).absolute()
+        self.dirpath = self._requested_dirpath
         shows_names = auto_insert_metric_name and filename is not None
         self._name = CheckpointName(DEFAULT_NAME if filename is None else filename, shows_names=shows_names)
         self.monitor, self.mode = monitor, mode
@@ -140,7 +140,7 @@ class ModelCheckpoint(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._kept = KeptCheckpoints(
+        self._retained = RetainedCheckpoints(
             limit=self.save_top_k,
             mode=self.mode if self.monitor else "max",
             is_monitored=self.monitor is not None,
@@ -155,7 +155,7 @@ class ModelCheckpoint(Callback):
         self._saved_paths: list[str] = []
         self._saved_for = ""
         self._driven_out: list[str] = []
-        self._left_over: list[str] = []
+        self._pending_removals: list[str] = []
         self._safe_state: dict[str, Any] | None = None
         self._current_score: float | None = None
 
@@ -177,22 +177,22 @@ class ModelCheckpoint(Callback):
     @property
     def best_model_path(self) -> str:
         """The best checkpoint, empty before the first."""
-        return self._kept.best_path
+        return self._retained.best_path
 
     @property
     def best_model_score(self) -> Tensor | None:
         """Its monitored value, a tensor without dimensions on the CPU; None before the first, or without a monitor."""
-        return None if self._kept.best_score is None else as_tensor(self._kept.best_score)
+        return None if self._retained.best_score is None else as_tensor(self._retained.best_score)
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
         """The checkpoints that ``save_top_k`` keeps, with their monitored value or else the number of steps."""
-        return {path: as_tensor(score) for path, score in self._kept.scores.items()}
+        return {path: as_tensor(score) for path, score in self._retained.scores.items()}
 
     @property
     def kth_best_model_path(self) -> str:
         """The one of them that the next better one replaces, empty while there is room."""
-        return self._kept.next_to_go
+        return self._retained.next_to_go
 
     @property
     def current_score(self) -> Tensor | None:
@@ -202,7 +202,7 @@ class ModelCheckpoint(Callback):
     @property
     def last_model_path(self) -> str:
         """The one that ``save_last`` keeps."""
-        return self._kept.link or self._kept.last_path
+        return self._retained.link or self._retained.last_path
 
     @property
     def saved_paths(self) -> list[str]:
@@ -227,7 +227,7 @@ class ModelCheckpoint(Callback):
             "dirpath": "" if self.dirpath is None else str(self.dirpath),
             "current_score": self._current_score,
             "driven_out": list(self._driven_out),
-            **self._kept.state_dict(),
+            **self._retained.state_dict(),
         }
 
     @override
@@ -240,9 +240,10 @@ class ModelCheckpoint(Callback):
         if not self._is_running:  # the state is what a run in other processes has come to
             self.dirpath = place(state_dict["dirpath"])
         self._current_score = state_dict.get("current_score")
-        are_here = str(self.dirpath) == state_dict["dirpath"]
-        self._kept.load_state_dict(state_dict, are_here=are_here)
-        self._left_over = list(state_dict.get("driven_out", ())) if are_here else []  # which older ones lack
+        in_same_folder = str(self.dirpath) == state_dict["dirpath"]
+        self._retained.load_state_dict(state_dict, in_same_folder=in_same_folder)
+        # Checkpoints of older versions have no "driven_out".
+        self._pending_removals = list(state_dict.get("driven_out", ())) if in_same_folder else []
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
@@ -272,7 +273,7 @@ class ModelCheckpoint(Callback):
         root = trainer.default_root_dir
         if trainer.log_dir is not None and storage_of(root).is_local:
             root = trainer.log_dir
-        self.dirpath = self._given_dirpath or root.absolute() / "checkpoints"
+        self.dirpath = self._requested_dirpath or root.absolute() / "checkpoints"
         self._check_link(trainer, self.dirpath)
         if trainer.is_global_zero and (self.save_top_k or self.save_last):
             check_writable(self.dirpath, trainer.strategy.checkpoint_io)
@@ -299,8 +300,8 @@ class ModelCheckpoint(Callback):
             self._background = BackgroundSaves(trainer.strategy)  # as the user or another callback wants it
         self._times.begin(trainer)
         self._saved_at_step = trainer.global_step
-        self._kept.resumed_from = _resumed_path(trainer)
-        self._remove_left_over(trainer)
+        self._retained.resumed_from = _resumed_path(trainer)
+        self._remove_pending(trainer)
         if self._rescue is not None:
             self._rescue.on_train_start(trainer, module)
 
@@ -310,7 +311,7 @@ class ModelCheckpoint(Callback):
             self._save_end(trainer)
         if self._background is not None:
             self._surface(self._background.wait)
-            self._tell(trainer)
+            self._announce_save(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
@@ -331,7 +332,7 @@ class ModelCheckpoint(Callback):
             self._surface(background.end)
             if self._is_untold:  # after an exception
                 self._link(trainer)
-        self._kept.unused.release()
+        self._retained.unused.release()
 
     # When
 
@@ -369,7 +370,7 @@ class ModelCheckpoint(Callback):
             ends_epoch = self._is_in_epoch and trainer.is_last_batch
             self._is_due = times.epoch_is_due(trainer) and not ends_epoch
         if self._is_due:
-            self._save(trainer, must_be_known=times.save_on_train_epoch_end is False)
+            self._save(trainer, requires_value=times.save_on_train_epoch_end is False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -378,16 +379,16 @@ class ModelCheckpoint(Callback):
         if times.counts_epochs:
             self._is_due = times.epoch_is_due(trainer) and times.save_on_train_epoch_end is not False
         if self._is_due:
-            self._save(trainer, must_be_known=is_overdue(trainer))
+            self._save(trainer, requires_value=is_overdue(trainer))
         if times.counts_epochs:
             self._is_due = False
 
     # Saving
 
-    def _save(self, trainer: Trainer, *, must_be_known: bool = False) -> None:
+    def _save(self, trainer: Trainer, *, requires_value: bool = False) -> None:
         """Save what is due, unless its monitored value is still to come; collective."""
         decision: Decision | None = trainer.strategy.broadcast(
-            self._decide(trainer, must_be_known=must_be_known) if trainer.is_global_zero else None
+            self._decide(trainer, requires_value=requires_value) if trainer.is_global_zero else None
         )
         if decision is None:
             return
@@ -397,30 +398,30 @@ class ModelCheckpoint(Callback):
         self._current_score = None if self.monitor is None else decision.score
         self._surface(partial(self._write, trainer, decision))
         if self._background is None:
-            self._tell(trainer)
+            self._announce_save(trainer)
 
     def _save_end(self, trainer: Trainer) -> None:
         """Save the last one where training has ended between two saves; collective."""
         assert self.dirpath is not None  # noqa: S101 - setup has set it
         replaces = not trainer.strategy.checkpoint_io.is_collective
         decision: Decision = trainer.strategy.broadcast(
-            self._kept.decide_last(self.dirpath, replaces=replaces) if trainer.is_global_zero else Decision()
+            self._retained.decide_last(self.dirpath, replaces=replaces) if trainer.is_global_zero else Decision()
         )
         if decision.paths:
             self._surface(partial(self._write, trainer, decision))
             self._saved_for = ""
             if self._background is None:
-                self._tell(trainer)
+                self._announce_save(trainer)
 
     def _write(self, trainer: Trainer, decision: Decision) -> None:
         if self._background is not None:
             self._background.wait()  # so that the state before is that of a save that has succeeded
-            self._tell(trainer)
+            self._announce_save(trainer)
         self._safe_state = self.state_dict()
-        self._driven_out = self._kept.take(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
+        self._driven_out = self._retained.apply(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
         for path in decision.paths:
             trainer.save_checkpoint(path, weights_only=self.save_weights_only)
-        if not self._kept.link:
+        if not self._retained.link:
             self._remove_driven_out(trainer)
         self._saved_paths, self._is_untold = decision.paths, True
         if decision.last_path is not None:
@@ -429,7 +430,7 @@ class ModelCheckpoint(Callback):
         if self._background is None:
             self._safe_state = None
 
-    def _tell(self, trainer: Trainer) -> None:
+    def _announce_save(self, trainer: Trainer) -> None:
         """Tell the loggers of a checkpoint that is complete, and let the link lead to it."""
         if self._is_untold:
             self._link(trainer)
@@ -441,8 +442,8 @@ class ModelCheckpoint(Callback):
         """Let the link lead to a checkpoint that is complete; what it led to before may go only then."""
         self._is_untold = False
         if trainer.is_global_zero:
-            self._kept.update_link()
-        self._kept.unused.release([*self._saved_paths, self._kept.link])
+            self._retained.update_link()
+        self._retained.unused.release([*self._saved_paths, self._retained.link])
         self._remove_driven_out(trainer)
 
     def _remove_driven_out(self, trainer: Trainer) -> None:
@@ -450,11 +451,11 @@ class ModelCheckpoint(Callback):
         for path in driven_out:
             remove_checkpoint(trainer.strategy, path)
 
-    def _remove_left_over(self, trainer: Trainer) -> None:
+    def _remove_pending(self, trainer: Trainer) -> None:
         """Remove what the run that saved the checkpoint was killed before it removed; collective."""
-        left_over, self._left_over = self._left_over, []
-        if left_over:
-            old = self._kept.older_ones(left_over) if trainer.is_global_zero else []
+        pending, self._pending_removals = self._pending_removals, []
+        if pending:
+            old = self._retained.older_than_newest(pending) if trainer.is_global_zero else []
             for path in trainer.strategy.broadcast(old):
                 remove_checkpoint(trainer.strategy, path)
 
@@ -463,12 +464,12 @@ class ModelCheckpoint(Callback):
         try:
             wait()
         except BaseException as error:
-            self._kept.unused.release()
+            self._retained.unused.release()
             if isinstance(error, Exception) and self._safe_state is not None:
                 self.load_state_dict(self._safe_state)
             raise
 
-    def _decide(self, trainer: Trainer, *, must_be_known: bool) -> Decision | None:
+    def _decide(self, trainer: Trainer, *, requires_value: bool) -> Decision | None:
         """Return what to save; None where the monitored value is still to come, or nothing is wanted."""
         values: dict[str, Any] = {
             **trainer.callback_metrics,
@@ -479,14 +480,14 @@ class ModelCheckpoint(Callback):
             problem = (
                 f"ModelCheckpoint(monitor={self.monitor!r}) waits for a value {not_logged(trainer.callback_metrics)}"
             )
-            return Decision(error=problem) if must_be_known else None
+            return Decision(error=problem) if requires_value else None
         if self._comes_from_validation and self._validated_at_step != trainer.global_step:
             return None
         score = float(values["step" if self.monitor is None else self.monitor])
         assert self.dirpath is not None  # noqa: S101 - setup has set it
         replaces = not trainer.strategy.checkpoint_io.is_collective
         try:
-            return self._kept.decide(self.dirpath, self._name, values, score, replaces=replaces)
+            return self._retained.decide(self.dirpath, self._name, values, score, replaces=replaces)
         except MisuseError as error:
             return Decision(error=str(error))
 

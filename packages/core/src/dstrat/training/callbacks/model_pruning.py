@@ -171,7 +171,7 @@ class ModelPruning(Callback):
             return
         before = self._count_pruned()
         self.apply_pruning(amount)
-        _take_masks_of_first_rank(trainer.strategy, self._parameters)
+        _broadcast_masks(trainer.strategy, self._parameters)
         if self._verbose and trainer.is_global_zero:
             self._log_pruned(module, before)
         if _value(self._uses_lottery_ticket, epoch):
@@ -342,13 +342,13 @@ def _prune_together(method: type[prune.BasePruningMethod], parameters: Parameter
     prune.global_unstructured(parameters, pruning_method=method, amount=amount)
 
 
-def _take_masks_of_first_rank(strategy: Strategy, parameters: Parameters) -> None:
+def _broadcast_masks(strategy: Strategy, parameters: Parameters) -> None:
     """Let all processes have the masks of rank 0: those of a random method differ; collective."""
     if strategy.world_size == 1:
         return
     masks = [getattr(layer, f"{name}_mask", None) for layer, name in parameters]
-    chosen = strategy.broadcast([None if mask is None else mask.bool().cpu() for mask in masks])
-    for mask, values in zip(masks, chosen, strict=True):
+    rank_zero_masks = strategy.broadcast([None if mask is None else mask.bool().cpu() for mask in masks])
+    for mask, values in zip(masks, rank_zero_masks, strict=True):
         if mask is not None:
             mask.copy_(values)
 
@@ -381,9 +381,9 @@ def _check_parameters(module: nn.Module, parameters: Any) -> None:
         raise RequestError(
             "parameters_to_prune must be pairs of a module and a parameter's name: [(net.layer, 'weight')]"
         )
-    known = set(module.modules())
+    layers = set(module.modules())
     for layer, name in parameters:
-        if layer not in known:
+        if layer not in layers:
             raise RequestError(
                 f"parameters_to_prune has a {type(layer).__name__} that {type(module).__name__} does not have"
             )

@@ -109,22 +109,22 @@ def summarize(
         shapes: Shapes of the layers that are known, by their name; that of the module itself is empty.
         remark: What is to be said besides.
     """
-    known = shapes or {}
+    shapes_by_name = shapes or {}
     layers = [
-        _layer(name, part, part.parameters(), part.buffers(), known.get(name))
-        for name, part in _parts(module, max_depth)
+        _layer(name, layer, layer.parameters(), layer.buffers(), shapes_by_name.get(name))
+        for name, layer in _layers_to_depth(module, max_depth)
     ]
     direct = _layer("(own)", None, module.parameters(recurse=False), module.buffers(recurse=False), None)
     if direct.num_bytes and max_depth:
         layers.append(direct)
-    total = _layer("total", module, module.parameters(), module.buffers(), known.get(""))
+    total = _layer("total", module, module.parameters(), module.buffers(), shapes_by_name.get(""))
     return Summary(layers=tuple(layers), total=total, remarks=tuple(filter(None, (*_remarks(module), remark))))
 
 
-def _parts(module: nn.Module, max_depth: int) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in module.named_modules():
+def _layers_to_depth(module: nn.Module, max_depth: int) -> Iterator[tuple[str, nn.Module]]:
+    for name, layer in module.named_modules():
         if name and (max_depth < 0 or name.count(".") < max_depth):
-            yield name, part
+            yield name, layer
 
 
 def _layer(
@@ -134,13 +134,15 @@ def _layer(
     buffers: Iterable[Tensor],
     shapes: Shapes | None,
 ) -> Layer:
-    sizes = [(parameter.numel(), parameter.requires_grad, _bytes_of(parameter)) for parameter in _known(parameters)]
+    sizes = [
+        (parameter.numel(), parameter.requires_grad, _bytes_of(parameter)) for parameter in _initialized(parameters)
+    ]
     return Layer(
         name=name,
         kind="" if module is None else type(module).__name__,
         parameters=sum(size for size, _, _ in sizes),
         trainable=sum(size for size, trains, _ in sizes if trains),
-        num_bytes=sum(num_bytes for _, _, num_bytes in sizes) + sum(map(_bytes_of, _known(buffers))),
+        num_bytes=sum(num_bytes for _, _, num_bytes in sizes) + sum(map(_bytes_of, _initialized(buffers))),
         shapes=shapes,
     )
 
@@ -152,13 +154,15 @@ def _remarks(module: nn.Module) -> Iterator[str]:
         yield f"{lazy} parameters of lazy layers have no size yet, and are not counted"
     if any(parameter.is_meta for parameter in parameters):
         yield "parameters on the meta device take no memory yet; their sizes are those that they will have"
-    owners = [parameter for part in module.modules() for parameter in part.parameters(recurse=False)]
-    shared = sum(parameter.numel() for parameter in _known(owners)) - sum(p.numel() for p in _known(parameters))
+    owners = [parameter for layer in module.modules() for parameter in layer.parameters(recurse=False)]
+    shared = sum(parameter.numel() for parameter in _initialized(owners)) - sum(
+        p.numel() for p in _initialized(parameters)
+    )
     if shared:
         yield f"layers share {shared:,} parameters, which count once in the total"
 
 
-def _known(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _initialized(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if not isinstance(tensor, UninitializedParameter | UninitializedBuffer)]
 
 
@@ -186,7 +190,7 @@ def show_on_terminal(summary: Summary) -> None:
         footer_style="bold",
     )
     for name, total in zip(header(summary), cells(summary.total, summary), strict=True):
-        is_number = name not in LEFT
+        is_number = name not in LEFT_ALIGNED
         table.add_column(
             name, Text(total), justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
         )
@@ -248,15 +252,15 @@ def record_shapes(module: nn.Module, example: Any, run: Callable[..., Any]) -> d
     """
     args = example if isinstance(example, tuple) else () if isinstance(example, Mapping) else (example,)
     kwargs = example if isinstance(example, Mapping) else {}
-    found: dict[str, Shapes] = {}
+    shapes: dict[str, Shapes] = {}
     with ExitStack() as stack:
-        _leave_as_it_was(module, stack)
-        for name, part in module.named_modules():
-            if name and not isinstance(part, torch.jit.ScriptModule):
-                hook = part.register_forward_hook(_recorder(name, found), with_kwargs=True)
+        _restore_on_exit(module, stack)
+        for name, layer in module.named_modules():
+            if name and not isinstance(layer, torch.jit.ScriptModule):
+                hook = layer.register_forward_hook(_recorder(name, shapes), with_kwargs=True)
                 stack.callback(hook.remove)
-        found[""] = _shapes(args, kwargs, run(*args, **kwargs))
-    return found
+        shapes[""] = _shapes(args, kwargs, run(*args, **kwargs))
+    return shapes
 
 
 def _obstacle(trainer: Trainer, module: nn.Module) -> str | None:
@@ -270,9 +274,9 @@ def _obstacle(trainer: Trainer, module: nn.Module) -> str | None:
     return None
 
 
-def _leave_as_it_was(module: nn.Module, stack: ExitStack) -> None:
-    for part in module.modules():
-        stack.callback(setattr, part, "training", part.training)
+def _restore_on_exit(module: nn.Module, stack: ExitStack) -> None:
+    for layer in module.modules():
+        stack.callback(setattr, layer, "training", layer.training)
     module.eval()
     stack.callback(RandomState.capture().restore)
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
@@ -280,17 +284,17 @@ def _leave_as_it_was(module: nn.Module, stack: ExitStack) -> None:
     stack.enter_context(torch.no_grad())
 
 
-def _recorder(name: str, found: dict[str, Shapes]) -> Callable[..., None]:
-    def record(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
-        if name not in found:
-            found[name] = _shapes(args, kwargs, output)
+def _recorder(name: str, shapes: dict[str, Shapes]) -> Callable[..., None]:
+    def record(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
+        if name not in shapes:
+            shapes[name] = _shapes(args, kwargs, output)
 
     return record
 
 
 def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Shapes:
-    given = [*map(shape_of, args), *(f"{name}={shape_of(value)}" for name, value in kwargs.items())]
-    return Shapes(input=_shortened(", ".join(given)), output=_shortened(shape_of(output)))
+    inputs = [*map(shape_of, args), *(f"{name}={shape_of(value)}" for name, value in kwargs.items())]
+    return Shapes(input=_shortened(", ".join(inputs)), output=_shortened(shape_of(output)))
 
 
 def shape_of(value: Any) -> str:
@@ -298,7 +302,7 @@ def shape_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return str(list(value.shape))
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {shape_of(part)}' for key, part in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {shape_of(item)}' for key, item in value.items())}}}"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(shape_of, value))})"
     return "None" if value is None else type(value).__name__
@@ -311,7 +315,7 @@ def _shortened(text: str) -> str:
 # A summary of a module as a table of text.
 
 
-LEFT = ("layer", "type", "input", "output")
+LEFT_ALIGNED = ("layer", "type", "input", "output")
 """Columns of words; numbers are aligned to the right."""
 
 
@@ -336,7 +340,7 @@ def as_text(summary: Summary) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
     lines = [
         "  ".join(
-            cell.ljust(width) if name in LEFT else cell.rjust(width)
+            cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width)
             for cell, width, name in zip(row, widths, names, strict=True)
         )
         for row in rows

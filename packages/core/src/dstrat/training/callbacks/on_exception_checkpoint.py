@@ -81,7 +81,7 @@ class OnExceptionCheckpoint(Callback):
     def _save_together(self, trainer: Trainer, exception: BaseException) -> None:
         path = trainer.strategy.broadcast(self._path() if trainer.is_global_zero else "")
         trainer.save_checkpoint(path)
-        self._note(trainer, path, exception, tells=trainer.is_global_zero)
+        self._note(trainer, path, exception, logs=trainer.is_global_zero)
 
     def _save_alone(self, trainer: Trainer, exception: Exception) -> None:
         if trainer.world_size > 1 and not trainer.strategy.replicates_state:
@@ -93,13 +93,13 @@ class OnExceptionCheckpoint(Callback):
             return
         path = self._path()
         rescue_checkpoint(trainer, path)
-        self._note(trainer, path, exception, tells=True)
+        self._note(trainer, path, exception, logs=True)
 
     def _path(self) -> str:
         return self._unused.choose(self.dirpath, self.filename)
 
-    def _note(self, trainer: Trainer, path: str, exception: BaseException, *, tells: bool) -> None:
+    def _note(self, trainer: Trainer, path: str, exception: BaseException, *, logs: bool) -> None:
         wait_for_writes(trainer.strategy)
         self.ckpt_path = path
-        if tells:
+        if logs:
             _log.warning("%s after step %d: saved %s", type(exception).__name__, trainer.global_step, path)

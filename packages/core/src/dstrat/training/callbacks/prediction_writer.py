@@ -57,8 +57,8 @@ class PredictionWriter(Callback):
 
     def __init__(self, write_interval: WriteInterval = "batch") -> None:
         if write_interval not in _METHODS:
-            known = ", ".join(map(repr, get_args(WriteInterval)))
-            raise RequestError(f"write_interval={write_interval!r} must be one of {known}")
+            choices = ", ".join(map(repr, get_args(WriteInterval)))
+            raise RequestError(f"write_interval={write_interval!r} must be one of {choices}")
         for method in _METHODS[write_interval]:
             if not overrides(self, method, PredictionWriter):
                 raise MisuseError(
@@ -212,15 +212,15 @@ def read_predictions(folder: str | Path, **load_options: Any) -> list[Any]:
     Raises:
         RequestError: There are no predictions.
     """
-    files = sorted(_files(home_path(folder)), key=lambda found: found[1:])
+    files = sorted(_files(home_path(folder)), key=lambda batches_by_loader: batches_by_loader[1:])
     if not files:
         raise RequestError(f"{str(folder)!r} holds no predictions of a TorchPredictionWriter")
-    found: dict[int, list[tuple[Any, Any]]] = {}
+    batches_by_loader: dict[int, list[tuple[Any, Any]]] = {}
     for file, _, loader, _ in files:
         content = torch.load(file, **{"map_location": "cpu", "weights_only": True, **load_options})
         pairs = zip(content["batch_indices"], content["predictions"], strict=True)
-        found.setdefault(loader, []).extend(pairs)
-    ordered = [_in_order(found[loader]) for loader in sorted(found)]
+        batches_by_loader.setdefault(loader, []).extend(pairs)
+    ordered = [_in_order(batches_by_loader[loader]) for loader in sorted(batches_by_loader)]
     return ordered[0] if len(ordered) == 1 else ordered
 
 
@@ -234,9 +234,9 @@ def _in_order(batches: list[tuple[Any, Any]]) -> list[Any]:
 
 def _files(folder: Path) -> list[tuple[Path, int, int, int]]:
     """Return the files of predictions with rank, loader and batch."""
-    found = []
+    files = []
     for file in folder.iterdir() if folder.is_dir() else []:
         if match := _NAME.fullmatch(file.name):
             rank, loader, batch = (int(number or 0) for number in match.groups())
-            found.append((file, rank, loader, batch))
-    return found
+            files.append((file, rank, loader, batch))
+    return files

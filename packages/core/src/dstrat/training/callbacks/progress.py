@@ -53,7 +53,7 @@ class Progress:
         return monotonic() - self._start
 
     @property
-    def seconds_left(self) -> float | None:
+    def seconds_remaining(self) -> float | None:
         """Seconds until the end at the present speed, None where that is unknown."""
         if self.total is None or self.speed is None or self.done >= self.total:
             return None
@@ -76,9 +76,9 @@ def format_duration(seconds: float | None) -> str:
     """Return a duration as ``m:ss`` or ``h:mm:ss``."""
     if seconds is None:
         return ""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_of_minute = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_of_minute:02d}" if hours else f"{minutes}:{seconds_of_minute:02d}"
 
 
 def format_value(value: float | str, *, digits: int = 4) -> str:
@@ -106,8 +106,8 @@ class EvaluationProgress:
 
     def __init__(self, title: str, counts: Sequence[int | None], batches_per_item: int = 1) -> None:
         self._title, self._counts, self._batches_per_item = title, counts, batches_per_item
-        known = [count for count in counts if count is not None]
-        self._progress = Progress(title, sum(known) if len(known) == len(counts) else None)
+        known_counts = [count for count in counts if count is not None]
+        self._progress = Progress(title, sum(known_counts) if len(known_counts) == len(counts) else None)
         self._done = [0] * len(counts)
 
     def count(self, dataloader_idx: int, refresh_rate: int) -> bool:
@@ -159,11 +159,11 @@ class LineDisplay:
 
 
 def _write(title: str, progress: Progress, values: Mapping[str, float | str]) -> None:
-    left = format_duration(progress.seconds_left)
+    remaining = format_duration(progress.seconds_remaining)
     facts = [
         f"{format_count(progress)} batches",
         format_speed(progress.speed),
-        f"{left} left" if left else "",
+        f"{remaining} left" if remaining else "",
         *(f"{name} {format_value(value)}" for name, value in values.items()),
     ]
     print(f"{title}: {', '.join(filter(None, facts))}", file=sys.stderr, flush=True)

@@ -276,8 +276,8 @@ def _batches_of_epoch(trainer: Trainer) -> int | None:
     if trainer.max_steps < 0:
         return of_epoch
     loop = trainer.fit_loop
-    left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches - loop.in_group
-    of_steps = loop.batches_done + left
+    remaining = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches - loop.in_group
+    of_steps = loop.batches_done + remaining
     return of_steps if of_epoch is None else min(of_epoch, of_steps)
 
 

@@ -80,7 +80,7 @@ def _drawing_of(running: Sequence[Progress], values: Mapping[str, float | str], 
     for ratio, style in zip((None, 1, None, None, None, None), styles, strict=True):
         table.add_column(ratio=ratio, no_wrap=True, style=style)
     for progress in running:
-        left = format_duration(progress.seconds_left)
+        remaining = format_duration(progress.seconds_remaining)
         table.add_row(
             progress.title,
             ProgressBar(
@@ -93,7 +93,7 @@ def _drawing_of(running: Sequence[Progress], values: Mapping[str, float | str], 
             format_count(progress),
             format_speed(progress.speed),
             format_duration(progress.seconds),
-            left and f"{left} left",
+            remaining and f"{remaining} left",
         )
     return Group(table, _Values(values, theme)) if values else Group(table)
 

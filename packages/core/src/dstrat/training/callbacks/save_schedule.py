@@ -41,23 +41,23 @@ class SavingTimes:
         train_time_interval: Duration | None,
         save_on_train_epoch_end: bool | None,
     ) -> None:
-        given = {
+        requested = {
             "every_n_epochs": every_n_epochs,
             "every_n_train_steps": every_n_train_steps,
             "train_time_interval": train_time_interval,
         }
-        _check_one(given)
+        _check_one(requested)
         for name in ("every_n_epochs", "every_n_train_steps"):
-            if given[name] is not None:
-                check_count(name, given[name], 0)
+            if requested[name] is not None:
+                check_count(name, requested[name], 0)
         self.every_n_train_steps = every_n_train_steps or None
-        is_default = all(value is None for value in given.values())
+        is_default = all(value is None for value in requested.values())
         self.counts_epochs = is_default or bool(every_n_epochs)
         saves_between = self.every_n_train_steps is not None or train_time_interval is not None
         if save_on_train_epoch_end is not None and saves_between:
             name = "every_n_train_steps" if every_n_train_steps else "train_time_interval"
             raise ConflictError(
-                f"save_on_train_epoch_end={save_on_train_epoch_end!r} is about epochs, and {name}={given[name]!r} "
+                f"save_on_train_epoch_end={save_on_train_epoch_end!r} is about epochs, and {name}={requested[name]!r} "
                 "saves between them: leave one of them out"
             )
         self.every_n_epochs = 1 if every_n_epochs is None else every_n_epochs
@@ -109,8 +109,10 @@ class SavingTimes:
 
     def describe(self) -> str:
         """Return the arguments as they are in the callback's ``state_key``."""
-        known = f"every_n_epochs={self.every_n_epochs}, every_n_train_steps={self.every_n_train_steps}"
-        return known if self.train_time_interval is None else f"{known}, train_time_interval={self._seconds}"
+        description = f"every_n_epochs={self.every_n_epochs}, every_n_train_steps={self.every_n_train_steps}"
+        return (
+            description if self.train_time_interval is None else f"{description}, train_time_interval={self._seconds}"
+        )
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -119,11 +121,11 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise RequestError(f"{name}={value!r} must be an int of at least {least}")
 
 
-def _check_one(given: dict[str, Any]) -> None:
-    chosen = [f"{name}={value!r}" for name, value in given.items() if value is not None and value != 0]
-    if len(chosen) > 1:
+def _check_one(requested: dict[str, Any]) -> None:
+    triggers = [f"{name}={value!r}" for name, value in requested.items() if value is not None and value != 0]
+    if len(triggers) > 1:
         raise ConflictError(
-            f"{' and '.join(chosen)} both say when to save: keep one, or give each to a ModelCheckpoint of its own"
+            f"{' and '.join(triggers)} both say when to save: keep one, or give each to a ModelCheckpoint of its own"
         )
 
 
@@ -141,9 +143,10 @@ class BackgroundSaves:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        given = strategy.checkpoint_io
-        self._replaced = None if isinstance(given, AsyncCheckpointIO) else given  # another callback's, or the user's
-        self._io = given if isinstance(given, AsyncCheckpointIO) else AsyncCheckpointIO(given)
+        checkpoint_io = strategy.checkpoint_io
+        # An AsyncCheckpointIO is another callback's, or the user's, and stays.
+        self._replaced = None if isinstance(checkpoint_io, AsyncCheckpointIO) else checkpoint_io
+        self._io = checkpoint_io if isinstance(checkpoint_io, AsyncCheckpointIO) else AsyncCheckpointIO(checkpoint_io)
         self._put(self._io)
 
     def check(self) -> None:

@@ -69,7 +69,7 @@ class ThroughputMonitor(Callback):
                 raise RequestError(f"ThroughputMonitor({name}={value!r}) must be more than 0")
         self._batch_size_fn, self._length_fn = batch_size_fn or size_of, length_fn
         self._window_size = window_size
-        self._available_flops, self._known_flops_per_sample = available_flops, flops_per_sample
+        self._available_flops, self._declared_flops_per_sample = available_flops, flops_per_sample
         self._throughput: Throughput | None = None
         self._peak: float | None = None
         self._flops_per_sample: float | None = None
@@ -86,7 +86,7 @@ class ThroughputMonitor(Callback):
             return
         self._throughput = Throughput(self._window_size)
         self._peak = self._available_flops or _peak_of(trainer)
-        self._flops_per_sample = self._known_flops_per_sample
+        self._flops_per_sample = self._declared_flops_per_sample
         self._must_count = self._peak is not None and self._flops_per_sample is None
         self._set_due(trainer)
 
@@ -290,7 +290,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, allows_tf32: bool) -> fl
         dtype: In which matrix products are computed: float16, bfloat16 or float32.
         allows_tf32: Whether torch may compute those of float32 in TensorFloat-32.
     """
-    speeds = next((speeds for part, speeds in _TERA.items() if _names(device_name, part)), {})
+    speeds = next((speeds for model_name, speeds in _TERA.items() if _is_model(device_name, model_name)), {})
     for kind in _kinds(str(dtype).removeprefix("torch."), allows_tf32=allows_tf32):
         if kind in speeds:
             return speeds[kind] * 1e12
@@ -304,9 +304,9 @@ def _kinds(dtype: str, *, allows_tf32: bool) -> list[str]:
     return [dtype, "16"] if dtype in ("float16", "bfloat16") else []
 
 
-def _names(device_name: str, part: str) -> bool:
+def _is_model(device_name: str, model_name: str) -> bool:
     """Return whether a device is of a model: an A10G is no A10, an RTX 3090 Ti no RTX 3090, a MIG slice no H100."""
-    name, part = f" {device_name.lower()} ", f" {part.lower()}"
-    if part.startswith(" rtx"):
-        return name.endswith(f"{part} ")
-    return " mig " not in name and (f"{part} " in name or f"{part}-" in name)
+    name, model_name = f" {device_name.lower()} ", f" {model_name.lower()}"
+    if model_name.startswith(" rtx"):
+        return name.endswith(f"{model_name} ")
+    return " mig " not in name and (f"{model_name} " in name or f"{model_name}-" in name)

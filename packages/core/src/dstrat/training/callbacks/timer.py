@@ -58,7 +58,7 @@ class Timer(Callback):
 
     def time_elapsed(self, stage: TimedStage = "train") -> float:
         """Return how long a stage has taken so far, in seconds."""
-        began = self._began[_known(stage)]
+        began = self._began[_check_stage(stage)]
         return self._spent[stage] + (0.0 if began is None else monotonic() - began)
 
     def time_remaining(self, stage: TimedStage = "train") -> float | None:
@@ -78,7 +78,7 @@ class Timer(Callback):
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        for each in _STAGES if stage == "fit" else (_known(stage),):
+        for each in _STAGES if stage == "fit" else (_check_stage(stage),):
             self._began[each], self._spent[each] = None, 0.0
 
     @override
@@ -154,7 +154,7 @@ class Timer(Callback):
             )
 
 
-def _known(stage: str) -> TimedStage:
+def _check_stage(stage: str) -> TimedStage:
     for each in _STAGES:
         if each == stage:
             return each

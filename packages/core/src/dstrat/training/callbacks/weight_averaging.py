@@ -56,7 +56,7 @@ class WeightAveraging(Callback):
             raise RequestError("avg_fn and multi_avg_fn are two ways to average: give one of them")
         self._device = None if device is None else torch.device(device)
         self._options = {"use_buffers": use_buffers, **kwargs}
-        self._is_told_how = bool(kwargs.get("avg_fn") or kwargs.get("multi_avg_fn"))
+        self._has_custom_function = bool(kwargs.get("avg_fn") or kwargs.get("multi_avg_fn"))
         self._average: AveragedModel | None = None
         self._begin()
 
@@ -93,11 +93,13 @@ class WeightAveraging(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        others = [other for other in trainer.callbacks if isinstance(other, WeightAveraging) and other is not self]
-        if others:
+        other_averages = [
+            other for other in trainer.callbacks if isinstance(other, WeightAveraging) and other is not self
+        ]
+        if other_averages:
             raise ConflictError(
-                f"{type(self).__name__} and {type(others[0]).__name__} would both leave their average in the module: "
-                "give one of them"
+                f"{type(self).__name__} and {type(other_averages[0]).__name__} would both leave their average in the "
+                "module: give one of them"
             )
         self._create(trainer)
 
@@ -109,7 +111,9 @@ class WeightAveraging(Callback):
                     f"{type(self).__name__} needs the whole weights in each process, and "
                     f"{type(trainer.strategy).__name__} shards them: leave it out, or choose another strategy"
                 )
-            options = self._options if self._is_told_how else {**self._options, "multi_avg_fn": self._average_equally}
+            options = (
+                self._options if self._has_custom_function else {**self._options, "multi_avg_fn": self._average_equally}
+            )
             # Without a device: it would put the count there too, and each update would wait for the device to read it.
             self._average = AveragedModel(trainer.strategy.module, **options)
             self._average.module.to(self._device).requires_grad_(False)
@@ -191,9 +195,9 @@ class WeightAveraging(Callback):
         """Exchange the values of the module's weights and the average's, in place."""
         assert self._average is not None  # noqa: S101 - callers have checked it
         for average, current in zip(_tensors(self._average.module), _tensors(trainer.strategy.module), strict=True):
-            kept = current.to(average.device, copy=True)
+            saved = current.to(average.device, copy=True)
             current.copy_(average)
-            average.copy_(kept)
+            average.copy_(saved)
         self._is_swapped = not self._is_swapped
 
     @override
@@ -202,10 +206,10 @@ class WeightAveraging(Callback):
         if not self._has_average:
             return
         assert self._average is not None  # noqa: S101 - there is one
-        others = self._average.module.state_dict()
-        average, current = others, checkpoint["state_dict"]
+        other_state = self._average.module.state_dict()
+        average, current = other_state, checkpoint["state_dict"]
         if self._is_swapped:
-            average, current = current, others
+            average, current = current, other_state
         checkpoint["state_dict"] = average
         if "loops" in checkpoint:  # otherwise only weights are saved, and nothing can go on with them
             checkpoint["current_model_state"] = current

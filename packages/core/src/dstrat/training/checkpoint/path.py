@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Asked: TypeAlias = "str | Path | Search | None"
 """A checkpoint as a run was asked for it."""
 
-_PLACES = ("", "checkpoints", "*/checkpoints", "*/*/checkpoints")
+_FOLDER_PATTERNS = ("", "checkpoints", "*/checkpoints", "*/*/checkpoints")
 """Where checkpoints are below ``default_root_dir``, with and without a logger."""
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def remove_checkpoint(strategy: Strategy, path: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
+class _SearchResult:
     """What one process found, for all of them."""
 
     path: str | None = None
@@ -76,57 +76,57 @@ def asked_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> Asked:
     return Search.NEWEST
 
 
-def resolve_checkpoint(trainer: Trainer, asked: Asked) -> str | Path | None:
+def resolve_checkpoint(trainer: Trainer, requested: Asked) -> str | Path | None:
     """Return the checkpoint to load; collective where it has to be found.
 
     Args:
         trainer: In a run that has been set up.
-        asked: A path, ``"last"``, ``"best"``, a search, or None.
+        requested: A path, ``"last"``, ``"best"``, a search, or None.
 
     Raises:
         CheckpointError: There is no such checkpoint.
     """
-    if not isinstance(asked, Search) and asked not in ("last", "best"):
-        return None if asked is None else os.path.expanduser(asked)  # noqa: PTH111 - it may be a URL
-    found = trainer.strategy.broadcast(_find(trainer, asked) if trainer.is_global_zero else _Found())
-    if found.error is not None:
-        raise CheckpointError(found.error)
-    return found.path
+    if not isinstance(requested, Search) and requested not in ("last", "best"):
+        return None if requested is None else os.path.expanduser(requested)  # noqa: PTH111 - it may be a URL
+    result = trainer.strategy.broadcast(_find(trainer, requested) if trainer.is_global_zero else _SearchResult())
+    if result.error is not None:
+        raise CheckpointError(result.error)
+    return result.path
 
 
-def _find(trainer: Trainer, asked: Asked) -> _Found:
+def _find(trainer: Trainer, requested: Asked) -> _SearchResult:
     """Return what is asked for, and log it; in one process."""
     try:
-        found = _best_of_last_fit(trainer) if asked is Search.BEST_OF_LAST_FIT else _search(trainer, asked)
+        result = _best_of_last_fit(trainer) if requested is Search.BEST_OF_LAST_FIT else _search(trainer, requested)
     except OSError as error:
-        return _Found(error=f"no checkpoint could be looked for: {error}")
-    if found.path is not None:
-        _log.warning("%s", _description(trainer, asked, found.path))
-    return found
+        return _SearchResult(error=f"no checkpoint could be looked for: {error}")
+    if result.path is not None:
+        _log.warning("%s", _description(trainer, requested, result.path))
+    return result
 
 
-def _search(trainer: Trainer, asked: Asked) -> _Found:
-    if asked == "best":
+def _search(trainer: Trainer, requested: Asked) -> _SearchResult:
+    if requested == "best":
         return _best(trainer)
     folders = _folders(trainer)
     path = _newest(folders, trainer.strategy.checkpoint_io)
     if path is not None:
-        return _Found(path=str(path))
-    if asked == "last":
-        return _Found(error=f"ckpt_path='last', and {_nothing_in(folders)}")
+        return _SearchResult(path=str(path))
+    if requested == "last":
+        return _SearchResult(error=f"ckpt_path='last', and {_nothing_in(folders)}")
     _log.warning("resume='auto': training starts anew, as %s", _nothing_in(folders))
-    return _Found()
+    return _SearchResult()
 
 
-def _description(trainer: Trainer, asked: Asked, path: str) -> str:
+def _description(trainer: Trainer, requested: Asked, path: str) -> str:
     """Return what to log of the checkpoint that was found."""
-    if asked is Search.NEWEST:
+    if requested is Search.NEWEST:
         return f"resume='auto': training goes on from {path}"
-    is_best = asked in ("best", Search.BEST_OF_LAST_FIT)
+    is_best = requested in ("best", Search.BEST_OF_LAST_FIT)
     which = _rank_of_best(trainer, path) if is_best else ""
-    if asked is not Search.BEST_OF_LAST_FIT:
+    if requested is not Search.BEST_OF_LAST_FIT:
         does = "training goes on from" if trainer.is_fitting else f"{trainer.stage} uses the weights of"
-        return f"ckpt_path={asked!r}: {does} {path}{which}"
+        return f"ckpt_path={requested!r}: {does} {path}{which}"
     return (
         f"{trainer.stage} without a module uses the best checkpoint of the last fit, {path}{which}: "
         "pass the module to use its weights as they are"
@@ -144,10 +144,10 @@ def _rank_of_best(trainer: Trainer, path: str) -> str:
     return f" ({facts})" if facts else ""
 
 
-def _best_of_last_fit(trainer: Trainer) -> _Found:
+def _best_of_last_fit(trainer: Trainer) -> _SearchResult:
     callback: Any = trainer.checkpoint_callback
     if callback is not None and callback.best_model_path:
-        return _Found(path=callback.best_model_path)
+        return _SearchResult(path=callback.best_model_path)
     if callback is None:
         why = "there is no ModelCheckpoint"
     elif trainer.fast_dev_run:
@@ -156,40 +156,42 @@ def _best_of_last_fit(trainer: Trainer) -> _Found:
         why = f"{type(callback).__name__}(save_top_k=0) keeps none"
     else:
         why = "none was saved"
-    return _Found(
+    return _SearchResult(
         error=f"{trainer.stage} without a module uses the best checkpoint of the last fit, and {why}: pass the module "
         "to use its weights as they are, or give a path as ckpt_path"
     )
 
 
-def _best(trainer: Trainer) -> _Found:
+def _best(trainer: Trainer) -> _SearchResult:
     """Return the best checkpoint of the last run, or of the run that saved the newest one."""
     callback: Any = trainer.checkpoint_callback
     if callback is None:
-        return _Found(error="ckpt_path='best', and there is no ModelCheckpoint, which would know it: give the path")
+        return _SearchResult(
+            error="ckpt_path='best', and there is no ModelCheckpoint, which would know it: give the path"
+        )
     if callback.best_model_path:
-        return _Found(path=callback.best_model_path)
+        return _SearchResult(path=callback.best_model_path)
     if trainer.fast_dev_run:
-        return _Found(
+        return _SearchResult(
             error=f"ckpt_path='best', and fast_dev_run={trainer.fast_dev_run} saves no checkpoints: leave it out, "
             "or give the path of one of another run"
         )
     folders = _folders(trainer)
     newest = _newest(folders, trainer.strategy.checkpoint_io)
     if newest is None:
-        return _Found(error=f"ckpt_path='best', and {_nothing_in(folders)}")
+        return _SearchResult(error=f"ckpt_path='best', and {_nothing_in(folders)}")
     best = _saved_state(newest, trainer.strategy.checkpoint_io, callback.state_key).get("best_model_path")
     if not best or not place(best).exists():
-        return _Found(
+        return _SearchResult(
             error=f"ckpt_path='best', and the newest checkpoint {str(newest)!r} does not know a best one that is "
             f"still there: give the path of one of {_list(newest.parent)}"
         )
-    return _Found(path=best)
+    return _SearchResult(path=best)
 
 
-def _saved_state(path: Place, own: CheckpointIO, state_key: str) -> dict[str, Any]:
+def _saved_state(path: Place, checkpoint_io: CheckpointIO, state_key: str) -> dict[str, Any]:
     """Return what a checkpoint knows of a callback; of a portable one without reading its tensors."""
-    io = io_for(str(path), own)
+    io = io_for(str(path), checkpoint_io)
     without_tensors = {"state_dict": None, "optimizers": None}
     saved = io.load_into(str(path), without_tensors) if io.is_collective else io.load_checkpoint(str(path))
     state: dict[str, Any] = saved.get("callbacks", {}).get(state_key, {})
@@ -198,13 +200,17 @@ def _saved_state(path: Place, own: CheckpointIO, state_key: str) -> dict[str, An
 
 def _folders(trainer: Trainer) -> list[Place]:
     """Return the callbacks' folders, if there is a checkpoint in one; otherwise those below ``default_root_dir``."""
-    own = [place(folder) for callback in trainer.checkpoint_callbacks if (folder := getattr(callback, "dirpath", None))]
-    own = [folder for folder in dict.fromkeys(own) if folder.is_dir()]
-    if _newest(own, trainer.strategy.checkpoint_io) is not None:
-        return own
+    callback_folders = [
+        place(folder) for callback in trainer.checkpoint_callbacks if (folder := getattr(callback, "dirpath", None))
+    ]
+    callback_folders = [folder for folder in dict.fromkeys(callback_folders) if folder.is_dir()]
+    if _newest(callback_folders, trainer.strategy.checkpoint_io) is not None:
+        return callback_folders
     root = trainer.default_root_dir.absolute()
-    below: Iterable[Place] = chain.from_iterable(sorted(root.glob(found)) if found else [root] for found in _PLACES)
-    return list(dict.fromkeys([*own, *below]))
+    below: Iterable[Place] = chain.from_iterable(
+        sorted(root.glob(pattern)) if pattern else [root] for pattern in _FOLDER_PATTERNS
+    )
+    return list(dict.fromkeys([*callback_folders, *below]))
 
 
 def _newest(folders: Iterable[Place], io: CheckpointIO) -> Place | None:
@@ -212,13 +218,13 @@ def _newest(folders: Iterable[Place], io: CheckpointIO) -> Place | None:
 
     Where one does not say its steps without being read as a whole, it is the latest of all.
     """
-    found = [path for folder in folders for path in _complete_in(folder, io)]
-    if len(found) < 2:
-        return found[0] if found else None
-    steps = {path: _step_of(path, io) for path in found}
+    paths = [path for folder in folders for path in _complete_in(folder, io)]
+    if len(paths) < 2:
+        return paths[0] if paths else None
+    steps = {path: _step_of(path, io) for path in paths}
     if None in steps.values():
-        steps = dict.fromkeys(found, 0)
-    return max(found, key=lambda path: (steps[path], written_ns(path), str(path)))
+        steps = dict.fromkeys(paths, 0)
+    return max(paths, key=lambda path: (steps[path], written_ns(path), str(path)))
 
 
 def _step_of(path: Place, io: CheckpointIO) -> int | None:

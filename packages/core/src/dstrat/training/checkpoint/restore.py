@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 
-_BATCHES_LEFT_OUT = (
+_BATCHES_DROPPED = (
     "was saved between the batches of one optimizer step, which are left out, as their gradients cannot be taken"
 )
-_GRADIENTS_LEFT_OUT = "has gradients that the module had not cleared, which are left out, as they cannot be taken"
+_GRADIENTS_DROPPED = "has gradients that the module had not cleared, which are left out, as they cannot be taken"
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class CheckpointRestore:
         trainer.fit_loop.load_state_dict(checkpoint["loops"])
         trainer.metrics.load_state_dict(checkpoint["metrics"])
         if "converted_from" in checkpoint:
-            self._tell_of_conversion(checkpoint["converted_from"])
+            self._log_conversion(checkpoint["converted_from"])
         elif checkpoint["world_size"] == trainer.world_size:
             self._restore_rank(checkpoint)
         else:
@@ -99,18 +99,18 @@ class CheckpointRestore:
 
     def _restore_rank(self, checkpoint: Mapping[str, Any]) -> None:
         trainer, ranks = self._trainer, checkpoint.get("ranks", [])
-        own = ranks[trainer.global_rank] if ranks else checkpoint.get("per_rank")
+        rank_state = ranks[trainer.global_rank] if ranks else checkpoint.get("per_rank")
         takes_state = is_of_same_strategy(trainer.strategy, checkpoint)
-        left_out = _left_out(checkpoint, own, takes_state=takes_state)
-        if own is None:
-            self._tell(f"one of {trainer.world_size} processes alone", own, left_out)
+        dropped = _describe_dropped(checkpoint, rank_state, takes_state=takes_state)
+        if rank_state is None:
+            self._log_summary(f"one of {trainer.world_size} processes alone", rank_state, dropped)
             return
-        trainer.fit_loop.load_rank_state(own)
-        load_rank_buffers(trainer.strategy, own.get("buffers", {}))  # which older ones lack
+        trainer.fit_loop.load_rank_state(rank_state)
+        load_rank_buffers(trainer.strategy, rank_state.get("buffers", {}))  # which older ones lack
         if takes_state:
-            trainer.strategy.load_rank_state(own["strategy"])
-        if left_out and trainer.is_global_zero:
-            _log.warning("%s %s", self._path, left_out)
+            trainer.strategy.load_rank_state(rank_state["strategy"])
+        if dropped and trainer.is_global_zero:
+            _log.warning("%s %s", self._path, dropped)
 
     def _move(self, checkpoint: Mapping[str, Any]) -> None:
         """Take what another number of processes had for themselves, as far as it belongs to all of them."""
@@ -121,9 +121,9 @@ class CheckpointRestore:
         if ranks:
             trainer.fit_loop.load_rank_state(reshard_rank_states(ranks))
         how = f"{saved_by} processes and is continued by {trainer.world_size}"
-        self._tell(how, first, _left_out(checkpoint, first))
+        self._log_summary(how, first, _describe_dropped(checkpoint, first))
 
-    def _tell(self, how: str, own: Mapping[str, Any] | None, left_out: str) -> None:
+    def _log_summary(self, how: str, rank_state: Mapping[str, Any] | None, dropped: str) -> None:
         """Log what is the same and what is not."""
         trainer = self._trainer
         if trainer.is_global_zero:
@@ -132,8 +132,8 @@ class CheckpointRestore:
                 "start anew, and the data goes on at the %s%s",
                 self._path,
                 how,
-                f"beginning of epoch {trainer.current_epoch}" if own is None else "same part of the epoch",
-                f"; it {left_out}" if left_out else "",
+                f"beginning of epoch {trainer.current_epoch}" if rank_state is None else "same part of the epoch",
+                f"; it {dropped}" if dropped else "",
             )
 
     def _saved_ranks(self, saved_by: int) -> list[dict[str, Any]]:
@@ -141,11 +141,11 @@ class CheckpointRestore:
         first = self._io.load_rank(self._path, 0)
         if first is None:
             return []
-        others = range(1, saved_by) if first["gradients"] else ()
-        loaded = (self._io.load_rank(self._path, rank) for rank in others)
-        return [first, *(own for own in loaded if own is not None)]
+        other_ranks = range(1, saved_by) if first["gradients"] else ()
+        loaded = (self._io.load_rank(self._path, rank) for rank in other_ranks)
+        return [first, *(state for state in loaded if state is not None)]
 
-    def _tell_of_conversion(self, source: str) -> None:
+    def _log_conversion(self, source: str) -> None:
         if self._trainer.is_global_zero:
             _log.warning(
                 "%s comes from %s: weights, optimizers, schedulers and counters go on; random numbers start anew, and "
@@ -156,20 +156,24 @@ class CheckpointRestore:
             )
 
 
-def _left_out(checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None, *, takes_state: bool = False) -> str:
+def _describe_dropped(
+    checkpoint: Mapping[str, Any], rank_state: Mapping[str, Any] | None, *, takes_state: bool = False
+) -> str:
     """Return what is to be said of gradients that this run does not begin with; nothing where there are none.
 
     Args:
         checkpoint: What it goes on from.
-        own: What a process had for itself, None where that is not known.
+        rank_state: What a process had for itself, None where that is not known.
         takes_state: Whether the strategy goes on with the one's that saved.
     """
-    are_kept = own is not None and bool(own["strategy"].get("gradients"))  # of a strategy that ``saves_gradients``
-    if (own is not None and own["gradients"] is not None) or (are_kept and takes_state):
+    # Only strategies with ``saves_gradients`` have gradients in their rank state.
+    has_saved_gradients = rank_state is not None and bool(rank_state["strategy"].get("gradients"))
+    if (rank_state is not None and rank_state["gradients"] is not None) or (has_saved_gradients and takes_state):
         return ""
     if checkpoint["loops"]["in_group"] > 0:
-        return _BATCHES_LEFT_OUT
-    return _GRADIENTS_LEFT_OUT if are_kept else ""  # in manual optimization, where a step that is done leaves some too
+        return _BATCHES_DROPPED
+    # In manual optimization gradients may remain after a complete step.
+    return _GRADIENTS_DROPPED if has_saved_gradients else ""
 
 
 def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
@@ -222,7 +226,7 @@ class SteppedSchedulers:
             self._step(config, loops["global_step" if config.interval == "step" else "epochs_done"])
         self.states: list[dict[str, Any]] = [config.scheduler.state_dict() for config in configs]
         if trainer.is_global_zero:
-            self._tell(configs, loops)
+            self._log_summary(configs, loops)
 
     def _step(self, config: SchedulerConfig, count: int) -> None:
         with warnings.catch_warnings():
@@ -238,7 +242,7 @@ class SteppedSchedulers:
                 for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                     group["lr"] = rate
 
-    def _tell(self, configs: list[SchedulerConfig], loops: Mapping[str, Any]) -> None:
+    def _log_summary(self, configs: list[SchedulerConfig], loops: Mapping[str, Any]) -> None:
         for config in configs:
             stepped = any(config is other for other in self._stepped)
             where = f"is where it would be after {loops['global_step']} steps and {loops['epochs_done']} epochs"

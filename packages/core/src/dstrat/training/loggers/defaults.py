@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def complete_loggers(
-    given: Logger | Iterable[Logger] | bool | None, root_dir: Path, *, writes: bool = True, is_tried: bool = False
+    requested: Logger | Iterable[Logger] | bool | None, root_dir: Path, *, writes: bool = True, is_tried: bool = False
 ) -> list[Logger]:
     """Return the loggers of a Trainer, each with a folder to write in.
 
     Args:
-        given: One, several in any collection, True or None for the CSV logger, False for none.
+        requested: One, several in any collection, True or None for the CSV logger, False for none.
         root_dir: Where a logger writes that was given no folder.
         writes: Whether this process is the one that writes.
         is_tried: Whether the run is only tried: silent ones then take the place of all of them.
@@ -29,14 +29,14 @@ def complete_loggers(
     Raises:
         RequestError: Something given is no logger.
     """
-    if given is None or given is True:
+    if requested is None or requested is True:
         from dstrat.training.loggers.csv_logger import CSVLogger
 
-        given = CSVLogger()
-    if given is False:
+        requested = CSVLogger()
+    if requested is False:
         return []
-    is_one = isinstance(given, str | Logger) or not isinstance(given, Iterable)
-    loggers: list[Any] = [given] if is_one else list(given)  # type: ignore[arg-type]  # it is known to be iterable
+    is_one = isinstance(requested, str | Logger) or not isinstance(requested, Iterable)
+    loggers: list[Any] = [requested] if is_one else list(requested)  # type: ignore[arg-type]  # it is known to be iterable
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise RequestError(

@@ -115,7 +115,7 @@ class VersionFolder:
             parent = Path(root or Path.cwd()) / self.name
             try:
                 parent.mkdir(parents=True, exist_ok=True)
-                self.claimed = _next_version(parent) if self._version is None else _given_version(parent, self._version)
+                self.claimed = _next_version(parent) if self._version is None else _named_version(parent, self._version)
             except OSError as error:
                 raise LoggerError(
                     f"the folder of a logger cannot be made ({error.strerror}: {str(error.filename)!r}): choose "
@@ -129,15 +129,15 @@ class VersionFolder:
         self.claimed = folder
 
 
-def _given_version(parent: Path, version: int | str) -> Path:
+def _named_version(parent: Path, version: int | str) -> Path:
     folder = parent / (f"version_{version}" if isinstance(version, int) else version)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _next_version(parent: Path) -> Path:
-    found = (_VERSION.fullmatch(entry.name) for entry in parent.iterdir())
-    number = max((int(match[1]) for match in found if match), default=-1) + 1
+    matches = (_VERSION.fullmatch(entry.name) for entry in parent.iterdir())
+    number = max((int(match[1]) for match in matches if match), default=-1) + 1
     while True:
         folder = parent / f"version_{number}"
         try:

@@ -235,12 +235,12 @@ class Uploads:
     Of several callbacks each has its best one; what the one that saved last sends bears the names in the end.
 
     Args:
-        wanted: False for none, True for the best ones, ``"all"`` for each.
+        mode: False for none, True for the best ones, ``"all"`` for each.
         upload: Sends a file or folder, with names for it.
     """
 
-    def __init__(self, wanted: bool | Literal["all"], upload: Callable[[Path, list[str]], None]) -> None:
-        self._wanted, self._upload = wanted, upload
+    def __init__(self, mode: bool | Literal["all"], upload: Callable[[Path, list[str]], None]) -> None:
+        self._mode, self._upload = mode, upload
         self._callbacks: list[Any] = []
         self._sent: set[str] = set()
 
@@ -249,14 +249,14 @@ class Uploads:
         self._callbacks = [other for other in self._callbacks if other is not checkpoint_callback]
         self._callbacks.append(checkpoint_callback)
         self._sent.difference_update(checkpoint_callback.saved_paths)
-        if self._wanted == "all":
+        if self._mode == "all":
             for path in checkpoint_callback.saved_paths:
                 is_best = path == checkpoint_callback.best_model_path
                 self._send(path, ["latest", "best"] if is_best else ["latest"])
 
     def finish(self) -> None:
         """Upload the best one of each callback."""
-        if self._wanted:
+        if self._mode:
             for callback in self._callbacks:
                 self._send(callback.best_model_path, ["latest", "best"])
 

@@ -120,7 +120,7 @@ class MLFlowLogger(Logger):
         now = int(time() * 1000)
         values = [Metric(name, value, now, step or 0) for name, value in as_numbers(metrics, self._prefix).items()]
         client = self._open()
-        with self._told_of_waiting():
+        with self._warn_if_slow():
             client.log_batch(self._run_id, metrics=values, **self._waits)
 
     @writer_only
@@ -160,12 +160,12 @@ class MLFlowLogger(Logger):
             self._uploads.finish()
         client, self._client = self._client, None
         if client is not None:
-            with self._told_of_waiting():
+            with self._warn_if_slow():
                 client.set_terminated(self._run_id, _STATUS[status])
 
     def _open(self) -> MlflowClient:
         if self._client is None:
-            with self._told_of_waiting():
+            with self._warn_if_slow():
                 self._client = self._connect()
         return self._client
 
@@ -186,16 +186,16 @@ class MLFlowLogger(Logger):
         return client
 
     def _find_experiment(self, client: MlflowClient) -> str:
-        found = client.get_experiment_by_name(self._experiment_name)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = client.get_experiment_by_name(self._experiment_name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         artifacts = self._artifact_location
         if artifacts is None and not self._uri:
             artifacts = (self._folder() / "mlartifacts").as_uri()
         return str(client.create_experiment(self._experiment_name, artifact_location=artifacts))
 
     @contextmanager
-    def _told_of_waiting(self) -> Iterator[None]:
+    def _warn_if_slow(self) -> Iterator[None]:
         """Say so when an answer takes long: MLflow tries for minutes, without a word."""
         line = (
             "MLFlowLogger waits for an answer of %r: MLflow gives up after MLFLOW_HTTP_REQUEST_MAX_RETRIES tries, "

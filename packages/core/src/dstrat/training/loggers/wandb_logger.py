@@ -265,7 +265,7 @@ class WandbLogger(Logger):
                     f"log_{kind.lower()}({key!r}) takes one {name} for each of the {len(items)}, and got {len(values)}"
                 )
         each = [{name: values[index] for name, values in options.items()} for index in range(len(items))]
-        media = [getattr(wandb, kind)(item, **own) for item, own in zip(items, each, strict=True)]
+        media = [getattr(wandb, kind)(item, **arguments) for item, arguments in zip(items, each, strict=True)]
         self.log_metrics({key: media}, step)
 
     def _upload(self, path: Path, aliases: list[str]) -> None:

@@ -67,28 +67,28 @@ class TrainingData:
         """Take the loader from where the user gave it, unless that is done; collective."""
         trainer = self._trainer
         if self.loader is None:
-            given = sources.loader("train")
+            loader = sources.loader("train")
             compiled = trainer.strategy.compiled_steps()
             self.batches_per_item = 1 if compiled is None else compiled.batches
             self.loader = prepare_training_loader(
-                sequential(given) if trainer.overfit_batches else given,
+                sequential(loader) if trainer.overfit_batches else loader,
                 trainer.strategy,
                 distribute=trainer.use_distributed_sampler,
             )
             limit = limit_of(trainer.limit_train_batches, self.length, "limit_train_batches")
-            self.num_batches = self._whole_items(limit)
+            self.num_batches = self._round_to_items(limit)
 
-    def _whole_items(self, count: int | None) -> int | None:
+    def _round_to_items(self, count: int | None) -> int | None:
         """Return the number of batches that whole items have, and log where it is another one."""
-        whole = round_to_items(count, self.batches_per_item)
-        if whole != count:
+        rounded = round_to_items(count, self.batches_per_item)
+        if rounded != count:
             _log.warning(
                 "an epoch has %d training batches rather than %d, as one call of the compiled step takes %d",
-                whole,
+                rounded,
                 count,
                 self.batches_per_item,
             )
-        return whole
+        return rounded
 
     def open(self, sources: DataSources, epoch: int) -> None:
         """Take the loader, and agree with the other processes on its length; collective."""

@@ -80,29 +80,29 @@ class CompiledOptimization:
 
 def _check(trainer: Trainer, module: TrainModule, compiled: CompiledSteps) -> None:
     name, kind = type(trainer.strategy).__name__, type(module).__name__
-    whole = f"{name} compiles each training step as a whole"
+    rule = f"{name} compiles each training step as a whole"
     if not module.automatic_optimization:
         raise ConflictError(
-            f"{whole}, and {kind} has automatic_optimization=False: return the loss from training_step, and let the "
+            f"{rule}, and {kind} has automatic_optimization=False: return the loss from training_step, and let the "
             "step of the optimizer be compiled with it, or choose another strategy"
         )
     if trainer.detect_anomaly:
-        raise ConflictError(f"{whole}, in which detect_anomaly=True cannot look at values: leave it out")
+        raise ConflictError(f"{rule}, in which detect_anomaly=True cannot look at values: leave it out")
     methods = [f"{kind}.{method}" for method in _METHODS_WITHIN if overrides(module, method, TrainModule)]
     hooks = [hook for hook in _HOOKS_WITHIN if trainer.context.hooks.of(hook)]
     if within := [*methods, *(f"{hook} (of the module or a callback)" for hook in hooks)]:
         raise ConflictError(
-            f"{whole}, so that {', '.join(within)} would never be called: leave that out, use on_train_batch_start or "
+            f"{rule}, so that {', '.join(within)} would never be called: leave that out, use on_train_batch_start or "
             "on_train_batch_end, or choose another strategy"
         )
     if trainer.gradient_clip_val is not None and not compiled.clips_gradients:
         raise ConflictError(
-            f"{whole}, without clipping, and gradient_clip_val={trainer.gradient_clip_val!r}: leave it out, or choose "
+            f"{rule}, without clipping, and gradient_clip_val={trainer.gradient_clip_val!r}: leave it out, or choose "
             "another strategy"
         )
     if compiled.batches != compiled.optimizer_steps * trainer.accumulate_grad_batches:
         raise ConflictError(
-            f"{whole}, of {compiled.batches} batches and {compiled.optimizer_steps} optimizer steps, which does not go "
+            f"{rule}, of {compiled.batches} batches and {compiled.optimizer_steps} optimizer steps, which does not go "
             f"together with accumulate_grad_batches={trainer.accumulate_grad_batches}: use the strategy's own setting"
         )
     _check_steps(trainer, name, compiled.optimizer_steps)

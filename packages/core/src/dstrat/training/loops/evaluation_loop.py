@@ -96,7 +96,7 @@ class EvaluationLoop:
             for loader in as_list(loaders)
         ]
         self.loaders = [loader for loader, _ in prepared]
-        self._given = as_list(loaders)
+        self._passed_loaders = as_list(loaders)
         self._divided = [divided for _, divided in prepared]
         for limited, count in zip(self._limited(), self.num_batches, strict=True):
             if limited != count:
@@ -144,7 +144,7 @@ class EvaluationLoop:
             self.logged.start_epoch()
         self._outputs = []
         self._votes = EvaluationVotes(trainer.strategy, trainer.interruption) if trainer.world_size > 1 else None
-        modes = [(part, part.training) for part in self._module.modules()]
+        modes = [(submodule, submodule.training) for submodule in self._module.modules()]
         try:
             hook_of(self._module, f"on_{purpose}_model_eval", TrainModule)()
             hooks.call(f"on_{purpose}_start")
@@ -162,8 +162,8 @@ class EvaluationLoop:
             for hook in hooks.late(f"on_{purpose}_end"):
                 hook()
         finally:  # also for a fit after one whose validation broke
-            for part, was_training in modes:
-                part.training = was_training
+            for submodule, was_training in modes:
+                submodule.training = was_training
         hook_of(self._module, f"on_{purpose}_model_train", TrainModule)()
         trainer.context.is_evaluating = False
 
@@ -179,10 +179,10 @@ class EvaluationLoop:
         try:
             everyone = [strategy.broadcast(self._outputs, src=rank) for rank in readers]
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            part = describe_unpicklable({"predictions": self._outputs})
+            unpicklable = describe_unpicklable({"predictions": self._outputs})
             raise MisuseError(
-                f"predictions go to every process, and {part} cannot be pickled: let predict_step return tensors, or "
-                "pass return_predictions=False and write them with a PredictionWriter"
+                f"predictions go to every process, and {unpicklable} cannot be pickled: let predict_step return "
+                "tensors, or pass return_predictions=False and write them with a PredictionWriter"
             ) from error
         return [
             _interleaved([outputs[index] for outputs in everyone]) if divided else self._outputs[index]
@@ -240,17 +240,19 @@ class EvaluationLoop:
         logged.in_step, logged.dataloader_idx, logged.batch = False, None, None
 
     def _with_index(
-        self, name: str, others: int, dataloader_idx: int
+        self, name: str, num_arguments: int, dataloader_idx: int
     ) -> list[tuple[Callable[..., Any], tuple[int, ...]]]:
         """Return what is called of a hook, each with the index of the loader where there are several, or it needs it.
 
         Args:
             name: Of the hook.
-            others: Number of arguments before the index.
+            num_arguments: Number of arguments before the index.
             dataloader_idx: The index.
         """
         hooks, several = self._trainer.context.hooks.of(name), len(self.loaders) > 1
-        return [(hook, (dataloader_idx,) if several or requires_arguments(hook) > others else ()) for hook in hooks]
+        return [
+            (hook, (dataloader_idx,) if several or requires_arguments(hook) > num_arguments else ()) for hook in hooks
+        ]
 
     def _publish_step(self, dataloader_idx: int) -> None:
         self._batches_seen[dataloader_idx] += 0 if self._trainer.sanity_checking else self._per_item
@@ -282,8 +284,8 @@ class EvaluationLoop:
         self, dataloader_idx: int, host_batches: Iterable[Any], votes: EvaluationVotes
     ) -> Iterator[Any]:
         """Yield the batches of this process, and run the steps that only keep other processes company."""
-        trainer, given = self._trainer, self._given[dataloader_idx]
-        for index, (host_batch, counts) in enumerate(pad_to_longest(host_batches, given, trainer.strategy)):
+        trainer, loader = self._trainer, self._passed_loaders[dataloader_idx]
+        for index, (host_batch, counts) in enumerate(pad_to_longest(host_batches, loader, trainer.strategy)):
             batch = self._mover(host_batch, dataloader_idx)
             if counts:
                 yield batch
@@ -293,10 +295,10 @@ class EvaluationLoop:
             votes.count()
 
 
-def _interleaved(parts: list[list[Any]]) -> list[Any]:
+def _interleaved(rank_batches: list[list[Any]]) -> list[Any]:
     """Put batches back in order: the first of each process, then the second of each, and so on."""
-    longest = max(map(len, parts))
-    return [part[index] for index in range(longest) for part in parts if index < len(part)]
+    longest = max(map(len, rank_batches))
+    return [batches[index] for index in range(longest) for batches in rank_batches if index < len(batches)]
 
 
 def _smaller(count: int | None, at_most: int | None) -> int | None:
@@ -308,14 +310,16 @@ def _smaller(count: int | None, at_most: int | None) -> int | None:
 # Evaluation steps that a process runs only because others, which have more batches, communicate in theirs.
 
 
-def pad_to_longest(batches: Iterable[Any], others: Iterable[Any], strategy: Strategy) -> Iterator[tuple[Any, bool]]:
+def pad_to_longest(
+    batches: Iterable[Any], substitutes: Iterable[Any], strategy: Strategy
+) -> Iterator[tuple[Any, bool]]:
     """Yield this process's batches, and then others until every process is through; collective.
 
     Before each batch the processes agree on whether any of them has one, as their numbers may be unknown.
 
     Args:
         batches: What this process evaluates.
-        others: Where it takes a batch from if it has none at all.
+        substitutes: Where it takes a batch from if it has none at all.
         strategy: Of which ``evaluates_together`` is True.
 
     Yields:
@@ -331,7 +335,7 @@ def pad_to_longest(batches: Iterable[Any], others: Iterable[Any], strategy: Stra
             last = batch
             yield batch, True
         else:
-            last = next(iter(others)) if last is nothing else last
+            last = next(iter(substitutes)) if last is nothing else last
             yield last, False
 
 
@@ -347,7 +351,7 @@ def discard_results(trainer: Trainer, module: TrainModule, batch: Any) -> Iterat
     logged, trainer.context.logged = trainer.context.logged, LoggedValues(training=False)
     trainer.context.logged.start_epoch()
     trainer.context.logged.in_step, trainer.context.logged.batch = True, batch
-    metrics: list[Any] = [part for part in module.modules() if is_metric(part)]
+    metrics: list[Any] = [submodule for submodule in module.modules() if is_metric(submodule)]
     states = [(copy.deepcopy(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001 - torchmetrics offers no other way to set it back
     try:
         yield

@@ -59,7 +59,7 @@ class FitLoop(Position):
         self._agrees_on_end = False
         self._before_validation: RandomState | None = None
         self._broken_off: dict[str, Any] | None = None
-        self._has_left_out = False
+        self._has_skipped = False
 
     # What is asked of it
 
@@ -137,7 +137,7 @@ class FitLoop(Position):
         trainer.context.log_to(self.logged)
         self.logged.start_epoch()  # what on_train_start logs belongs to the first epoch
         trainer.context.hooks.call("on_train_start")
-        _tell_of_evaluation_mode(self._module)
+        _warn_of_evaluation_mode(self._module)
         if self.finished and trainer.is_global_zero:
             _log.warning(
                 "nothing is left to train: %d of max_epochs=%d epochs and %d of max_steps=%d steps are done",
@@ -258,7 +258,7 @@ class FitLoop(Position):
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
         outputs = None
         if batch is None:
-            self._leave_out(applies=applies)
+            self._skip_batch(applies=applies)
         else:
             outputs = self._optimize(arguments, group_size=group_size, applies=applies)
         self.in_group = 0 if applies else in_group
@@ -273,7 +273,7 @@ class FitLoop(Position):
             for hook in self._batch_end:
                 hook(outputs, batch, batch_idx)
 
-    def _leave_out(self, *, applies: bool) -> None:
+    def _skip_batch(self, *, applies: bool) -> None:
         """Train nothing with a batch that is None, such as of a ``collate_fn`` that found no sample to use.
 
         Raises:
@@ -285,15 +285,15 @@ class FitLoop(Position):
                 f"the training loader gave None as batch {self.batch_idx} on rank {strategy.global_rank} of "
                 f"{strategy.world_size}: the other ranks would wait for its gradients; let collate_fn return a batch"
             )
-        if not self._has_left_out:
-            self._has_left_out = True
+        if not self._has_skipped:
+            self._has_skipped = True
             _log.warning(
                 "the training loader gave None as batch %d: such batches are left out, and are no step of optimizer or "
                 "schedulers",
                 self.batch_idx,
             )
         if isinstance(self._optimization, AutomaticOptimization):
-            self._optimization.leave_out(applies=applies)
+            self._optimization.skip_batch(applies=applies)
 
     def _follow_up(self) -> None:
         """Do what follows the hooks of a batch."""
@@ -441,9 +441,9 @@ def _detached(outputs: Any) -> Any:
     return outputs.detach() if isinstance(outputs, Tensor) else apply_to_tensors(outputs, Tensor.detach)
 
 
-def _tell_of_evaluation_mode(module: TrainModule) -> None:
+def _warn_of_evaluation_mode(module: TrainModule) -> None:
     """Log that parts of the module, or all of it, stay as in evaluation: such as layers that the user has frozen."""
-    modes = [part.training for part in module.modules()]
+    modes = [submodule.training for submodule in module.modules()]
     if not all(modes):
         _log.warning(
             "%d of %d modules are in evaluation mode and stay so while training: call train() on those that should not",

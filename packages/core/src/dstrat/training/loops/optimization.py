@@ -139,8 +139,12 @@ class AutomaticOptimization:
         module, trainer, optimizer = self._module, self._trainer, self._optimizer
         if not overrides(module, "optimizer_step", TrainModule):
             return bind_optimizer_step(self._strategy, module, optimizer)
-        given: Any = optimizer if steps_plainly(self._strategy) else OptimizerProxy(optimizer, self._strategy, module)
-        return lambda closure: module.optimizer_step(trainer.current_epoch, trainer.fit_loop.batch_idx, given, closure)
+        step_optimizer: Any = (
+            optimizer if steps_plainly(self._strategy) else OptimizerProxy(optimizer, self._strategy, module)
+        )
+        return lambda closure: module.optimizer_step(
+            trainer.current_epoch, trainer.fit_loop.batch_idx, step_optimizer, closure
+        )
 
     def _find_zero_grad(self) -> Callable[[], None]:
         module, trainer, optimizer = self._module, self._trainer, self._optimizer
@@ -190,7 +194,7 @@ class AutomaticOptimization:
             self._loop.global_step += 1
         return outputs
 
-    def leave_out(self, *, applies: bool) -> None:
+    def skip_batch(self, *, applies: bool) -> None:
         """Step with the gradients of the group's other batches, if there are any and its last batch is left out."""
         if applies and not self._clears:
             self._optimizer_step(self._prepare_step)
@@ -366,9 +370,9 @@ class ManualOptimizer(OptimizerProxy):
 
 def _warn_of_intervals(configs: Iterable[SchedulerConfig], module: TrainModule) -> None:
     for config in configs:
-        given = {"interval": config.interval, "frequency": config.frequency, "monitor": config.monitor}
+        configured = {"interval": config.interval, "frequency": config.frequency, "monitor": config.monitor}
         usual = {"interval": "epoch", "frequency": 1, "monitor": None}
-        ignored = [f"{name}={value!r}" for name, value in given.items() if value != usual[name]]
+        ignored = [f"{name}={value!r}" for name, value in configured.items() if value != usual[name]]
         if ignored:
             _log.warning(
                 "%s of %s is ignored, as %s has automatic_optimization=False: call self.lr_schedulers().step() in it",
@@ -379,11 +383,11 @@ def _warn_of_intervals(configs: Iterable[SchedulerConfig], module: TrainModule) 
 
 
 def _check_arguments(trainer: Trainer, module: TrainModule) -> None:
-    given = {
+    arguments = {
         "gradient_clip_val": (trainer.gradient_clip_val, None, "self.clip_gradients(optimizer, value)"),
         "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1, "stepping only in every n-th batch"),
     }
-    for name, (value, default, instead) in given.items():
+    for name, (value, default, instead) in arguments.items():
         if value != default:
             raise ConflictError(
                 f"{name}={value!r} is for automatic optimization, and {type(module).__name__} has "
@@ -394,17 +398,17 @@ def _check_arguments(trainer: Trainer, module: TrainModule) -> None:
 # The loss in what ``training_step`` returned, and what is said where there is none that can be trained with.
 
 
-_WANTED = "return the loss, a tensor with one element that depends on the parameters, or a dict with it as 'loss'"
+_FIX = "return the loss, a tensor with one element that depends on the parameters, or a dict with it as 'loss'"
 
 
 def no_loss(outputs: Any) -> MisuseError:
     """Return the error for outputs without a tensor as the loss."""
     if isinstance(outputs, Mapping) and "loss" in outputs:
-        return MisuseError(f"training_step returned a dict whose 'loss' is {_described(outputs['loss'])}: {_WANTED}")
+        return MisuseError(f"training_step returned a dict whose 'loss' is {_described(outputs['loss'])}: {_FIX}")
     if isinstance(outputs, Mapping):
         keys = ", ".join(map(repr, outputs)) or "nothing"
-        return MisuseError(f"training_step returned a dict with {keys} and without 'loss': {_WANTED}")
-    return MisuseError(f"training_step returned {_described(outputs)}: {_WANTED}")
+        return MisuseError(f"training_step returned a dict with {keys} and without 'loss': {_FIX}")
+    return MisuseError(f"training_step returned {_described(outputs)}: {_FIX}")
 
 
 def unusable_loss(outputs: Any, module: nn.Module) -> MisuseError | None:

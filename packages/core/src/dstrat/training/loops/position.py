@@ -137,7 +137,7 @@ def _gradients(trainer: Trainer) -> dict[str, Any] | None:
         return None
     if strategy.replicates_state:
         named = strategy.module.named_parameters()
-        return {name: _dense_parts(p.grad) for name, p in named if p.grad is not None}
+        return {name: _encode_gradient(p.grad) for name, p in named if p.grad is not None}
     manual = trainer.fit_loop.manual_optimization
     if trainer.is_global_zero and (manual is None or manual.waits):
         _log.warning(
@@ -147,7 +147,7 @@ def _gradients(trainer: Trainer) -> dict[str, Any] | None:
     return None
 
 
-def _dense_parts(gradient: Tensor) -> Tensor | dict[str, Any]:
+def _encode_gradient(gradient: Tensor) -> Tensor | dict[str, Any]:
     """Return a gradient as a checkpoint holds it: a sparse one, such as of an embedding, in its parts."""
     if not gradient.is_sparse:
         return gradient
@@ -159,7 +159,7 @@ def _dense_parts(gradient: Tensor) -> Tensor | dict[str, Any]:
     }
 
 
-def _gradient(saved: Tensor | Mapping[str, Any]) -> Tensor:
+def _decode_gradient(saved: Tensor | Mapping[str, Any]) -> Tensor:
     """Return the gradient of which :func:`_dense_parts` has made this."""
     if isinstance(saved, torch.Tensor):
         return saved
@@ -178,10 +178,10 @@ def reshard_rank_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         states: What :func:`rank_state` returned in each process that saved.
     """
     saved = [state["gradients"] for state in states if state["gradients"] is not None]
-    gradients = [{name: _gradient(value) for name, value in one.items()} for one in saved]
+    gradients = [{name: _decode_gradient(value) for name, value in one.items()} for one in saved]
     names = dict.fromkeys(name for one in gradients for name in one)  # some may be unused in some processes
     mean = {
-        name: _dense_parts(reduce(add, [one[name] for one in gradients if name in one]) / len(gradients))
+        name: _encode_gradient(reduce(add, [one[name] for one in gradients if name in one]) / len(gradients))
         for name in names
     }
     nothing = dict.fromkeys(("random", "device_random", "logged", "place"))
@@ -234,7 +234,7 @@ class ResumeState:
         if strategy.replicates_state:
             for name, parameter in strategy.module.named_parameters():
                 gradient = gradients.get(name)
-                parameter.grad = None if gradient is None else _gradient(gradient).to(parameter.device)
+                parameter.grad = None if gradient is None else _decode_gradient(gradient).to(parameter.device)
         elif self._trainer.is_global_zero:
             _log.warning(
                 "the checkpoint has whole gradients that were not cleared when it was saved, which are left out, as "

@@ -88,11 +88,11 @@ class DataSources:
             return self._passed[source]
         owner = self._owner(source)
         loaders = getattr(owner, f"{source}_dataloader")()
-        place = f"what {type(owner).__name__}.{source}_dataloader returned"
+        origin = f"what {type(owner).__name__}.{source}_dataloader returned"
         if not may_be_none:
-            _check_any(loaders, place)
+            _check_any(loaders, origin)
         if loaders is not None:
-            check_loaders(loaders, place)
+            check_loaders(loaders, origin)
         return loaders
 
     def _owner(self, source: Source) -> DataModule | TrainModule | None:
@@ -133,9 +133,9 @@ def _is_empty(loaders: Any) -> bool:
     return loaders is None or (is_structure(loaders) and not list(leaves(loaders)))
 
 
-def _check_any(loaders: Any, place: str) -> None:
+def _check_any(loaders: Any, origin: str) -> None:
     if _is_empty(loaders):
-        raise MisuseError(f"{place} is {loaders!r}, which has no loader: pass a DataLoader, or a list or dict of them")
+        raise MisuseError(f"{origin} is {loaders!r}, which has no loader: pass a DataLoader, or a list or dict of them")
 
 
 def _check_datamodule(candidate: Any) -> None:

@@ -169,8 +169,8 @@ class Votes:
             return wishes
         last_step, last_time = self._last_vote
         seconds_per_step = (time.monotonic() - last_time) / max(1, step - last_step)
-        wanted = min(MOST_STEPS_BETWEEN_VOTES, 1 + int(SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6)))
-        ballot = torch.tensor([*wishes, -wanted], device=self._strategy.root_device)
+        interval = min(MOST_STEPS_BETWEEN_VOTES, 1 + int(SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6)))
+        ballot = torch.tensor([*wishes, -interval], device=self._strategy.root_device)
         *agreed, steps = self._strategy.reduce(ballot, reduce_op="max").tolist()
         self._beat()
         self.next_at = step - steps

@@ -97,24 +97,24 @@ class LoggedValues:
 
     # What the module logs
 
-    def log(self, name: str, value: Any, asked: tuple[Any, ...], batch_size: Any, module: TrainModule) -> None:
+    def log(self, name: str, value: Any, arguments: tuple[Any, ...], batch_size: Any, module: TrainModule) -> None:
         """Keep a value; see :meth:`TrainModule.log`.
 
         Args:
             name: Its name.
             value: A number, a tensor or a metric object.
-            asked: What :class:`Options` is made of.
+            arguments: What :class:`Options` is made of.
             batch_size: Its weight; None takes the size of the batch.
             module: Logs it.
         """
         if self._suffix:
-            if asked[_ADD_DATALOADER_IDX]:
+            if arguments[_ADD_DATALOADER_IDX]:
                 name += self._suffix
             else:
                 self._loaders_of.setdefault(name, set()).add(self._suffix)
         entry = self._entries.get(name)
-        if entry is None or entry.options != asked or entry.in_step is not self.in_step or not self._is_open:
-            entry = self._admit(entry, name, value, asked, module)
+        if entry is None or entry.options != arguments or entry.in_step is not self.in_step or not self._is_open:
+            entry = self._admit(entry, name, value, arguments, module)
         if not entry.weighs:
             entry.take(value, 1.0)
         elif batch_size is None:
@@ -125,7 +125,7 @@ class LoggedValues:
             entry.take(value, _as_weight(name, batch_size))
 
     def _admit(
-        self, known: LoggedValue | None, name: str, value: Any, asked: tuple[Any, ...], module: TrainModule
+        self, existing: LoggedValue | None, name: str, value: Any, arguments: tuple[Any, ...], module: TrainModule
     ) -> NumberEntry | MetricEntry:
         """Return the entry of a name that is new; refuse one that is logged in another way than before."""
         if not self._is_open:
@@ -133,15 +133,16 @@ class LoggedValues:
                 f"log({name!r}) works from the start of training, validation or test (on_train_start ...) to the end "
                 "of an epoch (on_train_epoch_end ...), and neither here nor in prediction"
             )
-        if known is not None:
-            if known.options != asked:
-                raise changed(name, known.options, asked)
+        if existing is not None:
+            if existing.options != arguments:
+                raise changed(name, existing.options, arguments)
             raise MisuseError(
-                f"log({name!r}) was called {_place(known.in_step)} before, now {_place(self.in_step)}: use two names"
+                f"log({name!r}) was called {_describe_context(existing.in_step)} before, now "
+                f"{_describe_context(self.in_step)}: use two names"
             )
         if isinstance(value, Tensor) and value.is_complex():
             raise MisuseError(f"log({name!r}) got a complex tensor; log its real part, its angle or its absolute value")
-        options = Options(*asked)
+        options = Options(*arguments)
         where = {"in_step": self.in_step, "training": self._training}
         if is_metric(value):
             self._entries[name] = MetricEntry(name, options, **where, metric=value, module=module)
@@ -166,8 +167,8 @@ class LoggedValues:
                 f"log({entry.name!r}): loggers write the {entry.name} with every value, and this one would take its "
                 "place: choose another name, or pass logger=False"
             )
-        if taken := entry.value_names & self._owners.keys():
-            name = min(taken)
+        if duplicates := entry.value_names & self._owners.keys():
+            name = min(duplicates)
             raise MisuseError(
                 f"log({entry.name!r}) and log({self._owners[name]!r}) both give a value of the name {name!r}, as those "
                 "of on_step=True with on_epoch=True end with _step and _epoch: choose another name"
@@ -243,7 +244,7 @@ def _as_weight(name: str, batch_size: Any) -> float:
     raise MisuseError(f"log({name!r}, batch_size=...) got a {type(batch_size).__name__}; give a number")
 
 
-def _place(in_step: bool) -> str:
+def _describe_context(in_step: bool) -> str:
     return "in a step" if in_step else "around the steps"
 
 
@@ -262,22 +263,22 @@ def size_of(batch: Any) -> int | None:
     """
     kind = type(batch)
     if kind is list or kind is tuple:  # what most batches are, and the quickest to tell
-        parts = batch
+        items = batch
     else:
         shape = getattr(batch, "shape", None)
         if shape is not None:
             return int(shape[0]) if shape else 1
         if isinstance(batch, _NUMBERS):
             return 1
-        parts = _parts(batch)
-    for part in parts:
-        size = size_of(part)
+        items = _items(batch)
+    for item in items:
+        size = size_of(item)
         if size is not None:
             return size
     return None
 
 
-def _parts(batch: Any) -> Any:
+def _items(batch: Any) -> Any:
     if isinstance(batch, _SEQUENCES):  # named tuples
         return batch
     if isinstance(batch, Mapping):

@@ -57,7 +57,7 @@ class Publisher:
 
     def publish_evaluation_step(self, logged: LoggedValues, batches_seen: int) -> None:
         """Write the values of an evaluation step of this process; their axis is the number of batches evaluated."""
-        values = self._trainer.metrics.of_own_step(logged)
+        values = self._trainer.metrics.of_local_step(logged)
         if not self._trainer.sanity_checking:
             self._write(values, step=batches_seen)
 
@@ -171,9 +171,9 @@ class Metrics:
         """Return the values of steps that loggers write; collective."""
         return self.as_numbers(take_step(logged, self._strategy))
 
-    def of_own_step(self, logged: LoggedValues) -> dict[str, float]:
+    def of_local_step(self, logged: LoggedValues) -> dict[str, float]:
         """Return the same of this process alone, as in evaluation, where processes differ in their steps."""
-        return self.as_numbers(take_own_step(logged))
+        return self.as_numbers(take_local_step(logged))
 
     def start_epoch(self) -> None:
         """Begin to collect the values over another epoch."""
@@ -181,11 +181,11 @@ class Metrics:
 
     def of_epoch(self, logged: LoggedValues) -> dict[str, float]:
         """Reduce what was logged over an epoch, keep it, and return what loggers write of it; collective."""
-        taken = take_epoch(logged, self._strategy, self._strategy.module)
-        self.latest_epoch |= {entry.epoch_name: value for entry, value in taken}
-        self._values |= {name: value for entry, value in taken for name in (entry.epoch_name, entry.name)}
-        self._shown |= {entry.epoch_name for entry, _ in taken if entry.options.prog_bar}
-        written = {entry.epoch_name: value for entry, value in taken if entry.is_written}
+        reduced = take_epoch(logged, self._strategy, self._strategy.module)
+        self.latest_epoch |= {entry.epoch_name: value for entry, value in reduced}
+        self._values |= {name: value for entry, value in reduced for name in (entry.epoch_name, entry.name)}
+        self._shown |= {entry.epoch_name for entry, _ in reduced if entry.options.prog_bar}
+        written = {entry.epoch_name: value for entry, value in reduced if entry.is_written}
         self._written |= written.keys()
         return self.as_numbers(written)
 
@@ -226,10 +226,10 @@ def take_step(logged: LoggedValues, strategy: Strategy) -> dict[str, Tensor | fl
         values = exchange_steps(statement, strategy)
         for entry in shared:
             entry.reduced = values[entry.step_name]
-    return take_own_step(logged)
+    return take_local_step(logged)
 
 
-def take_own_step(logged: LoggedValues) -> dict[str, Tensor | float]:
+def take_local_step(logged: LoggedValues) -> dict[str, Tensor | float]:
     """Return the same without reducing anything: the values of this process, and those that were reduced before."""
     fresh = _fresh(logged)
     for entry in fresh:
@@ -252,7 +252,7 @@ def take_epoch(logged: LoggedValues, strategy: Strategy, module: nn.Module) -> V
     """
     entries = _sorted(entry for entry in logged.entries if entry.was_logged)
     if strategy.world_size == 1:
-        values = _own_values(entries)
+        values = _local_values(entries)
         metrics = [entry for entry in entries if isinstance(entry, MetricEntry)]
     else:
         values, metrics = _reduced_values(entries, logged, strategy, module)
@@ -262,15 +262,15 @@ def take_epoch(logged: LoggedValues, strategy: Strategy, module: nn.Module) -> V
     return values
 
 
-def _own_values(entries: Iterable[LoggedValue]) -> Values:
-    return [(e, e.own_epoch_value) for e in entries if isinstance(e, NumberEntry) and e.on_epoch]
+def _local_values(entries: Iterable[LoggedValue]) -> Values:
+    return [(e, e.local_epoch_value) for e in entries if isinstance(e, NumberEntry) and e.on_epoch]
 
 
 def _reduced_values(
     entries: Sequence[LoggedValue], logged: LoggedValues, strategy: Strategy, module: nn.Module
 ) -> tuple[Values, list[MetricEntry]]:
     """Return the values over the epoch, and the metric objects that all processes have to compute together."""
-    own = _own_values(entry for entry in entries if isinstance(entry, NumberEntry) and not entry.sync_epoch)
+    local = _local_values(entry for entry in entries if isinstance(entry, NumberEntry) and not entry.sync_epoch)
     numbers = [e for e in entries if isinstance(e, NumberEntry) and (e.sync_epoch or e.sync_step)]
     metrics = [entry for entry in entries if isinstance(entry, MetricEntry)]
     names = {entry.name: entry.resolved for entry in (*numbers, *metrics)}
@@ -285,7 +285,7 @@ def _reduced_values(
         if entry.sync_step:
             entry.reduced = agreement.values[entry.step_name]
     reduced: Values = [(entry, agreement.values[entry.epoch_name]) for entry in numbers if entry.sync_epoch]
-    return own + reduced, metrics
+    return local + reduced, metrics
 
 
 def _fresh(logged: LoggedValues) -> list[LoggedValue]:

@@ -136,8 +136,8 @@ def _completed(statement: LocalSummary, source: int, strategy: Strategy) -> Loca
     for name, options in statement.names.items():
         if name not in names or _common(options) != _common(names[name]):
             raise _different(strategy.global_rank, [name], f"{source} did not")
-    known = {share.name: share for share in statement.shares}
-    shares = [known.get(name, Contribution(name, reduction, 0.0, 0.0)) for name, reduction in outline]
+    shares_by_name = {share.name: share for share in statement.shares}
+    shares = [shares_by_name.get(name, Contribution(name, reduction, 0.0, 0.0)) for name, reduction in outline]
     return statement._replace(names=names, shares=shares)
 
 
@@ -146,8 +146,10 @@ def _completed(statement: LocalSummary, source: int, strategy: Strategy) -> Loca
 
 def _gather_first(statement: LocalSummary, strategy: Strategy) -> Tensor:
     header = [statement.digest, len(statement.shares), statement.had_data]
-    own = [share if share.group is None else share._replace(total=0.0) for share in statement.shares[:FIRST_ROWS]]
-    return _gather(header, own, FIRST_ROWS, strategy)
+    first_shares = [
+        share if share.group is None else share._replace(total=0.0) for share in statement.shares[:FIRST_ROWS]
+    ]
+    return _gather(header, first_shares, FIRST_ROWS, strategy)
 
 
 def _gather(
@@ -170,13 +172,15 @@ def _gather(
 def _reduce_all(table: Tensor, shares: Sequence[Contribution], count: int, strategy: Strategy) -> dict[str, float]:
     rows = table[:, _HEADER : _HEADER + 2 * count]
     if count > FIRST_ROWS:
-        rest = _gather((), shares[FIRST_ROWS:], count - FIRST_ROWS, strategy)
-        rows = torch.cat([rows, rest.cpu()], dim=1)
+        remaining = _gather((), shares[FIRST_ROWS:], count - FIRST_ROWS, strategy)
+        rows = torch.cat([rows, remaining.cpu()], dim=1)
     values = {share.name: _combine(share, rows[:, 2 * i], rows[:, 2 * i + 1]) for i, share in enumerate(shares)}
     for group, members in groupby([share for share in shares if share.group is not None], lambda share: share.group):
-        chosen = list(members)
-        rows = _gather((), chosen, len(chosen), strategy, group).cpu()
-        values |= {share.name: _combine(share, rows[:, 2 * i], rows[:, 2 * i + 1]) for i, share in enumerate(chosen)}
+        group_shares = list(members)
+        rows = _gather((), group_shares, len(group_shares), strategy, group).cpu()
+        values |= {
+            share.name: _combine(share, rows[:, 2 * i], rows[:, 2 * i + 1]) for i, share in enumerate(group_shares)
+        }
     return values
 
 
@@ -208,9 +212,9 @@ def _raise_different(statement: LocalSummary, speakers: list[int], strategy: Str
     raise AssertionError("the names are the same, and their digests are not")
 
 
-def _different(rank: int, names: Sequence[str], others: str) -> MisuseError:
+def _different(rank: int, names: Sequence[str], difference: str) -> MisuseError:
     return MisuseError(
-        f"rank {rank} logged {', '.join(map(repr, names))} and rank {others}: values that are reduced over all "
+        f"rank {rank} logged {', '.join(map(repr, names))} and rank {difference}: values that are reduced over all "
         "processes must be logged by all of them with the same options (or with sync_dist=False or rank_zero_only=True)"
     )
 
@@ -255,11 +259,11 @@ class Options(NamedTuple):
         Raises:
             MisuseError: It is none that gives the same value however the data is spread.
         """
-        given = self.reduce_fx.lower() if isinstance(self.reduce_fx, str) else self.reduce_fx
+        reduce_fx = self.reduce_fx.lower() if isinstance(self.reduce_fx, str) else self.reduce_fx
         try:
-            return _SAME[given]
+            return _SAME[reduce_fx]
         except (KeyError, TypeError):
-            shown = repr(given) if isinstance(given, str) else getattr(given, "__name__", repr(given))
+            shown = repr(reduce_fx) if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", repr(reduce_fx))
             raise MisuseError(
                 f"reduce_fx {shown} of {name!r} is not one of {', '.join(REDUCTIONS)}: no other can be put together "
                 "from batches and processes; log a torchmetrics Metric, or compute the value at the end of the epoch"

@@ -68,8 +68,8 @@ class LoggedValue:
     @property
     def value_names(self) -> set[str]:
         """Names of its values in logs."""
-        asked = {self.step_name: self.on_step, self.epoch_name: self.on_epoch}
-        return {name for name, is_asked in asked.items() if is_asked}
+        enabled_by_name = {self.step_name: self.on_step, self.epoch_name: self.on_epoch}
+        return {name for name, enabled in enabled_by_name.items() if enabled}
 
     @property
     def is_written(self) -> bool:
@@ -180,7 +180,7 @@ class NumberEntry(LoggedValue):
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
-            "latest": self.own_latest,
+            "latest": self.local_latest,
             "last_weight": self._last_weight,
             "total": self._total,
             "device_total": self._device_total,
@@ -251,14 +251,14 @@ class NumberEntry(LoggedValue):
 
     @property
     def step_value(self) -> Tensor | float | None:
-        return self.reduced if self.sync_step else self.own_latest
+        return self.reduced if self.sync_step else self.local_latest
 
     @property
     def shown_value(self) -> Tensor | float:
-        return self.own_latest if self.reduced is None else self.reduced
+        return self.local_latest if self.reduced is None else self.reduced
 
     @property
-    def own_latest(self) -> Tensor | float:
+    def local_latest(self) -> Tensor | float:
         """The value of the latest step in this process.
 
         Raises:
@@ -277,26 +277,26 @@ class NumberEntry(LoggedValue):
     @property
     def step_share(self) -> Contribution:
         """What this process adds to the reduced value of the latest step."""
-        total = self.own_latest * self._last_weight if self.adds else self.own_latest
+        total = self.local_latest * self._last_weight if self.adds else self.local_latest
         return self._share(self.step_name, total, self._last_weight)
 
     @property
     def epoch_share(self) -> Contribution:
         """What this process adds to the reduced value over the epoch."""
-        return self._share(self.epoch_name, self._whole_total, self.weight)
+        return self._share(self.epoch_name, self._combined_total, self.weight)
 
     @property
-    def own_epoch_value(self) -> Tensor | float:
+    def local_epoch_value(self) -> Tensor | float:
         """The value over the epoch in this process."""
         if self.reduction != "mean":
-            return self._whole_total
-        return self._whole_total / self.weight if self.weight else math.nan
+            return self._combined_total
+        return self._combined_total / self.weight if self.weight else math.nan
 
     def _share(self, name: str, total: Tensor | float, weight: float) -> Contribution:
         return Contribution(name, self.reduction, total, weight, self.options.sync_dist_group)
 
     @property
-    def _whole_total(self) -> Tensor | float:
+    def _combined_total(self) -> Tensor | float:
         total = self._total
         if self._device_total is None:
             assert total is not None  # noqa: S101 - asked only of what was logged
@@ -426,24 +426,27 @@ class MetricEntry(LoggedValue):
                 f"log({self.name!r}, on_step=True) needs the value of the step, and the {kind} was only updated: call "
                 f"self.{self.attribute}(...) rather than its update, or log with on_step=False"
             )
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        description = (
+            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        )
         raise MisuseError(
-            f"log({self.name!r}): the {kind} {verb} {what}, and one number can be logged: log its parts with log_dict"
+            f"log({self.name!r}): the {kind} {verb} {description}, and one number can be logged: log its parts "
+            "with log_dict"
         )
 
 
 def _moved(value: Any, device: torch.device) -> Any:
     """Return a state of a metric on a device: a tensor, or a list of tensors."""
-    return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
+    return [tensor.to(device) for tensor in value] if isinstance(value, list) else value.to(device)
 
 
-def _attribute_of(name: str, metric: Any, module: nn.Module, given: str | None) -> str:
-    paths: list[str] = [path for path, part in module.named_modules(remove_duplicate=False) if part is metric]
-    if given is not None:  # by a nested module relative to itself
-        chosen = [path for path in paths if path == given or path.endswith(f".{given}")]
-        if not chosen:
-            raise MisuseError(f"log({name!r}): {type(module).__name__} has another or no metric as {given!r}")
-        return chosen[0]
+def _attribute_of(name: str, metric: Any, module: nn.Module, attribute: str | None) -> str:
+    paths: list[str] = [path for path, submodule in module.named_modules(remove_duplicate=False) if submodule is metric]
+    if attribute is not None:  # by a nested module relative to itself
+        matches = [path for path in paths if path == attribute or path.endswith(f".{attribute}")]
+        if not matches:
+            raise MisuseError(f"log({name!r}): {type(module).__name__} has another or no metric as {attribute!r}")
+        return matches[0]
     if paths:
         return paths[0]
     raise MisuseError(

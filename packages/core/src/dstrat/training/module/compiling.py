@@ -60,24 +60,24 @@ class CompilingMethods(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights by the names of the plain module, or by those of one whose layers are compiled."""
-        own = [name for name, _ in self.named_modules() if _WRAPPED in name]
-        if own or any(_WRAPPED in name for name in state_dict):
+        compiled_names = [name for name, _ in self.named_modules() if _WRAPPED in name]
+        if compiled_names or any(_WRAPPED in name for name in state_dict):
             state_dict = _renamed(state_dict, super().state_dict())
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def plain_name(name: str) -> str:
     """Return the name of a weight, or of a layer, without what ``torch.compile`` put into it."""
-    return ".".join(part for part in name.split(".") if part != _WRAPPED)
+    return ".".join(component for component in name.split(".") if component != _WRAPPED)
 
 
 def _plain_after(prefix: str, name: str) -> str:
     return prefix + plain_name(name[len(prefix) :]) if name.startswith(prefix) else name
 
 
-def _renamed(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(state: Mapping[str, Any], local_state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state by the names that it has here."""
-    names = {plain_name(name): name for name in own}
+    names = {plain_name(name): name for name in local_state}
     return {names.get(plain_name(name), name): value for name, value in state.items()}
 
 

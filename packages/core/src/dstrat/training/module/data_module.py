@@ -62,9 +62,14 @@ class DataModule(DataHooks, HyperparametersMixin, DataModuleLoading):
             num_workers: Processes that read each dataset.
             **init_kwargs: Arguments of the class.
         """
-        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        datasets_by_source = {
+            "train": train_dataset,
+            "val": val_dataset,
+            "test": test_dataset,
+            "predict": predict_dataset,
+        }
         module = cls(**init_kwargs)
-        for source, datasets in given.items():
+        for source, datasets in datasets_by_source.items():
             if datasets is not None:
                 make = partial(_loaders, datasets, source == "train", batch_size=batch_size, num_workers=num_workers)
                 setattr(module, f"{source}_dataloader", make)

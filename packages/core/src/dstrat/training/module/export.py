@@ -116,12 +116,12 @@ class ExportMethods(nn.Module):
         with _evaluating(self):
             return torch.onnx.export(self, args, None if file_path is None else str(file_path), **options)
 
-    def _inputs(self, given: Any, asked: str, argument: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _inputs(self, sample: Any, method: str, argument: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments for forward, by position and by name, on the module's device."""
-        inputs = self.example_input_array if given is None else given
+        inputs = self.example_input_array if sample is None else sample
         if inputs is None:
             raise MisuseError(
-                f"{asked} calls forward: pass {argument}, or set {type(self).__name__}.example_input_array"
+                f"{method} calls forward: pass {argument}, or set {type(self).__name__}.example_input_array"
             )
         parameter = next(self.parameters(), None)
         inputs = inputs if parameter is None else move_to_device(inputs, parameter.device)
@@ -132,13 +132,13 @@ class ExportMethods(nn.Module):
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for part, was_training in modes:
-            part.training = was_training
+        for submodule, was_training in modes:
+            submodule.training = was_training
 
 
 @contextmanager
@@ -147,18 +147,18 @@ def traceable(module: nn.Module) -> Iterator[None]:
 
     torch.jit looks at each property, and does not expect that one like ``trainer`` raises.
     """
-    attached = [part for part in module.modules() if "_trainer" in vars(part)]
-    trainers = [vars(part)["_trainer"] for part in attached]
+    attached = [submodule for submodule in module.modules() if "_trainer" in vars(submodule)]
+    trainers = [vars(submodule)["_trainer"] for submodule in attached]
     with warnings.catch_warnings():
         for kind in (DeprecationWarning, FutureWarning):  # the latter since torch 2.15
             warnings.filterwarnings("ignore", r".torch\.jit\.\w+. is (deprecated|not supported)", kind)
         try:
-            for part, trainer in zip(attached, trainers, strict=True):
-                vars(part)["_trainer"] = _Readable(trainer)
+            for submodule, trainer in zip(attached, trainers, strict=True):
+                vars(submodule)["_trainer"] = _Readable(trainer)
             yield
         finally:
-            for part, trainer in zip(attached, trainers, strict=True):
-                vars(part)["_trainer"] = trainer
+            for submodule, trainer in zip(attached, trainers, strict=True):
+                vars(submodule)["_trainer"] = trainer
 
 
 class _Readable:

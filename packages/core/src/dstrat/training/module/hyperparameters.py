@@ -38,8 +38,8 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            known = ", ".join(map(repr, self)) or "nothing"
-            raise AttributeError(f"there is no {name!r}, only {known}") from None
+            keys = ", ".join(map(repr, self)) or "nothing"
+            raise AttributeError(f"there is no {name!r}, only {keys}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -96,11 +96,11 @@ def to_plain(value: Any, name: str, otherwise: Callable[[str, Any], Any]) -> Any
         except omegaconf.errors.OmegaConfBaseException:  # it refers to something that cannot be found
             return otherwise(name, value)
     if isinstance(value, list | tuple):
-        parts = [to_plain(part, f"{name}[{index}]", otherwise) for index, part in enumerate(value)]
-        return tuple(parts) if isinstance(value, tuple) else parts
+        items = [to_plain(item, f"{name}[{index}]", otherwise) for index, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
     fields = fields_of(value)
     if fields is not None and all(isinstance(key, str) for key in fields):
-        return {key: to_plain(part, f"{name}.{key}" if name else key, otherwise) for key, part in fields.items()}
+        return {key: to_plain(item, f"{name}.{key}" if name else key, otherwise) for key, item in fields.items()}
     return otherwise(name, value)
 
 
@@ -115,34 +115,34 @@ def _plain_scalar(value: Any) -> Any:
 
 def from_plain(value: Any, annotation: Any = None) -> Any:
     """Return plain values as what an annotation says; without one dicts become an :class:`AttributeDict`."""
-    wanted = _classes_of(annotation)
+    classes = _classes_of(annotation)
     if isinstance(value, Mapping):
-        return _from_mapping(value, next(filter(_has_fields, wanted), AttributeDict))
+        return _from_mapping(value, next(filter(_has_fields, classes), AttributeDict))
     if isinstance(value, list | tuple):
-        parts = [from_plain(part) for part in value]
-        return tuple(parts) if isinstance(value, tuple) or (tuple in wanted and list not in wanted) else parts
-    if value is None or type(value) in wanted:
+        items = [from_plain(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) or (tuple in classes and list not in classes) else items
+    if value is None or type(value) in classes:
         return value
-    enums = [one for one in wanted if issubclass(one, Enum)]
+    enums = [one for one in classes if issubclass(one, Enum)]
     if enums:
         return enums[0](value)
-    return Path(value) if isinstance(value, str) and any(issubclass(one, PurePath) for one in wanted) else value
+    return Path(value) if isinstance(value, str) and any(issubclass(one, PurePath) for one in classes) else value
 
 
 def _classes_of(annotation: Any) -> list[type]:
     """Return the classes that an annotation allows: int and list of ``int | list[str]``."""
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    found = (get_origin(member) or member for member in members)
-    return [member for member in found if inspect.isclass(member)]
+    classes = (get_origin(member) or member for member in members)
+    return [member for member in classes if inspect.isclass(member)]
 
 
-def _has_fields(wanted: type) -> bool:
-    return dataclasses.is_dataclass(wanted) or issubclass(wanted, Namespace | SimpleNamespace)
+def _has_fields(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls) or issubclass(cls, Namespace | SimpleNamespace)
 
 
-def _from_mapping(value: Mapping[str, Any], wanted: type) -> Any:
-    hints = type_hints(wanted) if dataclasses.is_dataclass(wanted) else {}
-    return wanted(**{name: from_plain(part, hints.get(name)) for name, part in value.items()})
+def _from_mapping(value: Mapping[str, Any], cls: type) -> Any:
+    hints = type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+    return cls(**{name: from_plain(item, hints.get(name)) for name, item in value.items()})
 
 
 def type_hints(annotated: Any) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def running_calls(owner: object, frame: FrameType | None) -> list[Call]:
         owner: The object that is being constructed.
         frame: Where to begin looking outwards.
     """
-    return [_call_of(found) for found in _outwards(frame) if _constructs(found, owner)]
+    return [_call_of(call_frame) for call_frame in _outwards(frame) if _constructs(call_frame, owner)]
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -268,26 +268,26 @@ class Keys:
     Attributes:
         values: The settings that are plain values.
         argument: The constructor's argument that held all of them.
-        left_out: What the checkpoint does not hold, as it is not plain: a description by name.
+        omitted: Descriptions of the settings that the checkpoint does not hold, as they are not plain, by name.
         containers: Names of the settings that were containers of omegaconf.
     """
 
     values: str
     argument: str
-    left_out: str
+    omitted: str
     containers: str
 
 
 MODULE_KEYS = Keys(
     values="hyper_parameters",
     argument="hparams_name",
-    left_out="hparams_left_out",
+    omitted="hparams_left_out",
     containers="hparams_containers",
 )
 DATAMODULE_KEYS = Keys(
     values="datamodule_hyper_parameters",
     argument="datamodule_hparams_name",
-    left_out="datamodule_hparams_left_out",
+    omitted="datamodule_hparams_left_out",
     containers="datamodule_hparams_containers",
 )
 
@@ -350,9 +350,9 @@ class HyperparametersMixin:
         """
         caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]  # CPython has frames
         saved = self._hyperparameters
-        found, argument = self._found(names, caller)
+        collected, argument = self._collect(names, caller)
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-        saved.current.update(found)
+        saved.current.update(collected)
         for name in ignored & saved.current.keys():
             del saved.current[name]
         saved.initial = _copied(saved.current)
@@ -370,21 +370,21 @@ class HyperparametersMixin:
         """A copy of the settings as they were saved."""
         return _copied(self._hyperparameters.initial)
 
-    def _found(self, names: tuple[Any, ...], caller: FrameType | None) -> tuple[dict[str, Any], str | None]:
+    def _collect(self, names: tuple[Any, ...], caller: FrameType | None) -> tuple[dict[str, Any], str | None]:
         calls = running_calls(self, caller)
         if len(names) == 1 and (fields := fields_of(names[0])) is not None:
-            arguments = calls[0].named if calls else {}
-            return fields, next((name for name, value in arguments.items() if value is names[0]), None)
+            named = calls[0].named if calls else {}
+            return fields, next((name for name, value in named.items() if value is names[0]), None)
         if not calls:
             raise MisuseError(
                 f"save_hyperparameters() takes the arguments of {type(self).__name__}.__init__, which is not running: "
                 "call it in __init__, or pass it a dict"
             )
-        known: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for call in calls:
-            known |= call.named
+            arguments |= call.named
         if names:
-            return self._chosen(names, known), None
+            return self._select(names, arguments), None
         unnamed = [value for value in calls[0].unnamed if not any(value is other for other in self.hparams.values())]
         if unnamed:
             _log.warning(
@@ -392,17 +392,17 @@ class HyperparametersMixin:
                 type(self).__name__,
                 unnamed,
             )
-        return known, None
+        return arguments, None
 
-    def _chosen(self, names: tuple[Any, ...], known: Mapping[str, Any]) -> dict[str, Any]:
-        wrong = [name for name in names if not (isinstance(name, str) and name in known)]
+    def _select(self, names: tuple[Any, ...], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        wrong = [name for name in names if not (isinstance(name, str) and name in arguments)]
         if wrong:
             raise MisuseError(
                 f"save_hyperparameters was given {', '.join(map(repr, wrong))}, and {type(self).__name__}.__init__ "
-                f"has the arguments {', '.join(known) or 'self alone'}: pass names of these, or one dict, namespace "
-                "or dataclass"
+                f"has the arguments {', '.join(arguments) or 'self alone'}: pass names of these, or one dict, "
+                "namespace or dataclass"
             )
-        return {name: known[name] for name in names}
+        return {name: arguments[name] for name in names}
 
 
 def _copied(values: AttributeDict) -> AttributeDict:
@@ -414,8 +414,8 @@ def _copy_of(value: Any) -> Any:
     if is_container(value):
         return copy.deepcopy(value)
     if isinstance(value, dict):
-        return {key: _copy_of(part) for key, part in value.items()}
-    return [_copy_of(part) for part in value] if isinstance(value, list) else value
+        return {key: _copy_of(item) for key, item in value.items()}
+    return [_copy_of(item) for item in value] if isinstance(value, list) else value
 
 
 def checkpoint_entries(owner: HyperparametersMixin | None, keys: Keys) -> dict[str, Any]:
@@ -429,19 +429,19 @@ def checkpoint_entries(owner: HyperparametersMixin | None, keys: Keys) -> dict[s
         return {}
     saved = owner._hyperparameters  # noqa: SLF001 - the other half of the class
     plain: dict[str, Any] = {}
-    left_out: dict[str, str] = {}
+    omitted: dict[str, str] = {}
     for name, value in saved.current.items():
         refused: dict[str, Any] = {}
         plain[name] = to_plain(value, name, refused.__setitem__)
         if refused:
             del plain[name]
             if not _is_default(owner, name, value):  # with which the constructor makes the same
-                left_out[name] = ", ".join(f"{part} ({type(refused[part]).__name__})" for part in refused)
+                omitted[name] = ", ".join(f"{path} ({type(refused[path]).__name__})" for path in refused)
     containers = [name for name in plain if is_container(saved.current[name])]
     if saved.argument is not None and saved.argument_is_container:
         containers.append(saved.argument)
-    others = {keys.argument: saved.argument, keys.left_out: left_out, keys.containers: containers}
-    return {keys.values: plain, **{key: value for key, value in others.items() if value}}
+    metadata = {keys.argument: saved.argument, keys.omitted: omitted, keys.containers: containers}
+    return {keys.values: plain, **{key: value for key, value in metadata.items() if value}}
 
 
 def _is_default(owner: HyperparametersMixin, name: str, value: Any) -> bool:
@@ -458,21 +458,21 @@ def log_hyperparameters(trainer: Trainer) -> None:
     owners = [owner for owner in (trainer.module, trainer.datamodule) if owner is not None]
     if trainer.is_fitting and trainer.checkpoint_callbacks and trainer.is_global_zero:
         for owner in owners:
-            left_out = checkpoint_entries(owner, MODULE_KEYS).get(MODULE_KEYS.left_out, {})
-            if left_out:
-                _warn_of(owner, left_out)
+            omitted = checkpoint_entries(owner, MODULE_KEYS).get(MODULE_KEYS.omitted, {})
+            if omitted:
+                _warn_of(owner, omitted)
     settings = _shown([owner for owner in owners if owner._hyperparameters.is_logged])  # noqa: SLF001 - as above
     trainer.publisher.log_hyperparams(settings)
 
 
-def _warn_of(owner: HyperparametersMixin, left_out: Mapping[str, str]) -> None:
+def _warn_of(owner: HyperparametersMixin, omitted: Mapping[str, str]) -> None:
     _log.warning(
         "checkpoints do not hold these hyperparameters of %s, which are no plain values: %s; "
         "load_from_checkpoint(path, %s) takes them, and save_hyperparameters(ignore=%r) keeps them out of hparams",
         type(owner).__name__,
-        ", ".join(left_out.values()),
-        ", ".join(f"{name}=..." for name in left_out),
-        list(left_out),
+        ", ".join(omitted.values()),
+        ", ".join(f"{name}=..." for name in omitted),
+        list(omitted),
     )
 
 

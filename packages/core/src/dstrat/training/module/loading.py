@@ -132,7 +132,7 @@ def _read(path: str | Path | IO[bytes], hparams_file: str | Path | None, keys: K
     """Return a checkpoint, with other hyperparameters where a file has them."""
     checkpoint = read_checkpoint(path)
     if hparams_file is not None:
-        checkpoint = {**checkpoint, keys.values: _read_json(home_path(hparams_file)), keys.left_out: {}}
+        checkpoint = {**checkpoint, keys.values: _read_json(home_path(hparams_file)), keys.omitted: {}}
     return checkpoint
 
 
@@ -237,17 +237,19 @@ def construct(
     saved, argument = dict(checkpoint.get(keys.values, {})), checkpoint.get(keys.argument)
     containers = checkpoint.get(keys.containers, ())
     if argument not in overrides:
-        lacking = {name: what for name, what in checkpoint.get(keys.left_out, {}).items() if name not in overrides}
-        _check_whole(cls, constructor, lacking, path, takes_fields=argument in constructor.names)
+        lacking = {
+            name: description for name, description in checkpoint.get(keys.omitted, {}).items() if name not in overrides
+        }
+        _check_complete(cls, constructor, lacking, path, takes_fields=argument in constructor.names)
     if argument in constructor.names and argument not in overrides:
         fields = {name: value for name, value in overrides.items() if name not in constructor.names}
         overrides = {name: value for name, value in overrides.items() if name not in fields}
         saved = {argument: saved | fields}
     _check_accepted(cls, constructor, overrides)
-    taken = {name: value for name, value in saved.items() if name in constructor.names or constructor.takes_any}
+    accepted = {name: value for name, value in saved.items() if name in constructor.names or constructor.takes_any}
     arguments = {
         name: to_container(value) if name in containers else from_plain(value, constructor.annotations.get(name))
-        for name, value in taken.items()
+        for name, value in accepted.items()
         if name not in overrides
     }
     arguments |= overrides
@@ -269,12 +271,12 @@ def construct(
         return cls(**{name: value for name, value in arguments.items() if name not in extra})
 
 
-def _check_whole(
+def _check_complete(
     cls: type, constructor: Constructor, lacking: Mapping[str, str], path: str | Path | IO[bytes], *, takes_fields: bool
 ) -> None:
     """Raise MisuseError where the class takes something that the checkpoint does not hold."""
     takes_all = takes_fields or constructor.takes_any
-    lacking = {name: what for name, what in lacking.items() if takes_all or name in constructor.names}
+    lacking = {name: description for name, description in lacking.items() if takes_all or name in constructor.names}
     if lacking:
         example = ", ".join(f"{name}=..." for name in lacking)
         raise MisuseError(
@@ -304,6 +306,6 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], path: str | Path |
     Raises:
         CheckpointError: The weights do not fit.
     """
-    what = f"the weights in {str(path)!r}"
-    missing, left_over = load_by_names(module, state, label=what)
-    check_names(module, missing, left_over, strict=strict, label=what, advice="pass strict=False")
+    label = f"the weights in {str(path)!r}"
+    missing, unexpected = load_by_names(module, state, label=label)
+    check_names(module, missing, unexpected, strict=strict, label=label, advice="pass strict=False")

@@ -40,7 +40,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
         raise RequestError(f"grad_norm(norm_type={norm_type!r}) must be positive, or 'inf' for the largest value")
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     norms = {
-        f"grad_{order}_norm{group_separator}{name}": _whole(torch.linalg.vector_norm(gradient.detach(), order))
+        f"grad_{order}_norm{group_separator}{name}": _full_tensor(torch.linalg.vector_norm(gradient.detach(), order))
         for name, gradient in gradients.items()
     }
     if norms:
@@ -50,10 +50,10 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     return norms
 
 
-def _whole(norm: Tensor) -> Tensor:
+def _full_tensor(norm: Tensor) -> Tensor:
     """Return a norm that is known in parts, on several processes, as one number."""
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # as a DTensor has
-    return whole
+    full: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # as a DTensor has
+    return full
 
 
 class OptimizationMethods:
@@ -96,13 +96,13 @@ class OptimizationMethods:
 
         In manual optimization each is a :class:`~dstrat.training.loops.optimization.ManualOptimizer`.
         """
-        found = self.trainer.fit_loop.optimizers
-        return found[0] if len(found) == 1 else list(found)
+        optimizers = self.trainer.fit_loop.optimizers
+        return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, the list of them where there are several, or None."""
-        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return found[0] if len(found) == 1 else (found or None)
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return schedulers[0] if len(schedulers) == 1 else (schedulers or None)
 
     # What automatic optimization does, to be overridden
 
@@ -182,10 +182,10 @@ class OptimizationMethods:
         """
         if self._was_trainable is not None:
             raise MisuseError("an optimizer is toggled already: call untoggle_optimizer before you toggle another one")
-        chosen = set(_parameters(optimizer))
-        others = [p for other in self.trainer.strategy.optimizers for p in _parameters(other) if p not in chosen]
-        self._was_trainable = {parameter: parameter.requires_grad for parameter in others}
-        for parameter in others:
+        selected = set(_parameters(optimizer))
+        remaining = [p for other in self.trainer.strategy.optimizers for p in _parameters(other) if p not in selected]
+        self._was_trainable = {parameter: parameter.requires_grad for parameter in remaining}
+        for parameter in remaining:
             parameter.requires_grad_(False)
 
     def untoggle_optimizer(self, optimizer: Optimizer | ManualOptimizer | None = None) -> None:

@@ -14,31 +14,32 @@ if TYPE_CHECKING:
 _NAMES = ("simple", "advanced", "torch")
 
 
-def make_profiler(given: Any) -> Profiler | None:
+def make_profiler(requested: Any) -> Profiler | None:
     """Return the profiler that is meant; None for None.
 
     Args:
-        given: ``"simple"``, ``"advanced"``, ``"torch"`` (also ``"pytorch"``), a Profiler, or None.
+        requested: ``"simple"``, ``"advanced"``, ``"torch"`` (also ``"pytorch"``), a Profiler, or None.
 
     Raises:
         RequestError: It is none of these.
     """
-    if given is None or isinstance(given, Profiler):
-        return given
-    if given == "simple":
+    if requested is None or isinstance(requested, Profiler):
+        return requested
+    if requested == "simple":
         from dstrat.training.profilers.simple import SimpleProfiler
 
         return SimpleProfiler()
-    if given == "advanced":
+    if requested == "advanced":
         from dstrat.training.profilers.advanced import AdvancedProfiler
 
         return AdvancedProfiler()
-    if given in ("torch", "pytorch"):
+    if requested in ("torch", "pytorch"):
         from dstrat.training.profilers.torch_profiler import TorchProfiler
 
         return TorchProfiler()
-    near = difflib.get_close_matches(given, _NAMES, n=1) if isinstance(given, str) else []
+    near = difflib.get_close_matches(requested, _NAMES, n=1) if isinstance(requested, str) else []
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise RequestError(
-        f"profiler={given!r} is not 'simple', 'advanced', 'torch', a Profiler (an instance, not a class) or None{hint}"
+        f"profiler={requested!r} is not 'simple', 'advanced', 'torch', a Profiler (an instance, not a class) or "
+        f"None{hint}"
     )

@@ -105,12 +105,12 @@ class SimpleProfiler(Profiler):
                 f"{record.calls:,}",
                 f"{1e3 * record.seconds / record.calls:.3f}",
                 f"{record.seconds:.3f}",
-                f"{100 * record.own_seconds / seconds:.1f}",
+                f"{100 * record.self_seconds / seconds:.1f}",
             )
             for name, record in sorted(called.items(), key=lambda item: -item[1].seconds)
         ]
-        rest = max(0.0, seconds - sum(record.own_seconds for record in called.values()))
-        rows.append(("(everything else)", "", "", f"{rest:.3f}", f"{100 * rest / seconds:.1f}"))
+        remaining = max(0.0, seconds - sum(record.self_seconds for record in called.values()))
+        rows.append(("(everything else)", "", "", f"{remaining:.3f}", f"{100 * remaining / seconds:.1f}"))
         if not self._extended:
             rows = [(row[0], row[2], row[3]) for row in rows]
         return _aligned(f"Profile of {self._stage} on rank {self._rank}: {seconds:.3f} s", rows)
@@ -122,20 +122,20 @@ class SimpleProfiler(Profiler):
 class _Record:
     """What is known of one action."""
 
-    __slots__ = ("calls", "own_seconds", "seconds")
+    __slots__ = ("calls", "seconds", "self_seconds")
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget all calls."""
-        self.calls, self.seconds, self.own_seconds = 0, 0.0, 0.0
+        self.calls, self.seconds, self.self_seconds = 0, 0.0, 0.0
 
     def add(self, seconds: float, stack: list[float]) -> None:
         """Count a call that ends now: the innermost of those that run."""
         self.calls += 1
         self.seconds += seconds
-        self.own_seconds += seconds - stack.pop()
+        self.self_seconds += seconds - stack.pop()
         if stack:
             stack[-1] += seconds
 
