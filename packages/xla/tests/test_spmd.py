@@ -163,7 +163,7 @@ def test_a_mesh_that_leaves_devices_out_is_an_error():
 
 def devices_left_out(cluster):
     begin(4)
-    with pytest.raises(DeviceError, match="drives all 4 devices of XLA's runtime, and devices=2 was asked for"):
+    with pytest.raises(DeviceError, match="drives all 4 devices of XLA's runtime, and devices=2 is requested"):
         Trainer(strategy="xla_spmd", accelerator="xla", devices=2)
 
 

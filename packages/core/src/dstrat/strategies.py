@@ -1,4 +1,4 @@
-"""Strategies: what to subclass, the core's own, and the classes of every installed plugin."""
+"""Strategies: base classes, the core's classes, and those of installed plugins."""
 
 from __future__ import annotations
 

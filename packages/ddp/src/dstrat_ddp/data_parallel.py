@@ -41,7 +41,7 @@ class DataParallelStrategy(Strategy):
         accelerator: The hardware.
         parallel_devices: The devices; the first one keeps the parameters.
         checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes and what follows from them.
+        precision_plugin: The precision: dtypes, casts, loss scaling.
     """
 
     drives_several_devices = True

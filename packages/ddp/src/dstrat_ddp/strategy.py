@@ -54,7 +54,7 @@ class DDPStrategy(ParallelStrategy):
         parallel_devices: The devices of this machine, one for each local rank.
         cluster_environment: Where the job runs.
         checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes and what follows from them.
+        precision_plugin: The precision: dtypes, casts, loss scaling.
         ddp_comm_state: State of the communication hook.
         ddp_comm_hook: Hook that averages the gradients, or a name such as ``"fp16_compress"``, ``"bf16_compress"``,
             ``"powerSGD"`` or ``"post_localSGD"``.
@@ -244,7 +244,7 @@ class DDPStrategy(ParallelStrategy):
     # State
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimizer; of one that is sharded over the ranks, on global rank 0 only."""
+        """Return the full state of an optimizer; of one that is sharded over the ranks, on global rank 0 only."""
         if not hasattr(optimizer, "consolidate_state_dict"):
             return super().optimizer_state(optimizer)
         optimizer.consolidate_state_dict(to=0)

@@ -226,19 +226,19 @@ class ShardedStrategy(ParallelStrategy):
     # State
 
     def module_state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the module on global rank 0, and an empty dict on the others; collective."""
+        """Return the full state of the module on global rank 0, and an empty dict on the others; collective."""
         return gather_state(self.sharded_module_state(), self)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the whole state that global rank 0 has; collective."""
+        """Load the full state that global rank 0 has; collective."""
         scatter_module_state(self, state, self.module.state_dict(), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimizer on global rank 0, and an empty dict on the others; collective."""
+        """Return the full state of an optimizer on global rank 0, and an empty dict on the others; collective."""
         return gather_state(optimizer.state_dict(), self)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the whole state of an optimizer that global rank 0 has; collective."""
+        """Load the full state of an optimizer that global rank 0 has; collective."""
         load_optimizer(optimizer, state, self)
 
     def sharded_module_state(self) -> dict[str, Any]:
@@ -284,7 +284,7 @@ class ShardedStrategy(ParallelStrategy):
             )
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load what :meth:`sharded_optimizer_state` returned, or the same with whole tensors; collective."""
+        """Load what :meth:`sharded_optimizer_state` returned, or the same with full tensors; collective."""
         load_named_state(optimizer, self.module, as_shards(state, self.module))
 
 

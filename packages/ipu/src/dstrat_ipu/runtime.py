@@ -78,7 +78,7 @@ def check_acquired(error: Exception, num_devices: int) -> None:
     text = str(error)
     if "acquire" in text.lower():
         raise DeviceError(
-            f"poptorch could not reserve its IPUs ({text.strip()}): {num_devices} were asked for; another program may "
+            f"poptorch could not reserve its IPUs ({text.strip()}): {num_devices} are requested; another program may "
             "use them (gc-monitor shows which), or a model that is divided into blocks needs several for each replica: "
             "give training_opts and inference_opts with a smaller replicationFactor"
         ) from error

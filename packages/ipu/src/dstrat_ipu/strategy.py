@@ -55,7 +55,7 @@ class _Compiled:
 class IPUStrategy(SingleDeviceStrategy):
     """Training, evaluation and prediction by one process that drives all IPUs, through Graphcore's poptorch.
 
-    poptorch compiles a whole training step: forward pass, backward pass and the optimizer's step.  The module is
+    poptorch compiles a full training step: forward pass, backward pass and the optimizer's step.  The module is
     replicated over the devices, so that a batch of the Trainer has ``devices * batch_size`` samples, as with one
     process for each device.  One call runs ``device_iterations * accumulate_grad_batches`` batches.
 
@@ -72,7 +72,7 @@ class IPUStrategy(SingleDeviceStrategy):
         parallel_devices: The IPUs.
         cluster_environment: Where the job runs; there is one process.
         checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes and what follows from them.
+        precision_plugin: The precision: dtypes, casts, loss scaling.
         training_opts: ``poptorch.Options`` for training instead of those that follow from the other arguments, such as
             for a model that is split over several IPUs.
         inference_opts: Likewise for validation, test and prediction, with the same number of replicas.  With

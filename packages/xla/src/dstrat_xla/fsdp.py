@@ -53,10 +53,10 @@ class XLAFSDPStrategy(XLAStrategy):
         checkpoint_io: How checkpoints reach storage.
         precision_plugin: The dtypes; torch_xla shards parameters in float32 only.
         auto_wrap_policy: Classes of layers that are gathered by themselves, or a policy as torch_xla takes it; None
-            gathers the whole module in each step.
+            gathers the full module in each step.
         activation_checkpointing_policy: Classes of layers that keep no activations for the backward pass, among those
             that are gathered by themselves.
-        state_dict_type: ``"sharded"``: each process writes its shards; ``"full"``: global rank 0 has whole tensors.
+        state_dict_type: ``"sharded"``: each process writes its shards; ``"full"``: global rank 0 has full tensors.
         sequential_save: Accepted as in Lightning, without effect: a checkpoint is always written tensor by tensor.
         debug: Whether torch_xla reports compilations and slow operations (``PT_XLA_DEBUG``).
         sync_module_states: Whether all processes begin with the parameters and buffers of global rank 0.
@@ -209,12 +209,12 @@ class XLAFSDPStrategy(XLAStrategy):
         self._copy_entries(self._entries(), state)
 
     def module_state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the module; collective."""
+        """Return the full state of the module; collective."""
         runtime.settle()
         return {name: self._as_full(value) for name, value in self._entries().items()}
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the whole state that global rank 0 has; collective."""
+        """Load the full state that global rank 0 has; collective."""
         state, entries = self.broadcast(dict(state)), self._entries()
         shapes = {name: self._as_shard(value) for name, value in entries.items()}
         if (reason := misfit(self.module, shapes, state, strict=strict)) is not None:
@@ -274,11 +274,11 @@ class XLAFSDPStrategy(XLAStrategy):
         self._load_optimizer_state(optimizer, state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimizer; collective."""
+        """Return the full state of an optimizer; collective."""
         return number_parameters(self._optimizer_state(optimizer, self._sharded_module.full_tensor))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the whole state of an optimizer that global rank 0 has; collective."""
+        """Load the full state of an optimizer that global rank 0 has; collective."""
         groups = named_state(optimizer, self._sharded_module)["param_groups"]  # type: ignore[arg-type]  # as above
         names = [group["params"] for group in groups]
         self._load_optimizer_state(optimizer, name_parameters(self.broadcast(dict(state)), names))

@@ -199,8 +199,8 @@ def check_spmd(count: int) -> None:
     if present != count:
         hint = "set CPU_NUM_DEVICES before the program starts" if is_cpu else "hide devices with TPU_VISIBLE_CHIPS"
         raise DeviceError(
-            f"strategy 'xla_spmd' drives all {present} devices of XLA's runtime, and devices={count} was asked "
-            f"for: choose devices={present}, or {hint}"
+            f"strategy 'xla_spmd' drives all {present} devices of XLA's runtime, and devices={count} is "
+            f"requested: choose devices={present}, or {hint}"
         )
 
 

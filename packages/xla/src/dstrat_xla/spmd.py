@@ -57,8 +57,8 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         accelerator: The hardware.
         parallel_devices: All devices of the runtime; the mesh cannot leave any out.
         checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes and what follows from them.
-        mesh_shape: Sizes of the axes by their names, the slowest links first; -1 takes what the others leave.  None is
+        precision_plugin: The precision: dtypes, casts, loss scaling.
+        mesh_shape: Sizes of the axes by their names, the slowest links first; -1 follows from the others.  None is
             ``{"data": -1}``.
         annotate: Called with the module, whose parameters are on the device, and torch_xla's mesh; marks parameters
             with ``torch_xla.distributed.spmd.mark_sharding``.  Those that it leaves alone are treated as without it.

@@ -33,7 +33,7 @@ class SingleDeviceXLAStrategy(LazySteps, SingleDeviceStrategy):
         device: The device; None takes the first that the accelerator offers.
         accelerator: The hardware.
         checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes and what follows from them.
+        precision_plugin: The precision: dtypes, casts, loss scaling.
         debug: Whether torch_xla reports compilations and slow operations (``PT_XLA_DEBUG``).
     """
 
@@ -69,7 +69,7 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
         accelerator: The hardware.
         parallel_devices: The devices of this machine, one for each local rank.
         checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes and what follows from them.
+        precision_plugin: The precision: dtypes, casts, loss scaling.
         debug: Whether torch_xla reports compilations and slow operations (``PT_XLA_DEBUG``).
         sync_module_states: Whether all processes begin with the parameters and buffers of global rank 0.
         cluster_environment: Where the job runs.

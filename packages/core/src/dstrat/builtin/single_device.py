@@ -26,7 +26,7 @@ class SingleDeviceStrategy(Strategy):
         device: The device; None takes the first that the accelerator offers.
         accelerator: The hardware.
         checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes and what follows from them.
+        precision_plugin: The precision: dtypes, casts, loss scaling.
     """
 
     def __init__(

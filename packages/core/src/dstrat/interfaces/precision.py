@@ -85,7 +85,7 @@ class Precision(ABC):
             **kwargs: Passed to the optimizer's ``step``.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         if not _computes_once(optimizer):
             return optimizer.step(closure=closure, **kwargs)

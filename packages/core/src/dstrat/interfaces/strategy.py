@@ -45,7 +45,7 @@ class Parts:
         parallel_devices: The devices of this machine that the job uses, one for each local rank.
         cluster_environment: Where the job runs.
         checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes and what follows from them.
+        precision_plugin: The precision: dtypes, casts, loss scaling.
         launcher: Starts the processes; None to run in the calling process.
     """
 
@@ -143,7 +143,7 @@ class Strategy(ABC):
     Args:
         accelerator: The hardware.  The Trainer or ``dstrat.build`` selects each of the arguments that is None.
         checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes and what follows from them.
+        precision_plugin: The precision: dtypes, casts, loss scaling.
 
     Attributes:
         start_method: Start method of the processes of this machine; None if the strategy starts none.
@@ -230,7 +230,7 @@ class Strategy(ABC):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The dtypes and what follows from them."""
+        """The precision: dtypes, casts, loss scaling."""
         return self._present(self.parts.precision_plugin, "precision plugin")
 
     @property
@@ -245,9 +245,9 @@ class Strategy(ABC):
 
     @property
     def launcher(self) -> Launcher | None:
-        """What starts the processes; None when everything runs in this one.
+        """The launcher of the processes; None if everything runs in this one.
 
-        It follows from the plan.  A strategy with a launcher of its own overrides this property.
+        It follows from the plan; a strategy with another launcher overrides this property.
         """
         return self.parts.launcher
 
@@ -458,11 +458,11 @@ class Strategy(ABC):
         Args:
             name: Which step; gradients are computed after, or within, ``"training_step"`` alone.
             step: The module's method of that name, or in a hand-written loop a function.
-            *args: What the step takes; a batch comes first.
-            **kwargs: What the step takes.
+            *args: Arguments of the step, the batch first.
+            **kwargs: Keyword arguments of the step.
 
         Returns:
-            What the step returned.
+            The result of the step.
         """
         with self.precision_plugin.forward_context():
             return step(*args, **kwargs)

@@ -55,7 +55,7 @@ class ParallelStrategy(Strategy):
         parallel_devices: The devices of this machine, one for each local rank.
         cluster_environment: Where the job runs.
         checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes and what follows from them.
+        precision_plugin: The precision: dtypes, casts, loss scaling.
         process_group_backend: Backend of torch.distributed; None takes the accelerator's.
         timeout: How long a rank waits for the others, and how long it may be idle, before the job fails.  By default it
             waits for 30 minutes, and may be idle for 10.

@@ -39,7 +39,7 @@ class Catalog:
         environ: Where the settings come from.
 
     Attributes:
-        settings: What the environment variables say about plugins.
+        settings: Settings of plugins, from the environment variables.
 
     Raises:
         RequestError: A setting cannot be understood.
@@ -145,7 +145,7 @@ class Catalog:
             override: Whether it may take an alias that is offered already.
 
         Raises:
-            InvalidComponentError: The alias is taken.
+            InvalidComponentError: The alias is in use.
             BrokenComponentError: The class is not a complete class of its kind.
         """
         offer = Offer(component=component, owner=THIS_PROCESS, version="")

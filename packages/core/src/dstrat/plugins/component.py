@@ -110,7 +110,7 @@ class Component:
         options: Constructor arguments that the alias presets.
         auto: Rank for the automatic choice, the highest available one wins; None is never chosen automatically.
         groups: Names that stand for several accelerators (``"gpu"``); the available one with the highest
-            ``auto`` is taken.
+            ``auto`` is used.
         device_type: For an accelerator, the type of its torch devices, such as ``"cuda"``.
         process_group_backend: For an accelerator, the backend of its collectives, such as ``"gloo"``, ``"nccl"`` or
             ``"hccl"``; ``"none"`` if it has none.
@@ -119,7 +119,7 @@ class Component:
         strategies: For an accelerator, the strategies that serve general aliases on it:
             ``{"ddp_spawn": "tpu_spawn"}``.
         accelerators: For a strategy that is written for some accelerators, these or their groups; empty means any
-            that has what the strategy needs.
+            that fits the other facts.
         device_types: For a strategy, the types of torch devices that it can use; empty means any.
         precisions: For a strategy, the precision aliases that it can run; empty means any.
         uses_torch_distributed: For a strategy, whether it needs an accelerator that torch.distributed supports.

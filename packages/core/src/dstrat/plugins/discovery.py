@@ -70,7 +70,7 @@ def _load(plugin: Plugin, entry: EntryPoint) -> Plugin:
         with named_import(plugin.value, plugin.distribution, seconds=_SLOW_IMPORT):
             components, tombstones = load_records(entry)
         outcome = replace(plugin, components=components, tombstones=tombstones)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a stranger's module does is data about it
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a third-party module is data about it
         outcome = _failed(plugin, error)
     return replace(
         outcome,

@@ -1,4 +1,4 @@
-"""Cluster environments: what to subclass, the core's own, and those of every installed plugin."""
+"""Cluster environments: base classes, the core's classes, and those of installed plugins."""
 
 from __future__ import annotations
 

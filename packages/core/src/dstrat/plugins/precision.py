@@ -1,4 +1,4 @@
-"""Precision plugins: what to subclass, the core's own, and the classes of every installed plugin."""
+"""Precision plugins: base classes, the core's classes, and those of installed plugins."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class SLURMEnvironment(ExternalEnvironment):
         ):
             if not fits:
                 raise ClusterError(
-                    f"{name} is {running}, and devices={num_devices} with num_nodes={num_nodes} were asked for: "
+                    f"{name} is {running}, and devices={num_devices} with num_nodes={num_nodes} are requested: "
                     f"start with {self.start_command(num_devices=num_devices, num_nodes=num_nodes)}"
                 )
 
