@@ -100,7 +100,7 @@ def test_rank_that_hangs_is_named_with_its_stack(launch):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_never_arrives_is_named_with_its_stack(launch, rank):
-    with pytest.raises(RankFailedError, match=f"rank {rank} of 2 hung: rank {1 - rank} waited") as caught:
+    with pytest.raises(RankFailedError, match=f"rank {rank} of 2 hung: rank {1 - rank} timed out waiting") as caught:
         launch("never_arrive", rank)
     assert "in fall_asleep" in caught.value.rank_traceback
     assert f"timed out waiting for rank {rank} of 2, which did not come to open the process" in str(caught.value)
