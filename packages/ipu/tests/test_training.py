@@ -466,3 +466,6 @@ def test_the_device_does_what_it_does_for_a_hand_written_loop(simulator, tmp_pat
     # poptorch copies the weights twice where both its models are made of one; here each is its own.
     assert counting.end.weights_to_device == counting.end.attachments <= expected.weights_to_device
     assert dataclasses.replace(counting.end, weights_to_device=expected.weights_to_device) == expected
+    end = counting.end  # as the README has it
+    copies = (end.weights_to_host, end.weights_to_device, end.state_to_host, end.state_to_device)
+    assert (end.compilations, end.calls, copies) == ((2, 24, (2, 4, 2, 1)) if validates else (1, 20, (0, 1, 0, 0)))
