@@ -1,6 +1,7 @@
 """noxfile.py, run by a Python that has nothing installed, makes itself an environment with nox and goes on in it."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -83,3 +84,11 @@ def test_without_ensurepip_the_message_says_what_to_install(checkout: Path) -> N
     assert result.returncode == 1
     assert "cannot make environments" in result.stderr
     assert result.stderr.endswith("apt install python3-venv\n")
+
+
+def test_the_workflow_runs_every_session_of_the_test_command():
+    listed = re.search(r"nox.options.sessions = \[(.*)\]", NOXFILE.read_text(encoding="utf-8"))[1]
+    workflow = (NOXFILE.parent / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    run = " ".join(re.findall(r"sessions: (.*)", workflow)).split()
+    assert {*re.findall(r'"(\w+)"', listed)} <= {*run}
+    assert {"oldest", "newest"} <= {*run}
