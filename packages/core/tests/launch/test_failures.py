@@ -186,7 +186,7 @@ def test_rank_that_gave_no_stack_is_still_named():
 
 
 def test_ranks_that_were_still_running_are_mentioned_where_no_cause_is_known():
-    assert "\n(rank 1, 2 was still running)" in str(failure_error([end(0, "lost")], {1: "", 2: ""}, 3))
+    assert "\n(ranks 1, 2 were still running)" in str(failure_error([end(0, "lost")], {1: "", 2: ""}, 3))
 
 
 def test_error_of_the_launcher_itself_is_shown_as_such():

@@ -255,7 +255,7 @@ class Strategy(ABC):
         """Return this strategy's precision for a flag; None to use the accelerator's."""
         return None
 
-    # Where this process is
+    # Rank and device of this process
 
     @property
     @abstractmethod

@@ -349,7 +349,7 @@ def _running_ranks(primary: RankEnd, running: Mapping[int, str]) -> str:
     """Return the ranks that may have broken the connection, where no rank failed by itself."""
     if primary.failure_order < 2 or not running:
         return ""
-    return f"\n(rank {', '.join(map(str, running))} was still running)"
+    return f"\n({_ranks([*running])} {'were' if len(running) > 1 else 'was'} still running)"
 
 
 def _signal_name(number: int) -> str:
