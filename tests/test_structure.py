@@ -19,6 +19,29 @@ SHORT_FOR_A_REASON = {
     "dstrat_xla.loader": "loads torch_xla's loader, which needs a device, on first use",
 }
 
+# Folders whose identifiers use the field's terms; add each as it becomes clean.
+CLEAN = (
+    "dstrat.cli",
+    "dstrat.data",
+    "dstrat.own_loop",
+    "dstrat.testing",
+    "dstrat.training",
+)
+
+# Words that say too little in an identifier: "position", "shard", "path", "matches", "local", "remaining" ... say more.
+VAGUE = {
+    *("place", "places", "placed", "part", "parts", "own", "given", "told", "tell", "asked", "ask", "left", "found"),
+    *("chosen", "whole", "what", "whose", "waiting", "taken", "kept", "words", "others", "there", "here", "deed"),
+    *("circumstances", "surroundings", "everyday", "company", "somebody", "nobody"),
+}
+
+# Identifiers that have such a word all the same.
+VAGUE_FOR_A_REASON = {
+    "OwnLoop": "public",
+    "Parts": "public",
+    "parts": "Strategy.parts, an attribute of the interface",
+}
+
 
 def name_of(path):
     source = next(parent for parent in path.parents if parent.name == "src")
@@ -127,3 +150,33 @@ def test_deepspeeds_private_names_are_in_one_file(trees):
     adapter = touched.pop("dstrat_deepspeed.internals")
     assert {name: names - of_torch for name, names in touched.items() if names - of_torch} == {}
     assert len(adapter) > 10
+
+
+def identifiers(tree):
+    """Give the names that a module defines: functions, classes, arguments, variables, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def is_vague(name):
+    """Return whether one of an identifier's words says too little; names of tests are sentences."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
+    return not name.startswith("test_") and name not in VAGUE_FOR_A_REASON and not VAGUE.isdisjoint(words)
+
+
+def test_identifiers_have_no_vague_words(trees):
+    clean = re.compile(rf"({'|'.join(map(re.escape, CLEAN))})(\.|$)")
+    vague = {(module, name) for module in filter(clean.match, trees) for name in identifiers(trees[module])}
+    assert sorted(pair for pair in vague if is_vague(pair[1])) == [], "choose the field's term"
+
+
+def test_a_vague_word_is_found():
+    tree = ast.parse("class KeptFiles:\n    def add(self, path):\n        self.found, test_what_it_is = path, 1\n")
+    assert set(filter(is_vague, identifiers(tree))) == {"KeptFiles", "found"}

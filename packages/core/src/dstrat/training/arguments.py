@@ -69,7 +69,7 @@ _BARE = FeatureDefaults(
 )
 
 
-def choose_surroundings(requested: Mapping[str, Any], *, barebones: bool, fast_dev_run: int) -> FeatureDefaults:
+def resolve_features(requested: Mapping[str, Any], *, barebones: bool, fast_dev_run: int) -> FeatureDefaults:
     """Return what runs around the training.
 
     Args:
@@ -238,5 +238,5 @@ def _read(value: Any) -> timedelta | None:
     match = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    days, hours, minutes, seconds = (int(digits or 0) for digits in match.groups())
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)

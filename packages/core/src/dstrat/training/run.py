@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from dstrat.training.callbacks.callback import Callback
-    from dstrat.training.checkpoint.path import Asked
+    from dstrat.training.checkpoint.path import CheckpointRequest
     from dstrat.training.loops.sources import DataSources
     from dstrat.training.run_context import Stage
     from dstrat.training.trainer import Trainer
 
 
-def execute(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: Asked) -> RunResult:
+def execute(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest) -> RunResult:
     """Run the trainer's stage (fit, validate, test or predict) in this process.
 
     Args:
@@ -66,7 +66,7 @@ def execute(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_pa
         _end(trainer)
 
 
-def _work(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: Asked) -> RunResult:
+def _work(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest) -> RunResult:
     """Prepare and do the stage's work, and free what it took."""
     work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[trainer.stage]
     try:
@@ -135,7 +135,7 @@ def _set_logging_module(callbacks: Iterable[Callback], module: TrainModule | Non
         callback._logging_module = module  # noqa: SLF001 - no public name, which a user's subclass might have too
 
 
-def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: Asked) -> None:
+def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest) -> None:
     strategy = trainer.strategy
     strategy.setup_environment()
     if strategy.local_rank == 0:

@@ -12,7 +12,7 @@ from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.optimizers import Optimization, read_optimizers
 from dstrat.resolve import Request, resolve_request
-from dstrat.training.arguments import check_arguments, check_count, check_fast_dev_run, choose_surroundings
+from dstrat.training.arguments import check_arguments, check_count, check_fast_dev_run, resolve_features
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.hooks import overrides
 from dstrat.training.loggers.defaults import complete_loggers
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import ClipAlgorithm
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.timer import Duration
-    from dstrat.training.checkpoint.path import Asked
+    from dstrat.training.checkpoint.path import CheckpointRequest
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.fit_loop import FitLoop
     from dstrat.training.loops.sources import DataSources, Source
@@ -167,7 +167,7 @@ class Trainer(RunState):
             "profiler": profiler,
             "detect_anomaly": detect_anomaly,
         }
-        features = choose_surroundings(arguments, barebones=barebones, fast_dev_run=fast_dev_run)
+        features = resolve_features(arguments, barebones=barebones, fast_dev_run=fast_dev_run)
         self.fast_dev_run = int(fast_dev_run)
         self.barebones = barebones
 
@@ -274,10 +274,10 @@ class Trainer(RunState):
             MisuseError: The module lacks something, or the training is finished already.
             RankFailedError: A process of the job failed.
         """
-        from dstrat.training.checkpoint.path import asked_checkpoint
+        from dstrat.training.checkpoint.path import requested_checkpoint
         from dstrat.training.loops.sources import DataSources
 
-        requested = asked_checkpoint(ckpt_path, resume)
+        requested = requested_checkpoint(ckpt_path, resume)
         if self.fit_loop.finished and self.fit_loop.batches_seen:
             raise MisuseError(
                 f"this Trainer has finished its fit (epoch {self.fit_loop.epoch} of {self.max_epochs}, "
@@ -467,7 +467,7 @@ class Trainer(RunState):
         return results
 
     def _launch(
-        self, stage: Stage, module: TrainModule, sources: DataSources, ckpt_path: Asked, **settings: Any
+        self, stage: Stage, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest, **settings: Any
     ) -> Any:
         if self.is_running:
             raise MisuseError(
@@ -497,7 +497,7 @@ class Trainer(RunState):
         self.status = TrainerStatus.FINISHED
         return result
 
-    def _launch_stage(self, module: TrainModule, sources: DataSources, ckpt_path: Asked) -> Any:
+    def _launch_stage(self, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest) -> Any:
         from dstrat.training.run import execute, execute_elsewhere
 
         self.strategy.connect(module)

@@ -10,7 +10,7 @@ from dstrat.checkpoint.portable.newest import resolved
 from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.cli.checkpoint.diff import is_single_file
-from dstrat.cli.checkpoint.group import PLACE, progress_bar, readable_size
+from dstrat.cli.checkpoint.group import CHECKPOINT_PATH, progress_bar, readable_size
 from dstrat.cli.output import json_option, print_json
 from dstrat.errors import CheckpointError
 
@@ -24,8 +24,8 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 
 
 @click.command()
-@click.argument("path", type=PLACE)
-@click.argument("output", type=PLACE)
+@click.argument("path", type=CHECKPOINT_PATH)
+@click.argument("output", type=CHECKPOINT_PATH)
 @json_option
 def consolidate(path: Place, output: Place, as_json: bool) -> None:
     """Write a checkpoint as one file.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dstrat.checkpoint.portable.decode import split
 from dstrat.checkpoint.torch_file import without_stand_ins
-from dstrat.cli.checkpoint.group import PLACE
+from dstrat.cli.checkpoint.group import CHECKPOINT_PATH
 from dstrat.cli.output import json_option, print_json
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.state_dict import listed
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("path", type=PLACE)
-@click.argument("output", type=PLACE)
+@click.argument("path", type=CHECKPOINT_PATH)
+@click.argument("output", type=CHECKPOINT_PATH)
 @json_option
 def convert(path: Place, output: Place, as_json: bool) -> None:
     """Convert a .ckpt file of PyTorch Lightning, or what an installed plugin can read.

@@ -13,7 +13,7 @@ from dstrat.checkpoint.portable.format import STATE
 from dstrat.checkpoint.portable.index import TensorEntry
 from dstrat.checkpoint.portable.newest import is_portable, resolved
 from dstrat.checkpoint.portable.reader import CheckpointReader
-from dstrat.cli.checkpoint.group import PLACE, progress_bar
+from dstrat.cli.checkpoint.group import CHECKPOINT_PATH, progress_bar
 from dstrat.cli.output import json_option, print_json, print_table
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ Difference = tuple[str, str, str, str]
 
 
 @click.command()
-@click.argument("first", type=PLACE)
-@click.argument("second", type=PLACE)
+@click.argument("first", type=CHECKPOINT_PATH)
+@click.argument("second", type=CHECKPOINT_PATH)
 @json_option
 @click.pass_context
 def diff(ctx: click.Context, first: Place, second: Place, as_json: bool) -> None:

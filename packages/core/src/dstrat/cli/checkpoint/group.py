@@ -68,7 +68,7 @@ def progress_bar(doing: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 # Path arguments of commands: local paths and URLs of stores.
 
 
-class PlaceType(click.ParamType):  # type: ignore[type-arg]  # older ones take no argument
+class CheckpointPathType(click.ParamType):  # type: ignore[type-arg]  # older ones take no argument
     """A path of this machine, or a URL such as ``s3://bucket/folder``."""
 
     name = "path"
@@ -78,7 +78,7 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]  # older ones take n
         return place(value)
 
 
-PLACE = PlaceType()
+CHECKPOINT_PATH = CheckpointPathType()
 
 
 # Sizes in bytes, for people.

@@ -13,7 +13,7 @@ from dstrat.checkpoint.portable.newest import resolved
 from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.cli.checkpoint.diff import content_of_file, is_single_file
-from dstrat.cli.checkpoint.group import PLACE, readable_size
+from dstrat.cli.checkpoint.group import CHECKPOINT_PATH, readable_size
 from dstrat.cli.output import json_option, print_json, print_table
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("path", type=PLACE)
+@click.argument("path", type=CHECKPOINT_PATH)
 @json_option
 def inspect(path: Place, as_json: bool) -> None:
     """Show what is in a checkpoint, without loading its tensors."""

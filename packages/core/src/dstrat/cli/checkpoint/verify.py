@@ -11,7 +11,7 @@ from dstrat.checkpoint.portable.newest import is_zip, resolved
 from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.checkpoint.portable.storage import map_in_threads, storage_of
 from dstrat.cli.checkpoint.diff import is_single_file
-from dstrat.cli.checkpoint.group import PLACE, progress_bar, readable_size
+from dstrat.cli.checkpoint.group import CHECKPOINT_PATH, progress_bar, readable_size
 from dstrat.cli.output import json_option, print_json
 from dstrat.errors import CheckpointError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("path", type=PLACE)
+@click.argument("path", type=CHECKPOINT_PATH)
 @json_option
 @click.pass_context
 def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
@@ -35,7 +35,7 @@ def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
     with CheckpointReader(resolved(path)) as folder:
         num_bytes = sum(folder.sizes.values())
         with progress_bar("verifying", num_bytes) as advance:
-            problems = [*_damage(folder, advance), *_strangers(folder)]
+            problems = [*_damage(folder, advance), *_unlisted_files(folder)]
         if not problems:
             problems = list(_contradictions(folder))
     if as_json:
@@ -80,9 +80,9 @@ def _read(folder: CheckpointReader, name: str, advance: Callable[[int], None]) -
     map_in_threads(read, range(0, size, BUCKET))
 
 
-def _strangers(folder: CheckpointReader) -> Iterator[str]:
-    found: Iterable[Place] = folder.path.iterdir()
-    for path in sorted(found, key=str):
+def _unlisted_files(folder: CheckpointReader) -> Iterator[str]:
+    entries: Iterable[Place] = folder.path.iterdir()
+    for path in sorted(entries, key=str):
         if path.name not in folder.sizes and path.name != MANIFEST:
             yield f"{path}: the manifest does not list it, so it was put there later; it is never read"
 

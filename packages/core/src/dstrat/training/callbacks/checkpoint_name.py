@@ -36,14 +36,14 @@ class CheckpointName:
 
     def __init__(self, template: str, *, shows_names: bool = False) -> None:
         try:
-            parts = list(Formatter().parse(template))
+            fragments = list(Formatter().parse(template))
         except ValueError as error:
             raise RequestError(f"filename={template!r} is not a template: {error}") from error
-        fields = [field for _, field, _, _ in parts if field is not None]
+        fields = [field for _, field, _, _ in fragments if field is not None]
         if "" in fields:
             raise RequestError(f"filename={template!r} has a field without a name: write one, such as {{epoch}}")
         self.template, self.shows_names = template, shows_names
-        self._filled = "".join(_with_name(*part) for part in parts) if shows_names else template
+        self._filled = "".join(_with_name(*fragment) for fragment in fragments) if shows_names else template
         self._fields = fields
 
     def fill(self, values: Mapping[str, Any]) -> str:

@@ -190,7 +190,7 @@ def show_on_terminal(summary: Summary) -> None:
         footer_style="bold",
     )
     for name, total in zip(header(summary), cells(summary.total, summary), strict=True):
-        is_number = name not in LEFT_ALIGNED
+        is_number = name not in TEXT_COLUMNS
         table.add_column(
             name, Text(total), justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
         )
@@ -315,7 +315,7 @@ def _shortened(text: str) -> str:
 # A summary of a module as a table of text.
 
 
-LEFT_ALIGNED = ("layer", "type", "input", "output")
+TEXT_COLUMNS = ("layer", "type", "input", "output")
 """Columns of words; numbers are aligned to the right."""
 
 
@@ -340,7 +340,7 @@ def as_text(summary: Summary) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
     lines = [
         "  ".join(
-            cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width)
+            cell.ljust(width) if name in TEXT_COLUMNS else cell.rjust(width)
             for cell, width, name in zip(row, widths, names, strict=True)
         )
         for row in rows

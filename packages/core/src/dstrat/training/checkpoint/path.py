@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.trainer import Trainer
 
-Asked: TypeAlias = "str | Path | Search | None"
+CheckpointRequest: TypeAlias = "str | Path | Search | None"
 """A checkpoint as a run was asked for it."""
 
 _FOLDER_PATTERNS = ("", "checkpoints", "*/checkpoints", "*/*/checkpoints")
@@ -59,7 +59,7 @@ class Search(Enum):
     BEST_OF_LAST_FIT = "the one that evaluation uses where it is called without a module"
 
 
-def asked_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> Asked:
+def requested_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> CheckpointRequest:
     """Return what ``fit`` was asked to go on from.
 
     Raises:
@@ -76,7 +76,7 @@ def asked_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> Asked:
     return Search.NEWEST
 
 
-def resolve_checkpoint(trainer: Trainer, requested: Asked) -> str | Path | None:
+def resolve_checkpoint(trainer: Trainer, requested: CheckpointRequest) -> str | Path | None:
     """Return the checkpoint to load; collective where it has to be found.
 
     Args:
@@ -94,7 +94,7 @@ def resolve_checkpoint(trainer: Trainer, requested: Asked) -> str | Path | None:
     return result.path
 
 
-def _find(trainer: Trainer, requested: Asked) -> _SearchResult:
+def _find(trainer: Trainer, requested: CheckpointRequest) -> _SearchResult:
     """Return what is asked for, and log it; in one process."""
     try:
         result = _best_of_last_fit(trainer) if requested is Search.BEST_OF_LAST_FIT else _search(trainer, requested)
@@ -105,7 +105,7 @@ def _find(trainer: Trainer, requested: Asked) -> _SearchResult:
     return result
 
 
-def _search(trainer: Trainer, requested: Asked) -> _SearchResult:
+def _search(trainer: Trainer, requested: CheckpointRequest) -> _SearchResult:
     if requested == "best":
         return _best(trainer)
     folders = _folders(trainer)
@@ -118,7 +118,7 @@ def _search(trainer: Trainer, requested: Asked) -> _SearchResult:
     return _SearchResult()
 
 
-def _description(trainer: Trainer, requested: Asked, path: str) -> str:
+def _description(trainer: Trainer, requested: CheckpointRequest, path: str) -> str:
     """Return what to log of the checkpoint that was found."""
     if requested is Search.NEWEST:
         return f"resume='auto': training goes on from {path}"
