@@ -86,7 +86,7 @@ def _not_installed(kind: Kind, catalog: Catalog) -> dict[str, list[str]]:
     return {quoted(requirement): hints[requirement] for requirement in sorted(hints)}
 
 
-# The catalog as the command line needs it, and its records as JSON.
+# Catalog for the command line, and records as JSON
 
 
 def loaded_catalog() -> Catalog:
@@ -209,7 +209,7 @@ def _said(fact: bool | None, yes: str, no: str) -> str:
     return yes if fact else no
 
 
-# Reading the first line of a class's docstring from its source, without importing anything.
+# First line of a class's docstring, read from source without an import
 
 
 def first_line(target: str) -> str:

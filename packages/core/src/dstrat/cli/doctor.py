@@ -188,7 +188,7 @@ def _about_offer(offer: Offer, catalog: Catalog) -> Iterator[Finding]:
         yield Finding(subject=subject, text=str(error), state="problem")
 
 
-# Devices that each accelerator finds on this machine.
+# Check of the devices of each accelerator
 
 
 def check_devices(catalog: Catalog) -> Iterator[Finding]:

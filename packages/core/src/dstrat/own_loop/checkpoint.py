@@ -73,7 +73,7 @@ def load(
     loaders: Sequence[TrainingLoader],
     evaluation_loaders: Sequence[EvaluationLoader],
 ) -> dict[str, Any]:
-    """Bring everything to where it was when a checkpoint was saved; collective.
+    """Restore module, optimizers, position in the data and random state from a checkpoint; collective.
 
     Returns:
         The loop's own state.
@@ -102,7 +102,7 @@ def load(
 
 
 def _rank_state(strategy: Strategy, loaders: Sequence[TrainingLoader]) -> dict[str, Any]:
-    """Return what this process has for itself; collective."""
+    """Return the state of this rank; collective."""
     return {
         "loaders": [loader.rank_state() for loader in loaders],
         "strategy": strategy.rank_state(),
@@ -119,7 +119,7 @@ def _restore_ranks(
     path: str | Path,
     loaders: Sequence[TrainingLoader],
 ) -> None:
-    """Take back what this process had; on another number of processes, the order of the data alone."""
+    """Restore the state of this rank; with another world size, only the order of the data."""
     is_exact = checkpoint["world_size"] == strategy.world_size
     saved = _saved_by(strategy.global_rank if is_exact else 0, checkpoint, io, path)
     if saved is None:
@@ -144,7 +144,7 @@ def _restore_ranks(
 
 
 def _saved_by(rank: int, checkpoint: Mapping[str, Any], io: CheckpointIO, path: str | Path) -> dict[str, Any] | None:
-    """Return what a process had for itself, None where the checkpoint's io does not keep it for others."""
+    """Return the saved state of a rank, None where the checkpoint io gives each rank its own only."""
     if "ranks" in checkpoint:
         rank_state: dict[str, Any] = checkpoint["ranks"][rank]
         return rank_state

@@ -76,7 +76,7 @@ class TrainingLoader:
         self.epoch, self.batches_done = self.epoch + 1, 0
 
     def _read_from(self) -> Any:
-        """Return what gives the batches that are left of the epoch, or those of a new one."""
+        """Return an iterable of the remaining batches of the epoch, or of a new one."""
         loader, position, self._stateful, self._position = self._loader, self._latest_position(), None, None
         goes_on = self.batches_done > 0 and self._beginning is not None
         if not goes_on:
@@ -91,7 +91,7 @@ class TrainingLoader:
         return ResumedLoader(loader, self._beginning, self.batches_done) if goes_on else loader
 
     def _latest_position(self) -> Any:
-        """Return where a loader is that knows that, after the last batch that was handed out; None for others."""
+        """Return the position of a stateful loader after the latest batch; None for other loaders."""
         if self._stateful is None:
             return self._position
         return self._stateful.position_after(self.batches_done) if self.batches_done else self._stateful.latest_position
@@ -121,7 +121,7 @@ class TrainingLoader:
             self.batches_done = self.batches_done * length // state["length"]
 
     def rank_state(self) -> dict[str, Any]:
-        """Return what the order of the batches of this process follows from."""
+        """Return the random state and position of this process."""
         return {
             "generators": generator_states(self._loader),
             "beginning": None if self._beginning is None else self._beginning.state_dict(),
@@ -129,7 +129,7 @@ class TrainingLoader:
         }
 
     def load_rank_state(self, state: Mapping[str, Any], *, is_exact: bool) -> None:
-        """Take back what :meth:`rank_state` returned.
+        """Restore the state that :meth:`rank_state` returned.
 
         Args:
             state: Of this process, or of the first where their number differs.

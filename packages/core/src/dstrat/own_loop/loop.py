@@ -429,7 +429,7 @@ def _as_one(module: Any) -> Module:
     raise MisuseError(f"setup was given {module!r}: pass a torch.nn.Module, or a list or dict of them")
 
 
-# Communication around a hand-written loop, closed however the loop ends.
+# Communication around a hand-written loop
 
 
 _log = logging.getLogger(__name__)
@@ -475,7 +475,7 @@ def _end_after(error: BaseException, *ends: Callable[[], None]) -> None:
             _log.error("cleaning up after %s failed too", type(error).__name__, exc_info=other)
 
 
-# From what a user asks for to a strategy that is ready to be launched.
+# Strategy from a request, ready to be launched
 
 
 def build(

@@ -153,7 +153,7 @@ class Steps:
         return prepare
 
 
-# Settings of a hand-written loop that a strategy reads.
+# Settings of a hand-written loop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -147,7 +147,7 @@ def _may_be_checked(tensor: Tensor) -> bool:
     return has_fractions and tensor.dtype.itemsize > 1 and tensor.layout is torch.strided and not tensor.is_meta
 
 
-# Detecting anomalies in a fit: what is watched, and the batch that is named.
+# Anomaly detection in a fit
 
 
 @contextmanager

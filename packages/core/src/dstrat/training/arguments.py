@@ -201,7 +201,7 @@ def _check_overfitting(trainer: Trainer) -> None:
                 )
 
 
-# Lengths of time as users write them.
+# Durations
 
 
 _WRITTEN = re.compile(r"(?:(\d+):)?(\d+):(\d{1,2}):(\d{1,2})")

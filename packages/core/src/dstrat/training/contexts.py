@@ -46,7 +46,7 @@ def numerics(*, deterministic: bool | Literal["warn"] | None, benchmark: bool | 
         torch.backends.cudnn.benchmark = had_benchmark
 
 
-# Creating a module in the precision and on the device of a run.
+# Initialization of a module in the precision and on the device of a run
 
 
 @contextmanager
@@ -79,7 +79,7 @@ class _NoInitialValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# Waiting for the other processes where one of them may never come, and saying so.
+# Warning of a long wait for other processes
 
 
 _log = logging.getLogger(__name__)

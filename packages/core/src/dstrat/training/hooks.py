@@ -107,7 +107,7 @@ class HookRunner:
         return self._trainer.profiled(f"{type(owner).__name__}.{name}", hook)
 
 
-# Hooks that older trainers called and this one does not: a class that still has one is told, as it would be silent.
+# Removed hooks, which raise an error because they would never be called
 
 
 _WITHOUT_OUTPUTS = "which gets no outputs: append them to a list of the module in the step"

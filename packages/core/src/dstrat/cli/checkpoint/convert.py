@@ -56,7 +56,7 @@ def convert(path: Place, output: Place, as_json: bool) -> None:
         click.echo(f"left out: {reason}")
 
 
-# A converted checkpoint, with what people want to know of it.
+# Converted checkpoint and its report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,7 +43,7 @@ def checkpoint() -> None:
     """
 
 
-# A bar on standard error while bytes are worked on, in terminals only.
+# Progress bar on standard error, in terminals only
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ class CheckpointPathType(click.ParamType):  # type: ignore[type-arg]  # older on
 CHECKPOINT_PATH = CheckpointPathType()
 
 
-# Sizes in bytes, for people.
+# Human-readable sizes
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

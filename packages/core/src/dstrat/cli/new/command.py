@@ -117,7 +117,7 @@ KIND_FACTS: Mapping[Kind, KindFacts] = {
 }
 
 
-# The names in a new package, and which of them are possible.
+# Names in a new package, and their checks
 
 
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")  # as PyPI has it
@@ -213,7 +213,7 @@ def _class_name(kind: Kind, alias: str) -> str:
     return "".join(word[0].upper() + word[1:] for word in names) + ending
 
 
-# Writing a package from the template, completely or not at all.
+# Rendering of the template, atomically
 
 
 _TEMPLATE = Path(__file__).with_name("template")

@@ -170,7 +170,7 @@ def _bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# A summary of a module as a table on a terminal.
+# Summary as a table on a terminal
 
 
 def show_on_terminal(summary: Summary) -> None:
@@ -203,7 +203,7 @@ def show_on_terminal(summary: Summary) -> None:
         console.print(Text(remark, style="dim"))
 
 
-# The shapes that go into a module's layers and come out of them, found by running an example.
+# Input and output shapes of layers, recorded in a run of an example
 
 
 _LONGEST = 40
@@ -312,7 +312,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
-# A summary of a module as a table of text.
+# Summary as a table of text
 
 
 TEXT_COLUMNS = ("layer", "type", "input", "output")

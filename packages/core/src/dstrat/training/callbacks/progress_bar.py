@@ -281,7 +281,7 @@ def _batches_of_epoch(trainer: Trainer) -> int | None:
     return of_steps if of_epoch is None else min(of_epoch, of_steps)
 
 
-# The line that says where a run was stopped, and from which checkpoint it can go on.
+# Message of an interrupted run
 
 
 _PATHS = ("ckpt_path", "last_model_path", "best_model_path")
@@ -368,7 +368,7 @@ def make_display() -> Display:
     return LineDisplay()
 
 
-# A thread that does something again and again, while another one is busy.
+# Periodic updates from a thread
 
 
 _PROMPTS = ("bdb", "cmd", "code", "IPython", "ipdb", "pudb")

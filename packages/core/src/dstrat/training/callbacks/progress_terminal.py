@@ -120,7 +120,7 @@ class _Values:
         return format(value, form) if form and not isinstance(value, str) else format_value(value)
 
 
-# Lines at the bottom of a terminal, below whatever is written to it.
+# Lines at the bottom of a terminal, below the program's output
 
 
 _ERASE_BELOW = Segment("\r\x1b[J", None, [(ControlType.CARRIAGE_RETURN,)])
@@ -209,7 +209,7 @@ class _Below:
             yield Control((ControlType.CURSOR_UP, len(lines)), ControlType.CARRIAGE_RETURN)
 
 
-# Logging handlers that hold a stream which is replaced for some time.
+# Logging handlers of a stream that is replaced temporarily
 
 
 def move_handlers(old: TextIO, new: TextIO) -> None:

@@ -129,7 +129,7 @@ def _check_one(requested: dict[str, Any]) -> None:
         )
 
 
-# Letting a run write its checkpoints in the background.
+# Saves in the background
 
 
 class BackgroundSaves:

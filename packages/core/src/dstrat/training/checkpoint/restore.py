@@ -186,7 +186,7 @@ def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         trainer.datamodule.load_state_dict(checkpoint["datamodule"])
 
 
-# Defaults for a checkpoint of another program that a fit resumes from.
+# Defaults for a converted checkpoint
 
 
 def training_entries(*, epochs_done: int, global_step: int, batches_seen: int) -> dict[str, Any]:

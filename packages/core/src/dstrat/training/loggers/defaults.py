@@ -50,7 +50,7 @@ def complete_loggers(
     return loggers
 
 
-# The logger that stands in for the user's where nothing is to be written.
+# Logger of a trial run, which writes nothing
 
 
 class SilentLogger(Logger):
@@ -70,7 +70,7 @@ class SilentLogger(Logger):
         return Silence()
 
 
-# Calling several loggers: the errors of one carry its name, and processes agree on the folders.
+# Calls of several loggers, and agreement on their folders
 
 
 def call_loggers(loggers: Sequence[Logger], method: str, *args: Any) -> None:

@@ -110,7 +110,7 @@ class Logger(ABC):
         """Close what was opened; the status is success, failed or interrupted."""
 
 
-# Keeping the processes that do not write from writing.
+# Restriction of writing to one process
 
 
 M = TypeVar("M", bound="Callable[..., None]")
@@ -148,7 +148,7 @@ class Silence:
         pass
 
 
-# Settings and values of a run in the shapes that loggers write.
+# Conversion of settings and values for loggers
 
 
 def as_mapping(params: Any) -> Mapping[str, Any]:
@@ -206,7 +206,7 @@ def as_pixels(image: Any) -> np.ndarray[Any, Any]:
     return np.asarray(image)
 
 
-# Asking for the library that a feature works through.
+# Optional libraries
 
 
 def require(library: str, feature: str, *, extra: str | None = None) -> None:
@@ -226,7 +226,7 @@ def require(library: str, feature: str, *, extra: str | None = None) -> None:
         )
 
 
-# Selection of the checkpoints that a logger uploads.
+# Upload of checkpoints
 
 
 class Uploads:

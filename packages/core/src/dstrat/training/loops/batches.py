@@ -127,7 +127,7 @@ class TrainingData:
             )
 
     def position(self, batches_done: int | None) -> Any:
-        """Return where a loader that knows its own place was after so many batches, None for other loaders.
+        """Return the position of a stateful loader after a number of batches, None for other loaders.
 
         Args:
             batches_done: None at the end of an epoch.
@@ -173,7 +173,7 @@ class TrainingData:
         return device_batches(batches, move, copies_ahead_to=copies_ahead_to, prefetching=prefetching)
 
     def record_position(self) -> None:
-        """Keep the place of the loader before something else may read it, such as a validation."""
+        """Record the position of the loader before something else may read it, such as a validation."""
         if self._stateful is not None:
             self._stateful.record_position()
 

@@ -307,7 +307,7 @@ def _smaller(count: int | None, at_most: int | None) -> int | None:
     return at_most if count is None else min(count, at_most)
 
 
-# Evaluation steps that a process runs only because others, which have more batches, communicate in theirs.
+# Padding of evaluation to the process with the most batches
 
 
 def pad_to_longest(

@@ -80,7 +80,7 @@ def _nothing() -> None:
     """Compute nothing: the gradients are there."""
 
 
-# Automatic optimization: from the loss of a batch to the optimizer's step.
+# Automatic optimization
 
 
 _log = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ def _only(optimizers: list[Optimizer]) -> Optimizer:
     )
 
 
-# Manual optimization: the module's ``training_step`` computes gradients and steps its optimizers by itself.
+# Manual optimization
 
 
 class ManualOptimization:
@@ -395,7 +395,7 @@ def _check_arguments(trainer: Trainer, module: TrainModule) -> None:
             )
 
 
-# The loss in what ``training_step`` returned, and what is said where there is none that can be trained with.
+# Loss in the outputs of training_step, and errors without a usable one
 
 
 _FIX = "return the loss, a tensor with one element that depends on the parameters, or a dict with it as 'loss'"

@@ -178,7 +178,7 @@ class Votes:
         return tuple(agreed)
 
 
-# Stopping an evaluation in all processes at once, although they may have different numbers of batches.
+# Votes of an evaluation, whose processes may have different numbers of batches
 
 
 B = TypeVar("B")

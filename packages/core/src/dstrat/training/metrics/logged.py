@@ -248,7 +248,7 @@ def _describe_context(in_step: bool) -> str:
     return "in a step" if in_step else "around the steps"
 
 
-# Finding the size of a batch, which weighs the means over an epoch.
+# Size of a batch, the weight of its values in means over an epoch
 
 
 # Tuples of types are tested faster than unions.

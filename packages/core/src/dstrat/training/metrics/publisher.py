@@ -208,7 +208,7 @@ def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
     }
 
 
-# Taking the values of a step or an epoch out of what was logged, reduced over all processes.
+# Logged values of a step or an epoch, reduced over all processes
 
 
 Values = list[tuple[LoggedValue, "Tensor | float"]]

@@ -219,7 +219,7 @@ def _different(rank: int, names: Sequence[str], difference: str) -> MisuseError:
     )
 
 
-# The options of one logged name: what was asked, checked, and what follows from it.
+# Options of one logged name
 
 
 REDUCTIONS = ("mean", "sum", "max", "min")

@@ -112,7 +112,7 @@ def _extended(name: str, ending: str) -> str:
     return f"{base}{ending}{mark}{index}" if mark else f"{name}{ending}"
 
 
-# One name whose values are numbers: the value of the latest step, and the total over the epoch.
+# Logged numbers: the value of the latest step, and the total over the epoch
 
 
 class NumberEntry(LoggedValue):
@@ -333,7 +333,7 @@ def _not_one_number(name: str, value: Tensor) -> MisuseError:
     return MisuseError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}; log one number")
 
 
-# A logged name whose value is a metric object of torchmetrics, which reduces itself.
+# Logged metric objects of torchmetrics, which reduce themselves
 
 
 def is_metric(value: Any) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 
-# Settings as plain values that any format holds, and the classes that come back from them.
+# Conversion of settings to plain values and back
 
 
 class AttributeDict(dict[str, Any]):
@@ -153,7 +153,7 @@ def type_hints(annotated: Any) -> dict[str, Any]:
         return {}
 
 
-# The arguments of constructors: those of the calls that are running now, and those that a class accepts.
+# Constructor arguments: of running calls, and of a class
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
