@@ -21,11 +21,20 @@ SHORT_FOR_A_REASON = {
 
 # Folders whose identifiers use the field's terms; add each as it becomes clean.
 CLEAN = (
+    "dstrat.builtin",
     "dstrat.cli",
     "dstrat.data",
+    "dstrat.interfaces",
+    "dstrat.launch",
     "dstrat.own_loop",
+    "dstrat.parallel",
+    "dstrat.plugins",
     "dstrat.testing",
     "dstrat.training",
+    "dstrat_ddp",
+    "dstrat_fsdp",
+    "dstrat_ipu",
+    "dstrat_xla",
 )
 
 # Words that say too little in an identifier: "position", "shard", "path", "matches", "local", "remaining" ... say more.
@@ -40,6 +49,9 @@ VAGUE_FOR_A_REASON = {
     "OwnLoop": "public",
     "Parts": "public",
     "parts": "Strategy.parts, an attribute of the interface",
+    "given_parts": "Strategy.given_parts, an attribute of the interface",
+    "runs_here": "Launcher.runs_here, of the interface",
+    "taken_from": "FlatShard.taken_from, of the interface",
 }
 
 
