@@ -255,7 +255,7 @@ class EvaluationLoop:
         ]
 
     def _publish_step(self, dataloader_idx: int) -> None:
-        self._batches_seen[dataloader_idx] += 0 if self._trainer.sanity_checking else self._per_item
+        self._batches_seen[dataloader_idx] += 0 if self._trainer.context.sanity_checking else self._per_item
         self._trainer.publisher.publish_evaluation_step(self.logged, self._batches_seen[dataloader_idx])
 
     def _batches(self, dataloader_idx: int, loader: Any, count: int | None) -> Iterable[Any]:

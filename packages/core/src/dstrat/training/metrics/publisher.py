@@ -53,12 +53,12 @@ class Publisher:
 
     def publish_step(self, logged: LoggedValues) -> None:
         """Write the values of steps to the loggers; collective."""
-        self._write(self._trainer.metrics.of_step(logged))
+        self._write(self._trainer.context.metrics.of_step(logged))
 
     def publish_evaluation_step(self, logged: LoggedValues, batches_seen: int) -> None:
         """Write the values of an evaluation step of this process; their axis is the number of batches evaluated."""
-        values = self._trainer.metrics.of_local_step(logged)
-        if not self._trainer.sanity_checking:
+        values = self._trainer.context.metrics.of_local_step(logged)
+        if not self._trainer.context.sanity_checking:
             self._write(values, step=batches_seen)
 
     def publish_epoch(self, logged: LoggedValues, hooks: Iterable[Callable[[], Any]]) -> None:
@@ -66,7 +66,7 @@ class Publisher:
 
         The hooks see the values, and may log more.
         """
-        trainer, metrics = self._trainer, self._trainer.metrics
+        trainer, metrics = self._trainer, self._trainer.context.metrics
         metrics.start_epoch()
         values = metrics.of_epoch(logged)
         for hook in hooks:
@@ -79,7 +79,7 @@ class Publisher:
 
     def results(self, logged: LoggedValues, num_loaders: int) -> list[dict[str, float]]:
         """Return the values that an evaluation logged, as numbers, a dict for each loader; collective."""
-        values = self._trainer.metrics.as_numbers(self._trainer.metrics.latest_epoch)
+        values = self._trainer.context.metrics.as_numbers(self._trainer.context.metrics.latest_epoch)
         if num_loaders == 1:
             return [values]
         suffixes = [f"{DATALOADER_SUFFIX}{index}" for index in range(num_loaders)]
