@@ -295,8 +295,8 @@ def hang_error(idle: Mapping[int, float], running: Mapping[int, str], world_size
     peers_note = f", and {_ranks(peers)} waited" if peers else ""
     stacks = [f"Stack of rank {rank}:\n\n{running[rank] or _NO_STACK}" for rank in (*hung, *peers)]
     return RankFailedError(
-        f"{_ranks(hung)} of {world_size} hung: no progress for {max(idle.values()):g} s{peers_note}. If this is "
-        "normal, pass timeout=timedelta(minutes=...) to the strategy.\n\n" + "\n\n".join(stacks),
+        f"{_ranks(hung)} of {world_size} hung: no progress for {max(idle.values()):g} s{peers_note}. "
+        "If this is normal, pass timeout=timedelta(minutes=...) to the strategy.\n\n" + "\n\n".join(stacks),
         rank=hung[0],
         rank_traceback=running[hung[0]],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dstrat.errors import BrokenComponentError, RequestError
@@ -18,7 +19,7 @@ from dstrat.resolve.selection import automatic_offers, select_requested, usable
 from dstrat.resolve.strategies import choose_strategy, requested_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -57,6 +58,25 @@ def resolve_request(
         CatalogError: An alias cannot be used, or a record is wrong about its class.
         MisuseError: A class cannot be constructed.
     """
+    plan, compose = _decide(request, catalog, environ, interactive=interactive)
+    return plan, compose()
+
+
+def make_plan(
+    request: Request,
+    *,
+    catalog: Catalog | None = None,
+    environ: Mapping[str, str] | None = None,
+    interactive: bool | None = None,
+) -> Plan:
+    """Return the plan of :func:`resolve_request`, with the same arguments and errors; the strategy is not composed."""
+    return _decide(request, catalog, environ, interactive=interactive)[0]
+
+
+def _decide(
+    request: Request, catalog: Catalog | None, environ: Mapping[str, str] | None, *, interactive: bool | None
+) -> tuple[Plan, Callable[[], Strategy]]:
+    """Return the plan, and what composes the strategy that it needs."""
     catalog = get_catalog() if catalog is None else catalog
     environ = os.environ if environ is None else environ
     num_nodes = _checked_num_nodes(request.num_nodes)
@@ -113,28 +133,39 @@ def resolve_request(
         started_by=launch.started_by,
         start_method=launch.start_method,
     )
-    strategy.instance.receive(
+    return plan, partial(
+        _compose,
+        plan,
+        strategy=strategy.instance,
+        accelerator=accelerator,
+        cluster=cluster.instance,
+        checkpoint_io=checkpoint_io.instance,
+        precision=precision,
+        environ=environ,
+    )
+
+
+def _compose(
+    plan: Plan,
+    *,
+    strategy: Strategy,
+    accelerator: Selection[Accelerator],
+    cluster: ClusterEnvironment,
+    checkpoint_io: CheckpointIO,
+    precision: Selection[Precision],
+    environ: Mapping[str, str],
+) -> Strategy:
+    strategy.receive(
         Parts(
             accelerator=accelerator.instance,
             parallel_devices=_parallel_devices(plan, accelerator),
-            cluster_environment=cluster.instance,
-            checkpoint_io=checkpoint_io.instance,
-            precision_plugin=_precision_plugin(precision, strategy.instance, accelerator.instance),
-            launcher=_launcher(plan, cluster.instance, environ),
+            cluster_environment=cluster,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=_precision_plugin(precision, strategy, accelerator.instance),
+            launcher=_launcher(plan, cluster, environ),
         )
     )
-    return plan, strategy.instance
-
-
-def make_plan(
-    request: Request,
-    *,
-    catalog: Catalog | None = None,
-    environ: Mapping[str, str] | None = None,
-    interactive: bool | None = None,
-) -> Plan:
-    """Return the plan of :func:`resolve_request` alone, with the same arguments and errors."""
-    return resolve_request(request, catalog=catalog, environ=environ, interactive=interactive)[0]
+    return strategy
 
 
 def _checked_num_nodes(num_nodes: object) -> int:
