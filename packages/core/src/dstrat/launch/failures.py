@@ -294,9 +294,12 @@ def hang_error(idle: Mapping[int, float], running: Mapping[int, str], world_size
     peers = [rank for rank in running if rank not in hung]
     peers_note = f", and {_ranks(peers)} waited" if peers else ""
     stacks = [f"Stack of rank {rank}:\n\n{running[rank] or _NO_STACK}" for rank in (*hung, *peers)]
-    return RankFailedError(
+    message = (
         f"{_ranks(hung)} of {world_size} hung: no progress for {max(idle.values()):g} s{peers_note}. "
-        "If this is normal, pass timeout=timedelta(minutes=...) to the strategy.\n\n" + "\n\n".join(stacks),
+        "If this is normal, pass timeout=timedelta(minutes=...) to the strategy."
+    )
+    return RankFailedError(
+        "\n\n".join([message, *stacks]),
         rank=hung[0],
         rank_traceback=running[hung[0]],
     )
