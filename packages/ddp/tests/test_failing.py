@@ -67,4 +67,4 @@ def test_rank_that_leaves_with_success_under_torchrun_is_named(tmp_path):
     torchrun = WarmProgram(tmp_path / "torchrun.py", *arguments)
     _, errors = torchrun.communicate()
     assert torchrun.returncode == 1
-    assert "the connection was lost because rank 0 of 2 has ended" in errors.partition("Root Cause")[2]
+    assert "rank 0 of 2 has ended already" in errors.partition("Root Cause")[2]

@@ -286,4 +286,4 @@ def test_the_state_of_other_parameters_or_another_optimizer_is_refused_on_every_
         "parameters here"
     )
     for messages in ranks(refused, folder=str(tmp_path)):
-        assert messages == [others + "missing are none; left over are first.bias", groups, another]
+        assert messages == [others + "missing are none; unexpected are first.bias", groups, another]

@@ -67,6 +67,22 @@ class HasStepped(WithAdagrad):
         return optimizer
 
 
+class Early(torch.optim.SGD):
+    """Makes state in its constructor."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["sum"] = torch.zeros_like(parameter)
+
+
+class HasEarlyState(WithAdagrad):
+    """Has an optimizer with state from its constructor."""
+
+    def configure_optimizers(self):
+        return Early(self.parameters(), lr=0.05)
+
+
 NAMES_ADAGRAD = {"optimizer": {"type": "Adagrad", "params": WithAdagrad.options}}
 CASES = {
     "constructor": {"cls": WithAdagrad},
@@ -113,9 +129,10 @@ def test_an_optimizer_goes_on_with_the_state_that_it_was_made_with(stage, tmp_pa
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "32-true"), (0, "bf16-true")])
-def test_an_optimizer_that_has_stepped_before_is_refused(stage, precision, tmp_path):
-    with pytest.raises(MisuseError, match=r"^the Adam has stepped before.*: build it in configure_optimizers$"):
-        fit(DeepSpeedStrategy(stage=stage), None, HasStepped(), tmp_path, precision)
+@pytest.mark.parametrize(("cls", "name"), [(HasStepped, "Adam"), (HasEarlyState, "Early")])
+def test_an_optimizer_with_state_of_replaced_parameters_is_refused(cls, name, stage, precision, tmp_path):
+    with pytest.raises(MisuseError, match=rf"^the {name} has state of parameters .*: build it in configure_optimizers"):
+        fit(DeepSpeedStrategy(stage=stage), None, cls(), tmp_path, precision)
 
 
 # Optimizers that nobody knows

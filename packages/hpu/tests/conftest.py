@@ -33,8 +33,7 @@ def loaded_before_autograd(warm_fork_server):
         import habana_frameworks.torch  # noqa: F401 - later, gradients of the device fail
 
 
-@pytest.fixture(autouse=True)
-def gaudi(request):
-    """Skip what cannot run here, and say why."""
-    if not HAS_SIMULATOR and not request.node.get_closest_marker("without_habana"):
+def pytest_runtest_setup(item):
+    """Skip what cannot run here, before fixtures of its module are made, and say why."""
+    if not HAS_SIMULATOR and not item.get_closest_marker("without_habana"):
         pytest.skip("the simulator of Gaudi is not installed here: python3 noxfile.py -s hpu")

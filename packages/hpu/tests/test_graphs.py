@@ -40,9 +40,11 @@ def test_graphs_are_captured_in_the_precision_of_autocast():
 def test_validations_and_another_fit_run_with_the_same_module(expected):
     seed_everything(3, verbose=False)
     module = Regression()
+    module.on_train_start = lambda: setattr(module, "of_the_user", [1])
     module.val_dataloader = lambda: data(40)
     fitted(module, callbacks=[HPUGraphs()], val_check_interval=5)
     assert not {"forward", "orig_forward", "set_iteration_count"} & vars(module).keys()
+    assert module.of_the_user == [1]
     torch.testing.assert_close(losses_of(module), expected[1], rtol=1e-5, atol=0)
     fitted(module, callbacks=[HPUGraphs()])  # on other memory of the device
     assert losses_of(module)[20:].max() < expected[1][0]

@@ -68,7 +68,7 @@ def test_random_numbers_of_other_replicas_are_left_out(tmp_path, caplog):
     path = tmp_path / "checkpoint"
     fit(made(dropout=0.3), data(), devices=2, max_steps=2, callbacks=[SavesAt(path, 2)])
     fit(made(dropout=0.3), data(), devices=4, max_steps=3, ckpt_path=path)
-    assert "has random numbers of 2 replicas, and this run has 4: they start anew" in caplog.text
+    assert "has random numbers of 2 replicas, and this run has 4: they start from the seed again" in caplog.text
 
 
 def test_saving_and_validating_change_nothing(tmp_path):

@@ -1,13 +1,16 @@
 """Hang detection among ranks: which of them hang by their states, and which end."""
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 from tests.warm_program import WarmProgram
 from torch.distributed import TCPStore
 
+from dstrat.launch import peer_watch
 from dstrat.launch.peer_watch import RankState, find_hung_ranks
+from dstrat.parallel import process_group
 
 AT_WORK = RankState(idle_seconds=0.0)
 IDLE = RankState(idle_seconds=20.0)
@@ -70,3 +73,12 @@ def test_rank_that_stops_or_dies_is_named_by_one_of_its_machine(start_ranks, dee
     _, errors = ranks[4].communicate(timeout=170)
     assert "rank 5 of 6 hung: no progress for 1 s, and ranks 0, 1, 2, 3, 4 waited." in errors
     assert ranks[4].returncode == 1
+
+
+def test_processes_of_a_frozen_store_are_not_waited_for(monkeypatch):
+    frozen = threading.Event()
+    monkeypatch.setattr(process_group, "read_processes", lambda: frozen.wait(60) and {})
+    try:
+        assert peer_watch._read_processes_within(0.2) == {}
+    finally:
+        frozen.set()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dstrat
 from dstrat import OwnLoop, SingleDeviceStrategy, Trainer, TrainModule
-from dstrat.errors import CheckpointError
+from dstrat.errors import CheckpointError, MisuseError
 
 
 def make_loop(**options):
@@ -75,6 +75,19 @@ def test_the_losses_are_those_of_plain_torch_to_the_last_bit(accumulate, clip):
 
 def test_a_strategy_of_the_users_own_is_completed():
     assert OwnLoop(dstrat.build(strategy=SingleDeviceStrategy(device="cpu"))).launch(train) == by_hand()
+
+
+class CallsTheModule(SingleDeviceStrategy):
+    """Overrides a step as strategies for a Trainer may do."""
+
+    def training_step(self, *args, **kwargs):
+        return self.module.training_step(*args, **kwargs)
+
+
+def test_a_strategy_that_calls_the_modules_step_is_told_what_to_call():
+    strategy = dstrat.build(strategy=CallsTheModule(device="cpu"))
+    with pytest.raises(MisuseError, match=r"calls self\.module\.training_step, and .* call super\(\)\.training_step"):
+        OwnLoop(strategy).launch(train)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])

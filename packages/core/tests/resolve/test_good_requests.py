@@ -93,7 +93,9 @@ def test_a_request_means(words, environ, rows, catalog):
 def test_a_plan_pickles_and_becomes_json(words, environ, rows, catalog):
     plan = make_plan(Request(**words), catalog=catalog, environ=environ, interactive=False)
     assert pickle.loads(pickle.dumps(plan)) == plan
-    assert json.loads(json.dumps(plan.to_dict()))["choices"][0]["subject"] == "strategy"
+    content = json.loads(json.dumps(plan.to_dict()))
+    assert content["choices"][0]["subject"] == "strategy"
+    assert all(alias.startswith(content[kind]) for kind, alias in content["catalog_names"].items() if kind in content)
     assert [line.split("  ")[0] for line in str(plan).splitlines()] == [choice.subject for choice in plan.choices]
 
 

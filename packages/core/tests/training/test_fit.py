@@ -820,3 +820,13 @@ def test_weights_only_of_lightning_is_taken_and_changes_nothing(
     assert resumed.global_step == 2
     for stage in ("validate", "test", "predict"):
         getattr(trainer, stage)(line, loader(), ckpt_path=tmp_path / "end", weights_only=weights_only)
+
+
+def test_a_module_may_have_a_length_that_is_an_error(quiet_trainer, make_line, loader):
+    class Measured(type(make_line())):
+        def __len__(self):
+            raise TypeError("nobody is to ask for it")
+
+    module = Measured()
+    quiet_trainer(max_epochs=1).fit(module, loader())
+    assert module.trainer.global_step > 0

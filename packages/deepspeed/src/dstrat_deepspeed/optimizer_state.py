@@ -165,7 +165,7 @@ class PartitionedState:
             return
         all_expected, all_saved = ({name for names in groups for name in names} for groups in (expected, saved))
         missing, unexpected = sorted(all_expected - all_saved), sorted(all_saved - all_expected)
-        difference = f"missing are {', '.join(missing) or 'none'}; left over are {', '.join(unexpected) or 'none'}"
+        difference = f"missing are {', '.join(missing) or 'none'}; unexpected are {', '.join(unexpected) or 'none'}"
         if not missing and not unexpected:
             mismatch = groups_misfit(self._optimizer, expected, saved)
             if mismatch is not None:

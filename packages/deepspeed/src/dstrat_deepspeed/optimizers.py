@@ -67,13 +67,16 @@ def check_unstepped(optimizer: Optimizer) -> None:
     """Check that the optimizer has no state of the parameters, in whose place DeepSpeed puts other tensors.
 
     Raises:
-        MisuseError: It has, as it has stepped before.
+        MisuseError: It has, as it has stepped before, or as its constructor makes it.
     """
-    # Adagrad makes a state in its constructor, with a count of 0; PartitionedState.begin makes it anew.
-    if any(entry.get("step", 1) for entry in optimizer.state.values()):
+    entries = [entry for entry in optimizer.state.values() if not isinstance(entry, dict) or entry]
+    if isinstance(optimizer, torch.optim.Adagrad):  # PartitionedState.begin makes the state of its constructor anew
+        entries = [entry for entry in entries if entry["step"] > 0]
+    if entries:
         raise MisuseError(
-            f"the {type(optimizer).__name__} has stepped before, and DeepSpeed puts other tensors in place of the "
-            "parameters that its state is of: build it in configure_optimizers"
+            f"the {type(optimizer).__name__} has state of parameters in whose place DeepSpeed puts other tensors, "
+            "because it has stepped before or makes state in its constructor: build it in configure_optimizers, or "
+            "choose one that makes its state in its first step"
         )
 
 

@@ -62,7 +62,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         logging_level: The least level of DeepSpeed's own messages: a number of ``logging``, or a name such as
             ``"info"``.
         logging_batch_size_per_gpu: Samples of a batch on one device, for DeepSpeed's own figures only; ``"auto"``
-            takes that of the loader.
+            is 1.
         timeout: How long a collective waits for the other ranks before the job fails.
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         **options: Options of :mod:`dstrat_deepspeed.options`, such as ``stage`` and ``offload_optimizer``.

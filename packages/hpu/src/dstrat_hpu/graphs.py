@@ -57,7 +57,7 @@ class HPUGraphs(Callback):
             "asynchronous": asynchronous,
             "disable_tensor_cache": disable_tensor_cache,
         }
-        self._wrapped: list[tuple[Module, dict[str, Any]]] = []
+        self._wrapped: list[tuple[Module, set[str], Any]] = []
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -83,21 +83,24 @@ class HPUGraphs(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         for name in self._names or ("",):
             submodule = _find(module, name)
-            self._wrapped.append((submodule, dict(vars(submodule))))
+            before = dict(vars(submodule))
             runtime.hpu().ModuleCacher(self._max_graphs)(model=submodule, inplace=True, **self._options)
+            added = vars(submodule).keys() - before.keys()
+            self._wrapped.append((submodule, added, before.get("forward")))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        for submodule, _ in self._wrapped:
+        for submodule, *_ in self._wrapped:
             submodule.set_iteration_count(batch_idx % trainer.accumulate_grad_batches)  # type: ignore[operator]  # the vendor's
 
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         # The graphs refer to the parameters' memory on the device, which the module is about to leave.
-        for submodule, attributes in self._wrapped:
-            for name in vars(submodule).keys() - attributes.keys():
+        for submodule, added, forward in self._wrapped:
+            for name in added & vars(submodule).keys():
                 delattr(submodule, name)
-            vars(submodule).update({name: value for name, value in attributes.items() if name == "forward"})
+            if forward is not None:  # the user's, in place of which the cacher put its function
+                vars(submodule)["forward"] = forward
         self._wrapped = []
 
 

@@ -108,10 +108,10 @@ def scatter_module_state(
         strategy: Has the module, and communicates.
         state: By name; only that of rank 0 counts.
         targets: What each rank holds of the module's state, by name: tensors, DTensors or FlatShards.
-        strict: Whether it is an error that names are missing or left over; otherwise that is logged.
+        strict: Whether it is an error that names are missing or unexpected; otherwise that is logged.
 
     Raises:
-        CheckpointError: Names are missing or left over, or a tensor has another shape.
+        CheckpointError: Names are missing or unexpected, or a tensor has another shape.
     """
     agree_on(strategy, lambda: misfit(strategy.module, targets, state, strict=strict))
     others = {}

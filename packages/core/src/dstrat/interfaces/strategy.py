@@ -469,8 +469,11 @@ class Strategy(ABC):
 
     def module_step(self, name: StepName) -> Callable[..., Any]:
         """Return the function of a step: the module's method, or that of a hand-written loop."""
-        # The property is called only to raise its error; calling it in each step would cost time.
-        step: Callable[..., Any] = getattr(self.step_methods or self._module or self.module, name)
+        owner: Any = self.step_methods
+        if owner is None:
+            # The property is called only to raise its error; calling it in each step would cost time.
+            owner = self.module if self._module is None else self._module
+        step: Callable[..., Any] = getattr(owner, name)
         return step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

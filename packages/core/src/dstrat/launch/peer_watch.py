@@ -308,26 +308,37 @@ def _format(stack: traceback.StackSummary) -> str:
 def name_ended_ranks(error: BaseException) -> None:
     """Note on the error of a lost connection which ranks of this machine have ended, where no supervisor names them.
 
-    Call it while the process group is open.  It waits a moment for a rank that is about to end.
+    They may have ended because of the same failure.  Call it while the process group is open.  It waits a moment for
+    ranks that are about to end.
 
     Args:
         error: What this rank fails with; other errors than that of a lost connection stay as they are.
     """
     if this_rank() is not None or kind_of(error) != "lost":
         return
-    from dstrat.parallel.process_group import read_processes
-
-    processes = read_processes()
-    nearby = {rank: pid for rank, (pid, machine) in processes.items() if machine == this_machine()}
     deadline = time.monotonic() + _ENDING_SECONDS
+    processes = _read_processes_within(_ENDING_SECONDS)
+    nearby = {rank: pid for rank, (pid, machine) in processes.items() if machine == this_machine()}
     while not (ended := [rank for rank, pid in nearby.items() if has_ended(pid)]) and time.monotonic() < deadline:
         time.sleep(_ENDING_SECONDS / 20)
     if not ended:
         return
     numbers = ", ".join(str(rank) for rank in ended[:_NUM_STACKS])
     verb = "ranks {} of {} have" if len(ended) > 1 else "rank {} of {} has"
-    note = f"the connection was lost because {verb.format(numbers, len(processes))} ended"
+    note = f"{verb.format(numbers, len(processes))} ended already"
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:
         _log.error(note)
+
+
+def _read_processes_within(seconds: float) -> dict[int, tuple[int, str]]:
+    """Read the processes of the job from its store; nothing where that takes longer, as its server may be frozen."""
+    from dstrat.parallel.process_group import read_processes
+
+    processes: dict[int, tuple[int, str]] = {}
+    # A thread, as a look into a store whose server does not answer has no time limit.
+    reader = threading.Thread(target=lambda: processes.update(read_processes()), daemon=True)
+    reader.start()
+    reader.join(seconds)
+    return dict(processes)

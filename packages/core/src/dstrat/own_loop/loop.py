@@ -221,7 +221,16 @@ class OwnLoop:
             *args: What it takes.
             **kwargs: What it takes.
         """
-        return self._set_up("compute").compute(function, *args, **kwargs)
+        try:
+            return self._set_up("compute").compute(function, *args, **kwargs)
+        except AttributeError as error:
+            # A strategy of the user that overrides a step as for the Trainer, whose modules have one.
+            if error.name not in ("training_step", "validation_step") or error.obj is not self.strategy.module:
+                raise
+            raise MisuseError(
+                f"{type(self.strategy).__name__} calls self.module.{error.name}, and the module of an own loop has no "
+                f"such method: call super().{error.name}(*args, **kwargs), or override run_step instead"
+            ) from error
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss (a scalar tensor), divided by the number of batches that are accumulated.
@@ -460,8 +469,7 @@ def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]
     except BaseException as error:
         from dstrat.launch.peer_watch import name_ended_ranks  # only runs that break need it
 
-        name_ended_ranks(error)
-        _end_after(error, partial(strategy.on_exception, error), end)
+        _end_after(error, partial(name_ended_ranks, error), partial(strategy.on_exception, error), end)
         raise
     end()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dstrat.launch.processes import StartMethod
+    from dstrat.plugins.component import Kind
     from dstrat.resolve.processes import StartedBy
 
 
@@ -50,6 +51,7 @@ class Plan:
         started_by: Who starts the processes: ``"nobody"`` where this one is enough, ``"dstrat"``, or ``"cluster"``,
             which has started them already.
         start_method: How the processes of this machine will be started; None where none are.
+        catalog_names: For each kind of component that was selected by its alias, its full alias.
     """
 
     choices: tuple[PlanRow, ...]
@@ -66,6 +68,7 @@ class Plan:
     world_size: int
     started_by: StartedBy
     start_method: StartMethod | None
+    catalog_names: tuple[tuple[Kind, str], ...]
 
     def __str__(self) -> str:
         rows = [dataclasses.astuple(row) for row in self.choices]
@@ -75,4 +78,4 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as dicts, tuples, strings and numbers, for JSON."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "catalog_names": dict(self.catalog_names)}

@@ -132,6 +132,11 @@ def _decide(
         world_size=launch.world_size,
         started_by=launch.started_by,
         start_method=launch.start_method,
+        catalog_names=tuple(
+            (selection.kind, selection.catalog_name)
+            for selection in (strategy, accelerator, cluster, precision, checkpoint_io)
+            if selection.from_catalog
+        ),
     )
     return plan, partial(
         _compose,

@@ -45,7 +45,7 @@ class Selection(Generic[T]):
         name: Its alias, or the name of its class where the user passed a class or an instance.
         instance: The object.
         record: Its facts; for a class that is not in the catalog those of its nearest base, or None.
-        from_catalog: Whether it was selected by its alias.
+        catalog_name: Its full alias, such as ``"ddp@dstrat-ddp"``; empty where the user passed a class or an instance.
         owner: The distribution that offers it; empty where the user passed a class or an instance.
         reason: Why it was selected, a few words.
     """
@@ -54,9 +54,14 @@ class Selection(Generic[T]):
     name: str
     instance: T
     record: Component | None = None
-    from_catalog: bool = False
+    catalog_name: str = ""
     owner: str = ""
     reason: str = ""
+
+    @property
+    def from_catalog(self) -> bool:
+        """Whether it was selected by its alias."""
+        return bool(self.catalog_name)
 
     @property
     def title(self) -> str:
@@ -158,7 +163,7 @@ def select_offer(offer: Offer, catalog: Catalog, *arguments: Any, reason: str = 
         name=offer.component.alias,
         instance=_construct(offer.title, cls, *arguments, **offer.component.options),
         record=with_class_facts(offer.component, cls),
-        from_catalog=True,
+        catalog_name=offer.full_alias,
         owner=offer.owner_label,
         reason=reason,
     )

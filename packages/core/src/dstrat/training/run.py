@@ -228,7 +228,6 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
     """
     from dstrat.launch.peer_watch import name_ended_ranks  # only runs that break need it
 
-    name_ended_ranks(exception)
     trainer.context.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
     status = "interrupted" if trainer.context.interrupted else "failed"
     notify: list[Callable[[], None]] = [
@@ -240,6 +239,7 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
         free = notify.pop(0)  # later, as every process is here, so that callbacks may still communicate
         notify += [leave, free] if leave else [free]
     steps: list[Callable[[], None]] = [
+        partial(name_ended_ranks, exception),  # while the process group is open
         *notify,
         *_cleanup_steps(trainer, status),
     ]

@@ -54,7 +54,7 @@ class RunContext:
     module: TrainModule | None = None
     datamodule: DataModule | None = None
     sources: DataSources | None = None
-    hooks: HookRunner = field(init=False)
+    hooks: HookRunner = field(init=False, repr=False, compare=False)
     ckpt_path: str | None = None
     logged: LoggedValues = field(default_factory=lambda: LoggedValues(training=True))
     evaluation_loop: EvaluationLoop | None = None

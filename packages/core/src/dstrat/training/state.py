@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.progress_bar import ProgressBar
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.loggers.logger import Logger
+    from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
     from dstrat.training.loops.stopping import Interruption
     from dstrat.training.metrics.publisher import Metrics, Publisher
@@ -243,6 +244,11 @@ class RunState:
     def is_running(self) -> bool:
         """Whether a run has begun in this process, and not ended."""
         return self.context.is_running
+
+    @property
+    def evaluation_loop(self) -> EvaluationLoop | None:
+        """The loop that validates, tests or predicts, also within a fit; None before."""
+        return self.context.evaluation_loop
 
     @property
     def sanity_checking(self) -> bool:

@@ -148,7 +148,7 @@ def _gradients(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def _encode_gradient(gradient: Tensor) -> Tensor | dict[str, Any]:
-    """Return a gradient as a checkpoint holds it: a sparse one, such as of an embedding, in its parts."""
+    """Encode a gradient for a checkpoint; a sparse one, such as of an embedding, as a dict of dense tensors."""
     if not gradient.is_sparse:
         return gradient
     return {
@@ -160,7 +160,7 @@ def _encode_gradient(gradient: Tensor) -> Tensor | dict[str, Any]:
 
 
 def _decode_gradient(saved: Tensor | Mapping[str, Any]) -> Tensor:
-    """Return the gradient of which :func:`_dense_parts` has made this."""
+    """Return the gradient that :func:`_encode_gradient` encoded."""
     if isinstance(saved, torch.Tensor):
         return saved
     return torch.sparse_coo_tensor(

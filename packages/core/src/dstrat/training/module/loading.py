@@ -70,7 +70,7 @@ class ModuleLoading:
                 checkpoint whose tensors are on the CPU: a function of a storage and ``"cpu"`` that returns a storage,
                 or a dict that says where what is on ``"cpu"`` goes.
             hparams_file: A JSON file of hyperparameters, as loggers write it, in place of those of the checkpoint.
-            strict: Whether it is an error that weights are missing or left over; otherwise that is logged.  None takes
+            strict: Whether it is an error that weights are missing or unexpected; otherwise that is logged.  None takes
                 the module's ``strict_loading``.
             weights_only: Taken as Lightning takes it, and without effect: no code of the checkpoint is run.
             **overrides: Arguments for ``__init__``, which come before the checkpoint's.
@@ -295,13 +295,13 @@ def _check_accepted(cls: type, constructor: Constructor, overrides: Mapping[str,
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], path: str | Path | IO[bytes], *, strict: bool) -> None:
-    """Load weights into a module, and say which are missing or left over.
+    """Load weights into a module, and say which are missing or unexpected.
 
     Args:
         module: On any device.
         state: Tensors by name.
         path: The checkpoint's place, for messages.
-        strict: Whether what is missing or left over is an error; otherwise it is logged.
+        strict: Whether what is missing or unexpected is an error; otherwise it is logged.
 
     Raises:
         CheckpointError: The weights do not fit.

@@ -115,13 +115,16 @@ class LoggingMethods:
             self._captured_logs.append(LogCall(name=name, value=value, options=options))
             return
         trainer = self._trainer
-        if trainer is None or not trainer.is_running or trainer.barebones:
+        if trainer is None or trainer.barebones:
+            return
+        context = trainer.context  # whose attributes cost less than the properties of the Trainer
+        if not context.is_running:
             return
         if rank_zero_only and trainer.global_rank != 0:
             return
         if not isinstance(name, str):
             raise MisuseError(f"log({name!r}, ...): the name is of the type {type(name).__name__}: give a str")
-        trainer.context.logged.log(
+        context.logged.log(
             name,
             value,
             (
@@ -138,7 +141,7 @@ class LoggingMethods:
                 rank_zero_only,
             ),
             batch_size,
-            trainer.module,  # type: ignore[arg-type]  # there is one in every run, which this one may be a part of
+            context.module,  # type: ignore[arg-type]  # there is one in every run, which this one may be a part of
         )
 
     def log_dict(
