@@ -96,7 +96,7 @@ if __name__ == "__main__":
 import nox  # noqa: E402 - not there before the lines above
 
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "types", "layers", "wheels", "tests", "hpu", "xla"]
+nox.options.sessions = ["lint", "types", "layers", "wheels", "tests", "neighbours", "hpu", "xla"]
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
