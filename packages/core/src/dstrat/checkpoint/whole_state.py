@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dstrat.checkpoint.portable.shards import holders, local_parts
+from dstrat.checkpoint.portable.shards import holders, local_boxes
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.checkpoint_io import FlatShard
@@ -90,7 +90,7 @@ def whole_of(sharded: DTensor) -> Tensor:
         return whole
     sum_of_boxes = torch.zeros(sharded.shape, dtype=sharded.dtype, device=sharded.device)
     if holders(sharded)[0] == dist.get_rank():
-        for box in local_parts(sharded):
+        for box in local_boxes(sharded):
             sum_of_boxes[_slices(box)] = box.tensor
     dist.all_reduce(sum_of_boxes.view(torch.uint8))
     return sum_of_boxes
@@ -182,7 +182,7 @@ def copy_whole(target: Tensor | FlatShard, whole: Tensor) -> None:
     if isinstance(target, FlatShard):
         target.local.copy_(target.taken_from(whole))
     elif isinstance(target, DTensor):
-        for box in local_parts(target):
+        for box in local_boxes(target):
             box.tensor.copy_(whole[_slices(box)])
     else:
         target.copy_(whole)

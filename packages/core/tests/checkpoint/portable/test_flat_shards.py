@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.checkpoint.portable.shards import local_parts
+from dstrat.checkpoint.portable.shards import local_boxes
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
 from dstrat.launch.local import LocalLauncher
 from dstrat.parallel.process_group import close_process_group, open_process_group
@@ -52,7 +52,7 @@ def test_its_boxes_are_its_elements(shape, data):
     end = data.draw(st.integers(start, numel))
     tensor = torch.arange(numel).reshape(shape)
     found = FlatShard(local=tensor.reshape(-1)[start:end], start=start, shape=tuple(shape))
-    parts = local_parts(found)
+    parts = local_boxes(found)
     assert len(parts) <= max(1, 2 * len(shape) - 1)
     for part in parts:
         box = tuple(slice(first, first + size) for first, size in zip(part.starts, part.tensor.shape, strict=True))

@@ -115,11 +115,11 @@ class PortableCheckpointIO(CheckpointIO):
 
     @override
     def load_rank(self, path: str | Path, rank: int) -> dict[str, Any]:
-        from dstrat.checkpoint.portable.load import load_own
+        from dstrat.checkpoint.portable.load import load_rank_values
 
         with self._open(path) as folder:
-            own: dict[str, Any] = load_own(folder, rank)
-            return own
+            values: dict[str, Any] = load_rank_values(folder, rank)
+            return values
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:

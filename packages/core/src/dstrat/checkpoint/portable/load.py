@@ -22,7 +22,7 @@ from dstrat.checkpoint.portable.format import (
     dtype_named,
     rank_file,
 )
-from dstrat.checkpoint.portable.shards import as_bytes, local_parts
+from dstrat.checkpoint.portable.shards import as_bytes, local_boxes
 from dstrat.checkpoint.portable.storage import map_in_threads
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.portable.shards import LocalBox
 
 
-_OWN = joined(PER_RANK, "")
+_PER_RANK_PREFIX = joined(PER_RANK, "")
 
 
 def load(
@@ -70,7 +70,7 @@ def load_into(folder: CheckpointReader, template: Mapping[str, Any], *, rank: in
     targets, optional, skipped = _targets(template)
     targets = {name: tensor for name, tensor in targets.items() if name in index or name not in optional}
     check_fits(folder, index, targets, converted=optional)
-    read_into(folder, [(_stored(index, name), local_parts(tensor, name)) for name, tensor in targets.items()])
+    read_into(folder, [(_stored(index, name), local_boxes(tensor, name)) for name, tensor in targets.items()])
     rest = [name for name in _of_the_job(index) if name not in targets and not name.startswith(skipped)]
     tensors = {**read_tensors(folder, rest), **targets}
     checkpoint = _decoded(folder, STATE, tensors, skips=bool(skipped))
@@ -78,7 +78,7 @@ def load_into(folder: CheckpointReader, template: Mapping[str, Any], *, rank: in
 
 
 def _of_the_job(index: Mapping[str, TensorEntry]) -> list[str]:
-    return [name for name in index if not name.startswith(_OWN)]
+    return [name for name in index if not name.startswith(_PER_RANK_PREFIX)]
 
 
 def _targets(template: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], tuple[str, ...]]:
@@ -131,7 +131,7 @@ def check_fits(
             )
 
 
-def load_own(folder: CheckpointReader, rank: int) -> Any:
+def load_rank_values(folder: CheckpointReader, rank: int) -> Any:
     """Return what one rank of the job that saved had under ``"per_rank"``.
 
     Raises:
@@ -141,7 +141,7 @@ def load_own(folder: CheckpointReader, rank: int) -> Any:
         raise CheckpointError(
             f"checkpoint {str(folder.path)!r} was saved by {folder.manifest.world_size} ranks: it has no rank {rank}"
         )
-    return _own(folder, folder.index(), rank)
+    return _rank_values(folder, folder.index(), rank)
 
 
 def _with_own(
@@ -153,11 +153,11 @@ def _with_own(
     world_size: int,
 ) -> dict[str, Any]:
     if world_size == folder.manifest.world_size:
-        checkpoint[PER_RANK] = _own(folder, index, rank)
+        checkpoint[PER_RANK] = _rank_values(folder, index, rank)
     return checkpoint
 
 
-def _own(folder: CheckpointReader, index: Mapping[str, TensorEntry], rank: int) -> Any:
+def _rank_values(folder: CheckpointReader, index: Mapping[str, TensorEntry], rank: int) -> Any:
     prefix = joined(joined(PER_RANK, rank), "")
     tensors = read_tensors(folder, [name for name in index if name.startswith(prefix)])
     return _decoded(folder, rank_file(rank, "json"), tensors, below=prefix)
@@ -182,7 +182,7 @@ def read_tensors(
         first = index[name].same_as or name
         if first not in stored:
             stored[first] = _memory(folder, first, index[first])
-    read_into(folder, [(index[name], local_parts(tensor)) for name, tensor in stored.items()], advance)
+    read_into(folder, [(index[name], local_boxes(tensor)) for name, tensor in stored.items()], advance)
     return {name: stored[index[name].same_as or name] for name in names}
 
 

@@ -65,7 +65,7 @@ def check_kind(tensor: Tensor | FlatShard, name: str) -> None:
         raise CheckpointError(f"tensor {name!r} {reason}: a checkpoint holds dense tensors and DTensors only")
 
 
-def local_parts(tensor: Tensor | FlatShard, name: str = "") -> list[LocalBox]:
+def local_boxes(tensor: Tensor | FlatShard, name: str = "") -> list[LocalBox]:
     """Return the boxes of the tensor that this process holds; none of them is empty.
 
     Raises:

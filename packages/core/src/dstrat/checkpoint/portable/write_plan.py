@@ -15,7 +15,7 @@ from dstrat.checkpoint.portable.shards import (
     holders,
     is_distributed,
     is_sharded,
-    local_parts,
+    local_boxes,
 )
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard
@@ -60,7 +60,7 @@ def plan(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], ranks: Ranks)
         entries = _entries(tensors) | _entries(own)
     leaders = _leaders(tensors, ranks)
     with ranks.together("save its tensors"):
-        payloads = [Payload(name, part) for name in own if _is_stored(entries[name]) for part in local_parts(own[name])]
+        payloads = [Payload(name, box) for name in own if _is_stored(entries[name]) for box in local_boxes(own[name])]
         payloads += _distributed(tensors, entries, leaders)
         shared = {name: entries[name] for name, tensor in tensors.items() if not is_sharded(tensor)}
     everyone = _hear(shared, sum(payload.num_bytes for payload in payloads), ranks)
@@ -127,14 +127,14 @@ def _distributed(
         if not is_sharded(tensor) or not _is_stored(entries[name]):
             continue
         if isinstance(tensor, FlatShard):
-            yield from (Payload(name, part) for part in local_parts(tensor, name))
+            yield from (Payload(name, box) for box in local_boxes(tensor, name))
             continue
         if name in leaders and int(tensor.device_mesh.mesh.min()) != leaders[name]:
             continue
         same = holders(tensor)
         if same and same[turn % len(same)] == tensor.device_mesh.get_rank():
-            for part in local_parts(tensor, name):
-                yield Payload(name, part)
+            for box in local_boxes(tensor, name):
+                yield Payload(name, box)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
