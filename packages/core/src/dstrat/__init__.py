@@ -27,11 +27,18 @@ if TYPE_CHECKING:
     from dstrat.interfaces.launcher import Launcher as Launcher
     from dstrat.interfaces.precision import Precision as Precision
     from dstrat.interfaces.strategy import Strategy as Strategy
+    from dstrat.launch.task import RankOutcome as RankOutcome
+    from dstrat.launch.task import RankTask as RankTask
+    from dstrat.launch.task import dump_call as dump_call
+    from dstrat.launch.task import make_rank_tasks as make_rank_tasks
+    from dstrat.launch.task import remove_job_folder as remove_job_folder
+    from dstrat.launch.task import result_of_ranks as result_of_ranks
     from dstrat.own_loop.loop import OwnLoop as OwnLoop
     from dstrat.own_loop.loop import build as build
     from dstrat.parallel.collectives import take_from_first_rank as take_from_first_rank
     from dstrat.parallel.gradient_sync import GradientSyncStrategy as GradientSyncStrategy
     from dstrat.parallel.strategy import ParallelStrategy as ParallelStrategy
+    from dstrat.plugins.component import Adapter as Adapter
     from dstrat.plugins.component import Component as Component
     from dstrat.plugins.component import Tombstone as Tombstone
     from dstrat.plugins.component import hookimpl as hookimpl
@@ -94,6 +101,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Accelerator": "dstrat.interfaces.accelerator",
     "AcceleratorRegistry": "dstrat.plugins.registry",
+    "Adapter": "dstrat.plugins.component",
     "AdvancedProfiler": "dstrat.training.profilers.advanced",
     "BackboneFinetuning": "dstrat.training.callbacks.finetuning",
     "BaseFinetuning": "dstrat.training.callbacks.finetuning",
@@ -132,6 +140,8 @@ _HOMES = {
     "Profiler": "dstrat.training.profilers.profiler",
     "ProgressBar": "dstrat.training.callbacks.progress_bar",
     "RankNames": "dstrat.builtin.clusters.external",
+    "RankOutcome": "dstrat.launch.task",
+    "RankTask": "dstrat.launch.task",
     "RichProgressBar": "dstrat.training.callbacks.rich_progress_bar",
     "RichProgressBarTheme": "dstrat.training.callbacks.rich_progress_bar",
     "ShardedIterableDataset": "dstrat.data.sharded_dataset",
@@ -157,13 +167,17 @@ _HOMES = {
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "apply_to_tensors": "dstrat.interfaces.batch",
     "build": "dstrat.own_loop.loop",
+    "dump_call": "dstrat.launch.task",
     "grad_norm": "dstrat.training.module.optimization",
     "hookimpl": "dstrat.plugins.component",
+    "make_rank_tasks": "dstrat.launch.task",
     "parse_devices": "dstrat.builtin.accelerators.devices",
     "rank_zero_info": "dstrat.resolve.rank_zero",
     "rank_zero_only": "dstrat.resolve.rank_zero",
     "rank_zero_warn": "dstrat.resolve.rank_zero",
     "read_predictions": "dstrat.training.callbacks.prediction_writer",
+    "remove_job_folder": "dstrat.launch.task",
+    "result_of_ranks": "dstrat.launch.task",
     "seed_everything": "dstrat.data.random_state",
     "take_from_first_rank": "dstrat.parallel.collectives",
 }

@@ -20,6 +20,7 @@ Each derives from :class:`DstratError` and from the built-in that a caller would
     ├── MisuseError                        TypeError      user code lacks or returns something
     ├── LaunchError                        RuntimeError   processes could not be started
     │   └── RankFailedError                               a rank failed, and the job was ended
+    ├── PeerError                          RuntimeError   the connection to other ranks was lost, or a wait timed out
     ├── AnomalyError                       FloatingPointError  values that are not finite, found by detect_anomaly
     ├── LoggerError                        RuntimeError   a logger failed in a run, or its folder cannot be made
     └── CheckpointError                    OSError        a checkpoint cannot be written or read
@@ -27,6 +28,8 @@ Each derives from :class:`DstratError` and from the built-in that a caller would
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class DstratError(Exception):
@@ -95,6 +98,27 @@ class MisuseError(DstratError, TypeError):
     """User code lacks something that the operation needs, or returned an unusable value."""
 
 
+class PeerError(DstratError, RuntimeError):
+    """Communication failed because of other ranks; not the cause of a job's failure.
+
+    A strategy whose library communicates by itself raises it, so that a job blames the rank that caused it.
+
+    Attributes:
+        timed_out: Whether a rank waited for the others for too long; otherwise it has lost the connection.
+    """
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _peer_error, (str(self), self.timed_out)
+
+
+def _peer_error(message: str, timed_out: bool) -> PeerError:
+    return PeerError(message, timed_out=timed_out)
+
+
 class LaunchError(DstratError, RuntimeError):
     """The processes of a job could not be started."""
 
@@ -106,20 +130,34 @@ class RankFailedError(LaunchError):
         rank: The global rank of the primary failure.
         exit_code: Its exit code, negative for a signal; None if it was ended because it hung.
         rank_traceback: Its traceback as text, empty if there is none.
+        summary: The exception that it raised in one line, such as ``"ValueError: boom"``; empty if it raised none.
+        attempts: A line for each attempt of a job with ``max_restarts``; empty without.
     """
 
-    def __init__(self, message: str, *, rank: int, exit_code: int | None = None, rank_traceback: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        exit_code: int | None = None,
+        rank_traceback: str = "",
+        summary: str = "",
+        attempts: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
         self.rank_traceback = rank_traceback
+        self.summary = summary
+        self.attempts = attempts
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rank_failed, (str(self), self.rank, self.exit_code, self.rank_traceback)
+        names = ("rank", "exit_code", "rank_traceback", "summary", "attempts")
+        return _rank_failed, (str(self), {name: getattr(self, name) for name in names})
 
 
-def _rank_failed(message: str, rank: int, exit_code: int | None, rank_traceback: str) -> RankFailedError:
-    return RankFailedError(message, rank=rank, exit_code=exit_code, rank_traceback=rank_traceback)
+def _rank_failed(message: str, keywords: dict[str, Any]) -> RankFailedError:
+    return RankFailedError(message, **keywords)
 
 
 class AnomalyError(DstratError, FloatingPointError):

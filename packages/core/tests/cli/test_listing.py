@@ -17,7 +17,7 @@ def test_strategies_are_listed_by_owner_each_on_one_line(site, dstrat):
         f"  zig, zag    {'a long description ' * 9}".rstrip(),
     ]
     assert hints.startswith("not installed (pip install ...):\n  dstrat-bagua ")
-    assert "\n  dstrat-fairscale   ddp_fully_sharded, ddp_sharded, " in hints
+    assert "\n  dstrat-fairscale   ddp_fully_sharded, ddp_sharded\n" in hints
     assert "\x1b" not in listing.stdout
 
 
@@ -29,7 +29,22 @@ def test_an_alias_of_two_owners_is_listed_with_both(site, dstrat):
 
 def test_a_missing_requirement_is_told(site, dstrat):
     site.add("acme", site.component("fast", requires=("engine>=2",)))
-    assert "  fast    for tests (needs engine>=2)\n" in dstrat("strategies").stdout
+    site.add("other", site.component("good"))
+    assert "  fast     for tests (needs engine>=2)\n" in dstrat("strategies", "--all").stdout
+    short = dstrat("strategies").stdout
+    assert short.startswith("other 1.0\n  good     for tests\nwhat these need is not installed:\n  fast  engine>=2\n\n")
+
+
+def test_variants_are_folded(site, dstrat):
+    spawn = site.component("zig_spawn", options={"start_method": "spawn"})
+    other = site.component("zig_zag", target="acme.strategy:Another")
+    site.add("acme", site.component("zig"), spawn, site.component("zig_spawn_fast"), other)
+    short = dstrat("strategies").stdout
+    assert short.startswith("acme 1.0\n  zig (+2)  for tests\n  zig_zag   for tests\n(+n) counts variants")
+    assert "\n  dstrat-deepspeed   deepspeed\n" in short
+    listing = dstrat("strategies", "--all").stdout
+    assert "\n  zig_spawn       for tests\n" in listing
+    assert "deepspeed_stage_3_offload_nvme" in listing
 
 
 def test_what_is_offered_or_whose_package_is_installed_is_no_hint(site, dstrat):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dstrat.builtin.clusters.torchelastic import TorchElasticEnvironment
 from dstrat.launch.progress import watched_for_hangs
 from dstrat.parallel.process_group import open_process_group
+from dstrat.training.loops.stopping import Interruption
 
 deed = sys.argv[1]
 rank, size, local_size, port = map(int, sys.argv[2:])
@@ -37,7 +38,8 @@ def wait_busily():
 exec(compile(WAIT, Path(dist.__file__).with_name("wait.py"), "exec"))
 
 open_process_group(cluster, backend="gloo", timeout=timedelta(seconds=600))
-limits = {"limit": timedelta(seconds=1), "longest": timedelta(seconds=600)}
+limit = timedelta(seconds=600 if deed == "sleep" else 1)  # a rank that sleeps is not to end as one that hangs
+limits = {"limit": limit, "longest": timedelta(seconds=600)}
 with watched_for_hangs(**limits, rank=rank, local_rank=local_rank, size=size):
     if rank == size - 1:
         time.sleep(1)  # so that it has published its state, and others know of it
@@ -48,4 +50,8 @@ with watched_for_hangs(**limits, rank=rank, local_rank=local_rank, size=size):
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "sleep":
+                with Interruption():
+                    print("sleeps", flush=True)
+                    time.sleep(600)
     wait_busily()  # noqa: F821 - made above

@@ -1,12 +1,13 @@
 """Telling causes from consequences."""
 
 import os
+import pickle
 import signal
 
 import pytest
 import torch.distributed as dist
 
-from dstrat.errors import LaunchError, RankFailedError
+from dstrat.errors import LaunchError, PeerError, RankFailedError
 from dstrat.launch.failures import (
     Failure,
     RankEnd,
@@ -41,6 +42,12 @@ def test_rank_that_was_at_work_or_waited_is_not_said_to_hang():
     error = hang_error({1: 600.0, 3: 600.0}, {0: SLEEPING, 1: SLEEPING, 2: WAITING, 3: WAITING}, 4)
     assert str(error).startswith("rank 1 of 4 hung: no progress for 600 s, and ranks 0, 2, 3 waited. If this is")
     assert error.rank == 1
+
+
+@pytest.mark.parametrize(("timed_out", "kind"), [(False, "lost"), (True, "timeout")])
+def test_the_error_about_peers_is_a_consequence_also_after_pickling(timed_out, kind):
+    error = pickle.loads(pickle.dumps(PeerError("rank 1 did not come", timed_out=timed_out)))
+    assert (kind_of(raised_here(error)), str(error)) == (kind, "rank 1 did not come")
 
 
 def test_an_error_that_causes_itself_is_one_of_the_rank():
@@ -170,6 +177,7 @@ def test_rank_that_waits_for_others_is_not_the_one_that_hangs():
         ([end(1, code=-11, stack="Fatal")], "rank 1 of 4 was killed by SIGSEGV\n\nFatal"),
         ([end(1, code=-signal.SIGBUS)], "rank 1 of 4 was killed by SIGBUS (perhaps because /dev/shm is full)"),
         ([end(1, code=-40)], "rank 1 of 4 was killed by signal 40"),
+        ([end(1, code=None)], "rank 1 of 4 ended, and its launcher does not know how"),
     ],
 )
 def test_message_names_the_rank_and_what_happened_to_it(ends, message):

@@ -2,13 +2,14 @@
 
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from tests.warm_program import WarmProgram
 from torch.distributed import TCPStore
 
-from dstrat.launch import peer_watch
+from dstrat.launch import ended_peers
 from dstrat.launch.peer_watch import RankState, find_hung_ranks
 from dstrat.parallel import process_group
 
@@ -75,10 +76,29 @@ def test_rank_that_stops_or_dies_is_named_by_one_of_its_machine(start_ranks, dee
     assert ranks[4].returncode == 1
 
 
+def test_stopped_rank_continues_when_its_peers_end(start_ranks):
+    ranks = start_ranks("stop", 2, local_size=2)
+    _, errors = ranks[0].communicate(timeout=170)
+    assert "rank 1 of 2 hung" in errors
+    state = Path("/proc", str(ranks[1].pid), "stat").read_text().rpartition(")")[2].split()[0]
+    assert state != "T"  # torchrun's SIGTERM would have no effect on it
+
+
+def test_sigterm_takes_effect_within_a_step_only_after_the_end_of_a_peer(start_ranks):
+    waiting, sleeping = start_ranks("sleep", 2, local_size=2)
+    assert sleeping.stdout.readline() == "sleeps\n"
+    sleeping.send_signal(signal.SIGTERM)
+    time.sleep(2)
+    assert sleeping.poll() is None  # it waits for the end of the step
+    waiting.send_signal(signal.SIGKILL)
+    sleeping.communicate(timeout=20)
+    assert sleeping.returncode == -signal.SIGTERM
+
+
 def test_processes_of_a_frozen_store_are_not_waited_for(monkeypatch):
     frozen = threading.Event()
     monkeypatch.setattr(process_group, "read_processes", lambda: frozen.wait(60) and {})
     try:
-        assert peer_watch._read_processes_within(0.2) == {}
+        assert ended_peers._read_processes() == {}
     finally:
         frozen.set()

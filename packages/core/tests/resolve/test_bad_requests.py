@@ -56,13 +56,8 @@ BAD = {
         "'manny' is not known: did you mean 'many'",
     ),
     "a strategy of nobody": ({"strategy": "?"}, {}, UnknownAliasError, "strategy '?' is not known: available are"),
-    "a strategy that is not installed": (
-        {"strategy": "hivemind"},
-        {},
-        NotInstalledError,
-        "pip install dstrat-hivemind",
-    ),
     # Where its package is installed beside the tests, the message says that they have disabled it.
+    "a strategy that is not in the catalog": ({"strategy": "hivemind"}, {}, NotInstalledError, "dstrat-hivemind"),
     "an accelerator that is not in the catalog": ({"accelerator": "hpu"}, {}, NotInstalledError, "dstrat-hpu"),
     "a precision of nobody": (
         {"precision": 8},
@@ -456,3 +451,34 @@ def test_strict_mode_refuses_every_request_while_a_plugin_is_broken(site, monkey
     for words in ({}, {"plugins": ("torch",)}, {"strategy": "single_device"}):
         with pytest.raises(PluginError, match="RuntimeError: no"):
             make_plan(Request(**words), catalog=catalog, environ={}, interactive=False)
+
+
+def test_restarts_of_processes_that_torchrun_has_started_are_torchruns(catalog):
+    message = (
+        "max_restarts=3 restarts processes that dstrat starts, and torchelastic has started these: leave it out, "
+        "and use torchrun --max-restarts with fit(resume='auto')"
+    )
+    request = Request(strategy="many", accelerator="cpu", devices=2, max_restarts=3)
+    with pytest.raises(ConflictError, match=re.escape(message)):
+        make_plan(request, catalog=catalog, environ=TORCHRUN)
+
+
+def test_restarts_of_a_strategy_without_processes_are_refused(catalog):
+    message = (
+        "max_restarts=3 restarts processes that dstrat starts, and strategy 'single_device' from dstrat 0.1.0 runs in "
+        "this one: choose a strategy that starts processes, such as strategy='ddp', or leave max_restarts out"
+    )
+    request = Request(strategy="single_device", accelerator="cpu", devices=1, max_restarts=3)
+    with pytest.raises(ConflictError, match=re.escape(message)):
+        make_plan(request, catalog=catalog, environ={})
+
+
+def test_restarts_on_several_machines_are_refused(catalog):
+    machines = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NODE_RANK": "0"}
+    message = "restarts the processes of one machine, and num_nodes=2: leave it out, and start the script with torchrun"
+    with pytest.raises(ConflictError, match=message):
+        make_plan(
+            Request(strategy="many", accelerator="cpu", devices=2, num_nodes=2, max_restarts=1),
+            catalog=catalog,
+            environ=machines,
+        )

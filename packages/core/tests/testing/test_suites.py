@@ -179,3 +179,16 @@ def test_each_team_of_ranks_has_a_number_in_its_environment():
     (other,) = suite.job(variable, 1, needs_new_ranks=True)
     assert first.removeprefix("team ").isdecimal()
     assert first == again != other
+
+
+def test_what_depends_on_time_is_not_compared_where_that_is_declared():
+    class Mine(StrategySuite):
+        alias = "single_device"
+        is_deterministic = False
+
+    for name in (
+        "test_a_second_fit_in_the_same_processes_equals_the_first",
+        "test_a_validation_in_between_leaves_the_training_as_it_was",
+    ):
+        with pytest.raises(pytest.skip.Exception, match="single_device declares is_deterministic = False"):
+            getattr(Mine(), name)(2)

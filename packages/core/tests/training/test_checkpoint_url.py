@@ -8,7 +8,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dstrat import ModelCheckpoint, OnExceptionCheckpoint, TorchCheckpointIO
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.portable.reader import read_manifest
 from dstrat.errors import CheckpointError, StoreError
@@ -37,7 +37,7 @@ def fit(quiet_trainer, make_line, loader):
 
 
 def names(url):
-    return sorted(path.name for path in place(url).iterdir())
+    return sorted(path.name for path in as_path(url).iterdir())
 
 
 @pytest.mark.parametrize("io", IOS)
@@ -74,7 +74,7 @@ def test_training_does_not_start_anew_where_the_store_refuses_to_be_read(fit, ur
 
 def test_a_folder_of_somebody_elses_is_not_taken_for_one_whose_store_fails(fit, url, monkeypatch):
     fit(1, ModelCheckpoint(url, "{epoch}"))
-    found = place(url) / "0.ckpt"
+    found = as_path(url) / "0.ckpt"
     assert written_ns(found) == read_manifest(found).created_ns
     (found / "manifest.json").unlink()
     with pytest.raises(OSError, match=r"0\.ckpt"):
@@ -99,7 +99,7 @@ def test_the_root_of_a_run_may_be_in_a_store(fit, url, tmp_path, monkeypatch):
 
 def test_what_was_cut_short_is_not_gone_on_from_and_its_name_is_not_taken(fit, url):
     fit(2, ModelCheckpoint(url, "{epoch}", save_top_k=-1))
-    (place(url) / "1.ckpt" / "manifest.json").unlink()
+    (as_path(url) / "1.ckpt" / "manifest.json").unlink()
     trainer = fit(2, ModelCheckpoint(url, "{epoch}", save_top_k=-1), resume="auto")
     assert trainer.global_step == 12
     assert names(url) == ["0.ckpt", "1-v1.ckpt", "1.ckpt", "last"]

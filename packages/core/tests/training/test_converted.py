@@ -191,9 +191,20 @@ def test_a_module_is_made_again_from_it(converted):
     assert Net.load_from_checkpoint(converted(4)).hparams.width == 16
 
 
-def test_a_fit_says_how_to_convert_what_it_cannot_go_on_from(tmp_path, go_on):
+@pytest.mark.parametrize("cls", [Net, HalfFrozen])
+def test_a_fit_goes_on_from_the_file_itself(tmp_path, go_on, cls):
+    by_hand(cls(), [8], tmp_path)
+    trainer, weights = go_on(cls(), tmp_path / "8.ckpt")
+    assert (trainer.global_step, trainer.current_epoch) == (24, 6)
+    assert torch.equal(weights, by_hand(cls()))
+
+
+def test_a_file_of_another_program_says_how_to_convert_it(tmp_path, go_on):
     by_hand(Net(), [8], tmp_path)
     path = tmp_path / "8.ckpt"
+    file = torch.load(path)
+    del file["pytorch-lightning_version"]
+    torch.save(file, path)
     with pytest.raises(CheckpointError, match=f"another program: convert it by 'dstrat checkpoint convert {path} NEW'"):
         go_on(Net(), path)
 

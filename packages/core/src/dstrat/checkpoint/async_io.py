@@ -1,4 +1,4 @@
-"""Saving in the background: the training goes on as soon as a copy is taken."""
+"""Asynchronous checkpoint io: a save blocks for the copy, and a thread writes it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class StagesCheckpoints(Protocol):
-    """A checkpoint io that can take a copy first, and write it later in another thread."""
+    """A checkpoint io that makes its own copy first, and writes it later in another thread."""
 
     def stage(self, checkpoint: dict[str, Any]) -> Any:
-        """Return a copy of all that is to be written; collective where saving is."""
+        """Return a copy of everything that will be written; collective if saving is."""
 
     def write(self, staged: Any, path: str | Path) -> None:
-        """Write the copy; it is valid until the next call of :meth:`stage`."""
+        """Write a copy, which is valid until the next call of :meth:`stage`."""
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """A checkpoint io whose saves return when a copy is taken; the copy is written in a thread.
+    """A checkpoint io that copies the state, and writes the copy in a thread.
 
-    At most one save is in flight: the next one waits for it.  When a write fails, the next call of anything here
-    raises its error.  Checkpoints that are removed meanwhile go when the write is done, so that the newest complete
-    one is never lost.  The process waits for the write before it ends.
+    At most one save is in flight: the next one waits for it.  If a write fails, the next call of any method raises the
+    error.  Removals requested during a write happen after it, so that the newest complete checkpoint is never lost.
+    The process waits for the write before it exits.
 
     Args:
-        checkpoint_io: What writes; None takes portable folders.  One that is a :class:`StagesCheckpoints` takes its own
-            copy; for others all tensors are copied to the CPU.
+        checkpoint_io: Writes the checkpoints; None is :class:`PortableCheckpointIO`.  A :class:`StagesCheckpoints`
+            makes its own copy; for any other all tensors are copied to the CPU.
     """
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
@@ -52,7 +52,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._write: _Write | None = None
 
     @property
-    def is_collective(self) -> bool:  # type: ignore[override]  # it is that of another, and never set
+    def is_collective(self) -> bool:  # type: ignore[override]  # a property here, a class attribute in the base
         """Whether every process saves."""
         return self.checkpoint_io.is_collective
 
@@ -66,8 +66,9 @@ class AsyncCheckpointIO(CheckpointIO):
         """Copy the checkpoint, and write it in the background.
 
         Raises:
-            CheckpointError: The save before failed, or this one cannot be staged.
+            CheckpointError: The previous save failed, or this one cannot be staged.
         """
+        # One at a time: staging reuses the memory of the save before, and two saves would compete for the disk.
         self.wait()
         io = self.checkpoint_io
         if isinstance(io, StagesCheckpoints):
@@ -77,20 +78,21 @@ class AsyncCheckpointIO(CheckpointIO):
         self._write.start()
 
     def check(self) -> None:
-        """Raise the error of a background write that has failed; does not wait.
+        """Raise the error of a background write that has failed, without waiting for one in flight.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The write failed.
         """
         if self._write is not None and not self._write.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is in flight.
+        """Wait for the write in flight, if there is one.
 
         Raises:
             CheckpointError: The write failed.
         """
+        # Reset first: an error is raised once, not by every later call.
         write, self._write = self._write, None
         if write is not None:
             write.join()
@@ -126,13 +128,13 @@ class AsyncCheckpointIO(CheckpointIO):
 
 
 class _Write(threading.Thread):
-    """One save in flight; no daemon, so that the interpreter waits for it."""
+    """A save in flight; not a daemon thread, so that the interpreter waits for it at exit."""
 
     def __init__(self, write: Any, staged: Any, path: str | Path, remove: Any) -> None:
         super().__init__(name=f"writes {path}", daemon=False)
         self._path, self._remove = path, remove
         self._work, self._staged = write, staged
-        self._doomed: list[str | Path] = []
+        self._deferred_removals: list[str | Path] = []
         self._failure: Exception | None = None
         self._is_done = False
         self._lock = threading.Lock()
@@ -143,27 +145,28 @@ class _Write(threading.Thread):
             self._work(self._staged, self._path)
         except Exception as error:  # noqa: BLE001 - raised in the thread that trains
             self._failure = error
+            # Logged at once too: the training may call nothing here for hours, or never again.
             _log.error("checkpoint %r was not written in the background: %s", str(self._path), error)
         finally:
-            self._staged = None
-            self._remove_doomed()
+            self._staged = None  # frees the copy, which may be as large as the model
+            self._remove_deferred()
 
-    def _remove_doomed(self) -> None:
+    def _remove_deferred(self) -> None:
         with self._lock:
             self._is_done = True
-        if self._failure is not None:
+        if self._failure is not None:  # the older checkpoints are all that is complete
             return
         try:
-            for path in self._doomed:
+            for path in self._deferred_removals:
                 self._remove(path)
         except Exception as error:  # noqa: BLE001 - raised in the thread that trains
             self._failure = error
 
     def remove_after(self, path: str | Path) -> bool:
-        """Remove another checkpoint when this one is written; return False where it is too late for that."""
+        """Defer the removal of another checkpoint until this one is written; return False if it is already."""
         with self._lock:
             if not self._is_done:
-                self._doomed.append(path)
+                self._deferred_removals.append(path)
             return not self._is_done
 
     def raise_failure(self) -> None:
@@ -174,7 +177,7 @@ class _Write(threading.Thread):
 
 
 def _copied(value: Any) -> Any:
-    """Return nested values with all tensors copied to the CPU."""
+    """Return a deep copy of nested values, with all tensors on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) is dict:

@@ -16,17 +16,15 @@ if TYPE_CHECKING:
 
 
 def reader_of(path: str | Path, catalog: Catalog) -> tuple[Offer, CheckpointIO] | None:
-    """Return the first checkpoint io in the catalog that recognizes a checkpoint; None where there is none.
-
-    Those that cannot be imported, as something that they require is missing, recognize nothing.
+    """Return the first checkpoint io in the catalog that recognizes a checkpoint, with its offer; None if none does.
 
     Raises:
-        CheckpointError: One recognizes it, and cannot read such a one.
+        CheckpointError: A checkpoint io recognizes the checkpoint but cannot read this kind.
     """
     for offer in catalog.offers("checkpoint_io"):
         try:
             kind: type[CheckpointIO] = catalog.load(offer)
-        except CatalogError:
+        except CatalogError:  # its requirements are missing: another one may still recognize the checkpoint
             continue
         if kind.recognizes(path):
             return offer, kind(**offer.component.options)
@@ -34,18 +32,18 @@ def reader_of(path: str | Path, catalog: Catalog) -> tuple[Offer, CheckpointIO] 
 
 
 def check_not_foreign(path: str | Path) -> None:
-    """Raise CheckpointError, which says how to convert it, where another program has written what is at a path."""
+    """Raise a CheckpointError with the conversion command if another program wrote the checkpoint at a path."""
     try:
-        found = reader_of(path, get_catalog())
+        match = reader_of(path, get_catalog())
     except CatalogError:
-        return  # the catalog has its own errors, where it is asked for
-    if found is not None:
-        offer, _ = found
+        return  # the caller raises its own error about the checkpoint, which matters more here
+    if match is not None:
+        offer, _ = match
         raise CheckpointError(
             f"{str(path)!r} was written by another program, as {offer.title} finds: {how_to_convert(path)}"
         ) from None
 
 
 def how_to_convert(path: str | Path) -> str:
-    """Return what to do with a checkpoint of another program."""
+    """Return the advice to convert a checkpoint of another program."""
     return f"convert it by 'dstrat checkpoint convert {path} NEW', and go on from NEW"

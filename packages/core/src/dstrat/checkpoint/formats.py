@@ -2,38 +2,84 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrat.checkpoint.async_io import AsyncCheckpointIO
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.checkpoint.portable.newest import is_portable
-from dstrat.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.checkpoint.portable.local_files import remove_stale
+from dstrat.checkpoint.portable.newest import is_complete, is_portable, step_of
+from dstrat.checkpoint.torch_file import TorchCheckpointIO, read_content
 from dstrat.errors import CheckpointError, DstratError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.interfaces.checkpoint_io import CheckpointIO
 
 
-def io_for(path: str | Path, own: CheckpointIO) -> CheckpointIO:
-    """Return what handles a checkpoint: the run's own, unless that is one of ours and the checkpoint the other's.
+def io_for(path: str | Path, default: CheckpointIO) -> CheckpointIO:
+    """Return the checkpoint io that reads a checkpoint.
+
+    It is the run's, except that the two built-in formats are told apart: a run with either of them reads both.
+
+    Args:
+        path: Of the checkpoint.
+        default: The checkpoint io of the run.
 
     Raises:
-        CheckpointError: The system refuses to look for such a file.
+        CheckpointError: The path cannot be accessed.
     """
-    inner = own.checkpoint_io if isinstance(own, AsyncCheckpointIO) else own
+    inner = default.checkpoint_io if isinstance(default, AsyncCheckpointIO) else default
     try:
-        if type(inner) is TorchCheckpointIO and is_portable(place(path)):
+        if type(inner) is TorchCheckpointIO and is_portable(as_path(path)):
             return PortableCheckpointIO()
-        if type(inner) is PortableCheckpointIO and place(path).is_file() and not is_portable(place(path)):
+        if type(inner) is PortableCheckpointIO and as_path(path).is_file() and not is_portable(as_path(path)):
             return TorchCheckpointIO()
     except OSError as error:
         if isinstance(error, DstratError):
             raise
-        # Python takes most of these for "not there", but neither a name that is too long nor a folder without access.
+        # Path.exists() is False for most errors, but raises for a name that is too long and a folder without access.
         raise CheckpointError(
             f"cannot read checkpoint {str(path)!r}: {error.strerror or error}: give another path"
         ) from error
-    return own
+    return default
+
+
+def is_builtin(io: CheckpointIO) -> bool:
+    """Return whether a checkpoint io is one of this package, whose saves are atomic."""
+    inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
+    return type(inner) in (TorchCheckpointIO, PortableCheckpointIO)
+
+
+def recover_checkpoint(path: str, step: int, *, io: CheckpointIO) -> bool:
+    """Remove the stale files of a killed save, and return whether the checkpoint itself is complete.
+
+    Args:
+        path: Its path or URL; a single file may be the older one that the killed save was to replace.
+        step: The number of optimizer steps after which it was to be saved.
+        io: The checkpoint io that has saved it.  For a custom one only the existence of the path is checked.
+    """
+    file_or_folder = as_path(path)
+    if isinstance(file_or_folder, Path) and file_or_folder.parent.is_dir():
+        remove_stale(file_or_folder.parent)
+    if not is_builtin(io):
+        return file_or_folder.exists()
+    try:
+        if file_or_folder.is_dir():
+            return is_complete(file_or_folder) and step_of(file_or_folder) == step
+        return _step_of_file(file_or_folder) == step
+    except OSError:  # the store or disk fails
+        return False
+
+
+def _step_of_file(path: CheckpointPath) -> int | None:
+    if not isinstance(path, Path):
+        return None if not path.is_file() else read_step(TorchCheckpointIO().load_checkpoint(str(path)))
+    return read_step(read_content(path, path, mmap=True))  # does not read the values of tensors
+
+
+def read_step(content: object) -> int | None:
+    """Return the number of optimizer steps in the content of a single file; None if it is absent."""
+    step = content.get("global_step") if isinstance(content, dict) else None
+    return step if isinstance(step, int) else None

@@ -1,4 +1,4 @@
-"""Locations of checkpoints: paths of this machine, and URLs of stores that fsspec reaches."""
+"""Paths of checkpoints: local paths, and URLs of stores that fsspec supports."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FILE = "file://"
 
 
 class RemotePath:
-    """A file or folder of a store, with what checkpoints need of :class:`pathlib.Path`.
+    """A file or folder of a store, with the methods of :class:`pathlib.Path` that checkpoints need.
 
-    A store has no folders: one is there where something is below it.  What was written is seen by others when the call
-    returns; nothing is remembered of what was there before.  An object store (``s3://``, ``gs://``, ``abfs://``) shows
-    a file as a whole or not at all.  A file server (``sftp://``, ``hdfs://``, ``smb://``) shows it while it is written,
-    and keeps a part of it where that was cut short.
+    A store has no empty folders: a folder exists if a file is below it.  A write is visible to other processes when
+    the call returns, and listings are never cached.  Writes to an object store (``s3://``, ``gs://``, ``abfs://``) are
+    atomic.  A file server (``sftp://``, ``hdfs://``, ``smb://``) shows a file while it is written, and keeps a
+    truncated one after a crash.
 
     Args:
         url: Such as ``"s3://bucket/folder"``.
@@ -32,7 +32,7 @@ class RemotePath:
 
     def __init__(self, url: str) -> None:
         self._protocol, _, path = url.partition("://")
-        self._path = path.rstrip("/") or path[:1]  # a root stays one
+        self._path = path.rstrip("/") or path[:1]  # "/" itself is the root
         self._url = f"{self._protocol}://{self._path}"
 
     def __str__(self) -> str:
@@ -55,69 +55,69 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """What follows the last slash."""
+        """The last component of the path."""
         return self._path.rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
-        """The end of the name from its last dot on."""
+        """The file extension, with its dot."""
         return Path(self.name).suffix
 
     @property
     def parent(self) -> RemotePath:
-        """What is before the last slash; of the root itself."""
+        """The path without its last component; the root is its own parent."""
         return RemotePath(f"{self._protocol}://{''.join(self._path.rpartition('/')[:2])}")
 
     def absolute(self) -> RemotePath:
-        """Return the same."""
+        """Return the path itself: a URL is absolute."""
         return self
 
-    # Looking
+    # Queries
 
     def exists(self) -> bool:
-        """Return whether there is a file of that name, or something below it."""
+        """Return whether the file or folder exists."""
         return self._info() is not None
 
     def is_dir(self) -> bool:
-        """Return whether something is below it."""
+        """Return whether the path is a folder."""
         return self._type() == "directory"
 
     def is_file(self) -> bool:
-        """Return whether it is a file."""
+        """Return whether the path is a file."""
         return self._type() == "file"
 
     def size(self) -> int:
-        """Return the bytes of the file."""
+        """Return the size of the file in bytes."""
         with self._reached() as (store, path):
             return int(store.info(path)["size"])
 
     def modified_ns(self) -> int:
-        """Return when the file was written, in nanoseconds since the epoch."""
+        """Return the modification time of the file, in nanoseconds since the epoch."""
         with self._reached() as (store, path):
             return int(store.modified(path).timestamp() * 1e9)
 
     def iterdir(self) -> list[RemotePath]:
-        """Return what is in the folder; nothing where it is not there."""
+        """Return the entries of the folder; an empty list if it does not exist."""
         return [self / name for name in self._listed()]
 
     def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of each file in the folder, by its name."""
+        """Return the size in bytes of each file in the folder, by name."""
         return {name: int(facts["size"]) for name, facts in self._listed().items() if facts["type"] == "file"}
 
     def glob(self, pattern: str) -> list[RemotePath]:
-        """Return what matches below it."""
+        """Return the paths below the folder that match a pattern."""
         with self._reached() as (store, path):
-            return [self / found[len(path) + 1 :] for found in store.glob(f"{path}/{pattern}")]
+            return [self / match[len(path) + 1 :] for match in store.glob(f"{path}/{pattern}")]
 
     # Reading and writing
 
     def read_bytes(self, begin: int = 0, end: int | None = None) -> bytes:
-        """Return the bytes of the file between two positions."""
+        """Return the bytes of the file from ``begin`` to ``end``."""
         with self._reached() as (store, path):
             return bytes(store.cat_file(path, start=begin, end=end))
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the file, also in place of another one; at once in an object store."""
+        """Write the file, replacing an existing one; atomic in an object store."""
         with self._reached() as (store, path):
             store.pipe_file(path, data)
 
@@ -125,23 +125,24 @@ class RemotePath:
         """Write a new file.
 
         Raises:
-            FileExistsError: It is there; in stores that can tell, also where another process was faster.
+            FileExistsError: The file exists; in stores with conditional writes also if another process creates it
+                meanwhile.
         """
         with self._reached() as (store, path):
             store.pipe_file(path, data, mode="create")
 
     def open_writer(self, block_size: int) -> Any:
-        """Return a file object for a new file, whole when it is closed; in an object store it is not there before."""
+        """Return a file object that writes a new file; an object store shows the file when it is closed."""
         with self._reached() as (store, path):
             return store.open(path, "wb", block_size=block_size)
 
     def download(self, target: Path) -> None:
-        """Copy the file to this machine."""
+        """Copy the file to a local path."""
         with self._reached() as (store, path):
             store.get_file(path, str(target))
 
     def upload(self, source: Path) -> None:
-        """Write the file with the content of one of this machine."""
+        """Write the file with the content of a local file."""
         with self._reached() as (store, path):
             store.put_file(str(source), path)
 
@@ -155,7 +156,7 @@ class RemotePath:
                 raise
 
     def remove_below(self) -> None:
-        """Remove everything below it, if there is anything."""
+        """Remove the folder with everything in it, if it exists."""
         with contextlib.suppress(FileNotFoundError), self._reached() as (store, path):
             store.rm(path, recursive=True)
 
@@ -173,39 +174,39 @@ class RemotePath:
     def _listed(self) -> dict[str, Any]:
         try:
             with self._reached() as (store, path):
-                found = store.ls(path, detail=True)
+                entries = store.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        named = {facts["name"].rstrip("/").rpartition("/")[2]: facts for facts in found}
-        return {name: named[name] for name in sorted(named)}
+        by_name = {facts["name"].rstrip("/").rpartition("/")[2]: facts for facts in entries}
+        return {name: by_name[name] for name in sorted(by_name)}
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[tuple[Any, str]]:
-        """Yield the store and the path in it; errors of the store are ours."""
+        """Yield the file system and the path in it; its client's errors become :class:`StoreError`."""
         store, path = _store(self._url)
         try:
-            store.invalidate_cache()  # of listings: other processes write too
+            store.invalidate_cache()  # fsspec caches listings, and other ranks write to the same folders
             yield store, path
         except (FileNotFoundError, FileExistsError, NotADirectoryError):
             raise
-        except Exception as error:  # whatever the client of that kind of store raises
+        except Exception as error:  # each store's client has its own exception classes
             reason = str(error) or type(error).__name__
             raise StoreError(f"{self._url!r} cannot be used: {reason}") from error
 
 
-Place: TypeAlias = Path | RemotePath
+CheckpointPath: TypeAlias = Path | RemotePath
 
 
-def place(path: str | os.PathLike[str] | RemotePath, name: str = "path") -> Place:
-    """Return what a path or URL means; ``~`` at the beginning is the home folder.
+def as_path(path: str | os.PathLike[str] | RemotePath, name: str = "path") -> CheckpointPath:
+    """Return a user's path as a local or a remote path; a leading ``~`` is the home folder.
 
     Args:
-        path: A path of this machine or a URL.
-        name: What the user knows it as.
+        path: A local path or a URL.
+        name: The name of the user's argument, for messages.
 
     Raises:
-        MissingRequirementError: What reaches that kind of store is not installed.
-        RequestError: No such kind of store is known, or it is no path.
+        MissingRequirementError: The client of the URL's protocol is not installed.
+        RequestError: fsspec does not know the protocol, or the value is not a path.
     """
     if isinstance(path, RemotePath):
         return path
@@ -217,18 +218,18 @@ def place(path: str | os.PathLike[str] | RemotePath, name: str = "path") -> Plac
         return Path(path.removeprefix(_FILE))
     if not _URL.match(path):
         return home_path(path)
-    _store(path)
+    _store(path)  # raises now, not when the first checkpoint is saved
     return RemotePath(path)
 
 
 def home_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path of this machine; ``~`` at the beginning is the home folder."""
+    """Return a local path; a leading ``~`` is the home folder."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser fails where there is no such user
 
 
-def on_this_machine(where: Place) -> Path:
-    """Return the path, or the working directory for a URL: for what can only be written to a file system."""
-    return where if isinstance(where, Path) else Path.cwd()
+def local_folder(path: CheckpointPath) -> Path:
+    """Return a local path unchanged and the working directory for a URL, for writers that need a file system."""
+    return path if isinstance(path, Path) else Path.cwd()
 
 
 def _store(url: str) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""State of a strategy's training in checkpoints, saved and loaded by any number of processes."""
+"""Training state of a strategy in checkpoints, saved and loaded by any number of processes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 _SHARDED = ("state_dict", "optimizers")
-"""Where a checkpoint has tensors that may be sharded."""
+"""Keys of a checkpoint below which tensors may be sharded."""
 
-_OTHER_OPTIMIZERS = (
+_MISMATCH_ADVICE = (
     ". Make the optimizers as they were trained; or load the weights alone into the module (load_from_checkpoint does) "
     "and begin a new training"
 )
@@ -37,17 +37,19 @@ _log = logging.getLogger(__name__)
 
 
 def module_entries(strategy: Strategy) -> dict[str, Any]:
-    """Return the module's state as a checkpoint has it; collective."""
+    """Return the module's entries of a checkpoint; collective."""
     is_sharded = _shards(strategy, strategy.checkpoint_io)
     state = strategy.sharded_module_state() if is_sharded else strategy.module_state_dict()
-    if not strategy.is_global_zero:  # buffers, which may differ, are those of global rank 0
+    if not strategy.is_global_zero:
+        # A plain tensor must be the same on every rank, and buffers may differ: those of global rank 0 are saved, the
+        # others by rank_buffers.
         buffers = {name for name, _ in strategy.module.named_buffers(remove_duplicate=False)}
         state = {name: value for name, value in state.items() if name not in buffers}
     return {"state_dict": state}
 
 
 def optimization_entries(strategy: Strategy) -> dict[str, Any]:
-    """Return the state of optimizers, schedulers and precision as a checkpoint has it; collective."""
+    """Return the entries of optimizers, schedulers, precision and strategy in a checkpoint; collective."""
     optimizers: dict[str, Any]
     if strategy.checkpoint_io.is_collective:
         optimizers = {"optimizers": [strategy.sharded_optimizer_state(optimizer) for optimizer in strategy.optimizers]}
@@ -63,14 +65,14 @@ def optimization_entries(strategy: Strategy) -> dict[str, Any]:
 
 
 def rank_buffers(strategy: Strategy, module: nn.Module | None = None) -> dict[str, Tensor]:
-    """Return this process's buffers that differ from those of global rank 0, by name, on the CPU; collective.
+    """Return this rank's buffers that differ from those of global rank 0, by name, on the CPU; collective.
 
-    Such are the running statistics of batch-norm layers, where each process gathers those of its own data.  Only
-    checksums are compared, so that buffers that are the same everywhere cost little.
+    Running statistics of batch-norm layers differ: each rank computes them from its own batches.  Ranks exchange
+    checksums only, so that buffers that are equal everywhere cost little.
 
     Args:
-        strategy: Of the processes.
-        module: Has the buffers; by default the strategy's.
+        strategy: Broadcasts the checksums.
+        module: Has the buffers; the strategy's by default.
     """
     if strategy.world_size == 1:
         return {}
@@ -82,38 +84,38 @@ def rank_buffers(strategy: Strategy, module: nn.Module | None = None) -> dict[st
 
 @torch.no_grad()
 def load_rank_buffers(strategy: Strategy, buffers: Mapping[str, Tensor]) -> None:
-    """Take back what :func:`rank_buffers` returned in this process, when those of global rank 0 have been loaded."""
+    """Load the result of :func:`rank_buffers`, after the buffers of global rank 0 have been loaded."""
     for name, buffer in _plain_buffers(strategy.module):
         if name in buffers:
             buffer.copy_(buffers[name])
 
 
 def _plain_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that a checkpoint has, but those that are divided among the processes."""
-    for path, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            is_saved = name not in part._non_persistent_buffers_set  # noqa: SLF001 - torch has no other name for it
+    """Yield the persistent buffers of a module that are not sharded, by name."""
+    for path, submodule in module.named_modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            is_saved = name not in submodule._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name
             if is_saved and type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta:
                 yield f"{path}.{name}".lstrip("."), buffer
 
 
 def read_checkpoint(strategy: Strategy, io: CheckpointIO, path: str | Path, *, has_optimizers: bool) -> dict[str, Any]:
-    """Read a checkpoint and load the module's state; sharded tensors are filled where they are; collective.
+    """Read a checkpoint and load the module's state, sharded tensors in place; collective.
 
     Args:
         strategy: Has set up the module.
-        io: Reads it.
+        io: Reads the checkpoint.
         path: Of the checkpoint.
-        has_optimizers: Whether the state of the optimizers is going to be loaded too.
+        has_optimizers: Whether :func:`restore_optimization` will be called with the result.
     """
     return load_module(strategy, io, path, read_values(strategy, io, path), has_optimizers=has_optimizers)
 
 
 def read_values(strategy: Strategy, io: CheckpointIO, path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint before the strategy has set up the module; one that is to be sharded without what will be.
+    """Read a checkpoint before the strategy has set up the module, without the tensors that will be sharded.
 
     Raises:
-        CheckpointError: It cannot be read, or is none of a training.
+        CheckpointError: The checkpoint cannot be read, or is not a checkpoint of a training.
     """
     checkpoint = io.load_into(path, dict.fromkeys(_SHARDED)) if _shards(strategy, io) else io.load_checkpoint(path)
     if "state_dict" not in checkpoint:
@@ -124,22 +126,22 @@ def read_values(strategy: Strategy, io: CheckpointIO, path: str | Path) -> dict[
 def load_module(
     strategy: Strategy, io: CheckpointIO, path: str | Path, values: Mapping[str, Any], *, has_optimizers: bool
 ) -> dict[str, Any]:
-    """Load the module's state, and return the checkpoint with all that :func:`restore_optimization` needs; collective.
+    """Load the module's state, and return the checkpoint for :func:`restore_optimization`; collective.
 
     Args:
         strategy: Has set up the module.
         io: Reads the checkpoint.
         path: Of the checkpoint.
-        values: What :func:`read_values` returned.
-        has_optimizers: Whether the state of the optimizers is going to be loaded too.
+        values: The result of :func:`read_values`.
+        has_optimizers: Whether :func:`restore_optimization` will be called with the result.
 
     Raises:
-        CheckpointError: It does not fit the module; names that differ are logged instead where ``strict_loading`` of
-            the module is False.
+        CheckpointError: The state does not fit the module; missing and unexpected names are logged instead if the
+            module's ``strict_loading`` is False.
     """
     strict = getattr(strategy.module, "strict_loading", True)
     if not _shards(strategy, io):
-        with _telling_of(path):
+        with _naming_checkpoint(path):
             strategy.load_module_state_dict(values["state_dict"], strict=strict)
         return dict(values)
     state = strategy.sharded_module_state()
@@ -148,30 +150,30 @@ def load_module(
     if has_optimizers and "optimizers" in values:
         check_same_number("optimizers", strategy.optimizers, values["optimizers"], path)
         template["optimizers"] = [strategy.optimizer_template(optimizer) for optimizer in strategy.optimizers]
-    filled = io.load_into(path, template)
-    with _telling_of(path):
+    filled = io.load_into(path, template)  # one pass over the files for module and optimizers
+    with _naming_checkpoint(path):
         _check_all_names(strategy, state, filled["state_dict"], strict=strict)
     strategy.load_sharded_module_state(filled["state_dict"])
     extra = {name: value for name, value in filled["state_dict"].items() if is_extra_state(name)}
-    if extra:
+    if extra:  # not tensors in memory, so load_into could not fill them
         strategy.module.load_state_dict(extra, strict=False)
     return {**values, **{key: filled[key] for key in _SHARDED if key in filled}}
 
 
-def _check_all_names(strategy: Strategy, targets: Mapping[str, Any], found: Mapping[str, Any], *, strict: bool) -> None:
-    """Compare the names of what a checkpoint has with those of all processes; collective."""
-    if not strategy.reduce_boolean_decision(targets.keys() != found.keys(), all=False):
+def _check_all_names(strategy: Strategy, targets: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool) -> None:
+    """Compare the names in a checkpoint with those of all ranks; collective."""
+    if not strategy.reduce_boolean_decision(targets.keys() != saved.keys(), all=False):
         return
     names: set[str] = set()
-    for rank in range(strategy.world_size):  # a strategy may give each of them another part of the module
+    for rank in range(strategy.world_size):  # ranks of a pipeline have different layers
         names |= strategy.broadcast(set(targets), src=rank)
-    missing, left_over = sorted(names - found.keys()), sorted(found.keys() - names)
-    check_names(strategy.module, missing, left_over, strict=strict, logs=strategy.is_global_zero)
+    missing, unexpected = sorted(names - saved.keys()), sorted(saved.keys() - names)
+    check_names(strategy.module, missing, unexpected, strict=strict, logs=strategy.is_global_zero)
 
 
 @contextlib.contextmanager
-def _telling_of(path: str | Path, which: str = "", advice: str = "") -> Iterator[None]:
-    """Say in errors which checkpoint does not fit, and what to do."""
+def _naming_checkpoint(path: str | Path, which: str = "", advice: str = "") -> Iterator[None]:
+    """Add the checkpoint's path and the advice to errors of the block."""
     try:
         yield
     except CheckpointError as error:
@@ -183,10 +185,10 @@ def _shards(strategy: Strategy, io: CheckpointIO) -> bool:
 
 
 def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path: str | Path) -> None:
-    """Load the state of optimizers, schedulers and precision; collective.
+    """Load the state of optimizers, schedulers, precision and strategy; collective.
 
     Raises:
-        CheckpointError: They are others than those that were saved.
+        CheckpointError: The optimizers or schedulers do not match those that were saved.
     """
     is_named = "optimizers" in checkpoint
     states = checkpoint["optimizers" if is_named else "optimizer_states"]
@@ -195,7 +197,8 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
     load = strategy.load_sharded_optimizer_state if is_named else strategy.load_optimizer_state
     for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
         which = f"of optimizer {number}, " if len(states) > 1 else ""
-        with _telling_of(path, which, _OTHER_OPTIMIZERS):
+        with _naming_checkpoint(path, which, _MISMATCH_ADVICE):
+            # Before the load, which replaces the groups by those that were saved.
             options = [name for name in optimizer.defaults if all(name in group for group in optimizer.param_groups)]
             load(optimizer, state)
             _check_options(optimizer, options)
@@ -205,29 +208,29 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
     if is_of_same_strategy(strategy, checkpoint):
         strategy.load_state_dict(checkpoint["strategy"]["state"])
     elif checkpoint.get("strategy", {}).get("state") and strategy.is_global_zero:
-        saved, own = checkpoint["strategy"]["name"], type(strategy).__name__
-        _log.warning("%s has a state of %s, which %s begins without", path, saved, own)
+        saved, current = checkpoint["strategy"]["name"], type(strategy).__name__
+        _log.warning("%s has a state of %s, which %s begins without", path, saved, current)
 
 
 def _check_options(optimizer: Optimizer, options: list[str]) -> None:
-    """Raise CheckpointError where a state that was loaded lacks options that a step needs."""
-    lacking = [name for name in options if any(name not in group for group in optimizer.param_groups)]
-    if lacking:
+    """Raise a CheckpointError if the loaded groups lack options of the optimizer, which its step would read."""
+    missing = [name for name in options if any(name not in group for group in optimizer.param_groups)]
+    if missing:
         raise CheckpointError(
-            f"the optimizer's state in the checkpoint has no {', '.join(lacking)}, which {type(optimizer).__name__} "
+            f"the optimizer's state in the checkpoint has no {', '.join(missing)}, which {type(optimizer).__name__} "
             "needs: it is the state of another kind of optimizer"
         )
 
 
 def is_of_same_strategy(strategy: Strategy, checkpoint: Mapping[str, Any]) -> bool:
-    """Return whether a strategy of the same class has saved the checkpoint; another one begins without its state."""
+    """Return whether a strategy of the same class saved the checkpoint; only that one can load the strategy's state."""
     saved: str = checkpoint.get("strategy", {}).get("name", "")
     return saved == type(strategy).__name__
 
 
-def check_same_number(what: str, here: list[Any], saved: list[Any], path: str | Path) -> None:
-    """Raise CheckpointError unless there are as many as were saved."""
-    if len(here) != len(saved):
+def check_same_number(kind: str, current: list[Any], saved: list[Any], path: str | Path) -> None:
+    """Raise a CheckpointError unless a training has as many optimizers or schedulers as were saved."""
+    if len(current) != len(saved):
         raise CheckpointError(
-            f"{path} has {len(saved)} {what}, and this training has {len(here)}: it needs as many to go on"
+            f"{path} has {len(saved)} {kind}, and this training has {len(current)}: it needs as many to go on"
         )

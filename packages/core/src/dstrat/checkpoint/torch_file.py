@@ -1,4 +1,4 @@
-"""Checkpoints in one file each, written by torch.save."""
+"""Checkpoint io of single files in the format of torch.save."""
 
 from __future__ import annotations
 
@@ -13,53 +13,56 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from typing_extensions import override
 
-from dstrat.checkpoint.paths import place
-from dstrat.checkpoint.portable.decode import joined
-from dstrat.checkpoint.portable.local_files import remove_leftovers, written_whole
+from dstrat.checkpoint.paths import as_path
+from dstrat.checkpoint.portable.decode import join_name
+from dstrat.checkpoint.portable.local_files import atomic_write, remove_stale
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 
 if TYPE_CHECKING:
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
 
 
+# torch has no attribute for the name, only these wordings of its message, which differ between its versions.
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:unsupported class|but got <class) '?([\w.]+)")
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """One file for each checkpoint, which is there completely or not at all.
+    """Checkpoints in one file each, written atomically by ``torch.save``.
 
-    It is written under a temporary name in the same folder, flushed to the disk and renamed; what a process leaves that
-    is killed meanwhile is removed by the next save there.  Reading runs no code
-    from the file (``weights_only=True``), so a checkpoint holds tensors and plain values; what could not be read back
-    is refused when it is written.  To and from a store (a URL that fsspec reaches) it is copied by way of a temporary
-    file of this machine.  Object stores show a file when all of it is there; file servers (``sftp://``, ``hdfs://``)
-    show it while it is copied, and keep a part of it after a crash: portable folders are safe there too.
+    A file is written under a temporary name in the same folder, flushed to the disk and renamed; the next save removes
+    the temporary file of a process that was killed.  Loading runs no code from the file (``weights_only=True``), so a
+    checkpoint holds tensors and plain values, and a save refuses anything that could not be loaded again.  Files of a
+    store (a URL that fsspec supports) are copied through a temporary local file.  Object stores show a file only when
+    it is complete; file servers (``sftp://``, ``hdfs://``) show it while it is copied, and keep a truncated one after
+    a crash: portable folders are safe there too.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        where = place(path)
-        with storage_of(where).write_local(where) as file:
-            self._save(checkpoint, file, where)
+        target = as_path(path)
+        with storage_of(target).write_local(target) as file:
+            self._save(checkpoint, file, target)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        where = place(path)
-        with storage_of(where).read_local(where) as file:
-            return self._load(file, where)
+        source = as_path(path)
+        with storage_of(source).read_local(source) as file:
+            return self._load(file, source)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        place(path).unlink(missing_ok=True)
+        as_path(path).unlink(missing_ok=True)
 
     @staticmethod
-    def _save(checkpoint: dict[str, Any], file: Path, path: Place) -> None:
-        """Write a file; errors name the path that was asked for."""
+    def _save(checkpoint: dict[str, Any], file: Path, path: CheckpointPath) -> None:
+        """Write a local file; errors name the requested path, which may be a URL."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(file.parent)
-            with written_whole(file) as temporary:
+            remove_stale(file.parent)
+            with atomic_write(file) as temporary:
                 _write(checkpoint, temporary)
-                _check_loads(temporary, path)
+                # torch.save pickles any object, torch.load refuses most: better an error now than at the resume.
+                # With a memory map this reads the structure alone, not the tensors' values.
+                read_content(temporary, path, failure="is not written, because it could not be read back", mmap=True)
         except CheckpointError:
             raise
         except (OSError, RuntimeError) as error:
@@ -70,8 +73,8 @@ class TorchCheckpointIO(CheckpointIO):
                 f"({error}): keep to tensors and plain values"
             ) from error
 
-    def _load(self, file: Path, path: Place) -> dict[str, Any]:
-        """Read a file; errors name the path that was asked for."""
+    def _load(self, file: Path, path: CheckpointPath) -> dict[str, Any]:
+        """Read a local file; errors name the requested path, which may be a URL."""
         checkpoint = self._content(file, path)
         if not isinstance(checkpoint, dict):
             raise CheckpointError(
@@ -80,8 +83,8 @@ class TorchCheckpointIO(CheckpointIO):
             )
         return checkpoint
 
-    def _content(self, file: Path, path: Place) -> Any:
-        _check_whole(file, path)
+    def _content(self, file: Path, path: CheckpointPath) -> Any:
+        _check_zip_checksums(file, path)
         return read_content(file, path)
 
 
@@ -89,40 +92,35 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
     with path.open("wb") as file:
         torch.save(checkpoint, file)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # or the rename may reach the disk before the content
 
 
-def _check_loads(temporary: Path, path: Place) -> None:
-    """Read the structure of what was written, without its tensors' values."""
-    read_content(temporary, path, doing="is not written, because it could not be read back", mmap=True)
-
-
-def read_content(file: Path, path: Place, *, doing: str = "cannot be read", mmap: bool = False) -> Any:
-    """Return what torch.save has written, without running code from it.
+def read_content(file: Path, path: CheckpointPath, *, failure: str = "cannot be read", mmap: bool = False) -> Any:
+    """Return the content of a file of torch.save, without running code from it.
 
     Args:
         file: On this machine.
-        path: What was asked for, for messages.
-        doing: What is not possible where this fails.
-        mmap: Whether tensors are read when they are used.
+        path: The requested path, for messages.
+        failure: The predicate of the error message.
+        mmap: Whether tensors are memory-mapped, and read when they are used.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The file cannot be read.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         if not zipfile.is_zipfile(file):
             raise _damaged(file, path) from error
-        raise CheckpointError(f"checkpoint {str(path)!r} {doing}: {_refusal(str(error))}") from error
+        raise CheckpointError(f"checkpoint {str(path)!r} {failure}: {_refusal(str(error))}") from error
     except MemoryError:
         raise
-    except Exception as error:  # bytes that are no checkpoint raise whatever they look like
+    except Exception as error:  # damaged bytes raise almost any class: EOFError, KeyError, RuntimeError, ...
         raise _unreadable(error, file, path) from error
 
 
-def _check_whole(file: Path, path: Place) -> None:
-    """Compare the checksums in the file, which torch.load does not."""
+def _check_zip_checksums(file: Path, path: CheckpointPath) -> None:
+    """Verify the checksums of the zip archive, which torch.load ignores."""
     try:
         stream = file.open("rb")
     except OSError as error:
@@ -130,25 +128,26 @@ def _check_whole(file: Path, path: Place) -> None:
     with stream:
         try:
             if not zipfile.is_zipfile(stream):
-                return  # torch's older format, or something else: torch.load knows
+                return  # torch's format before 1.6, without checksums, or no checkpoint: torch.load decides
             with zipfile.ZipFile(stream) as archive:
-                is_whole = archive.testzip() is None
+                is_intact = archive.testzip() is None
         except MemoryError:
             raise
-        except Exception as error:  # as above
+        except Exception as error:  # damaged archives raise almost any class too
             raise _unreadable(error, file, path) from error
-    if not is_whole:
+    if not is_intact:
         raise _damaged(file, path)
 
 
-def _unreadable(error: Exception, file: Path, path: Place) -> CheckpointError:
-    """Return the error about a file that could not be read: it is damaged, unless the system says something else."""
-    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # that is a seek before the beginning
+def _unreadable(error: Exception, file: Path, path: CheckpointPath) -> CheckpointError:
+    """Return the error about an unreadable file: the system's reason if it has one, otherwise that it is damaged."""
+    # EINVAL comes from damage too: a wrong offset in the archive is a seek to a negative position.
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
         return CheckpointError(f"checkpoint {str(path)!r} cannot be read: {_reason(error)}")
     return _damaged(file, path)
 
 
-def _damaged(file: Path, path: Place) -> CheckpointError:
+def _damaged(file: Path, path: CheckpointPath) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {str(path)!r} is damaged, or was not written by torch.save ({file.stat().st_size} bytes): "
         "load another one"
@@ -156,9 +155,9 @@ def _damaged(file: Path, path: Place) -> CheckpointError:
 
 
 def refused_name(message: str) -> str:
-    """Return the name of the class or function that torch refuses to load; empty where its message has none."""
-    found = _REFUSED.search(message)
-    return (found.group(1) or found.group(2)) if found else ""
+    """Return the name of the class or function that torch refuses to load; empty if its message has none."""
+    match = _REFUSED.search(message)
+    return (match.group(1) or match.group(2)) if match else ""
 
 
 def _refusal(message: str) -> str:
@@ -172,34 +171,34 @@ def _refusal(message: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the system's own words, which torch hides behind its own error."""
+    """Return the system's reason, which torch wraps in an error of its own."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
-            place = f" ({cause.filename!r})" if cause.filename else ""
-            return cause.strerror.lower() + place
+            file = f" ({cause.filename!r})" if cause.filename else ""
+            return cause.strerror.lower() + file
         cause = cause.__cause__ or cause.__context__
     return str(error)
 
 
-# Reading files that hold objects of unknown classes: stand-ins take their place, and no code of these is run.
+# Files with objects of unknown classes: stand-ins replace these, without importing or running their code
 
 
 _NAMESPACE = "argparse.Namespace"
 
 
 class StandIn:
-    """Stands for an object of a class, or for what a function would return, which is neither imported nor called.
+    """A placeholder for an object whose class or factory function is neither imported nor called.
 
     Attributes:
         name: Of the class or function.
-        state: What the object has been given, as far as it is known.
+        state: The state in the pickle; None if it has none.
     """
 
     name: ClassVar[str]
     state: Any = None
 
-    def __new__(cls, *_: Any, **__: Any) -> StandIn:  # noqa: PYI034 - pickles call it with whatever there is
+    def __new__(cls, *_: Any, **__: Any) -> StandIn:  # noqa: PYI034 - unpickled with the real class's arguments
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
@@ -207,19 +206,19 @@ class StandIn:
 
 
 class StandInCheckpointIO(TorchCheckpointIO):
-    """Reads files of torch.save; what is no tensor and no plain value is a :class:`StandIn` then.
+    """Reader of any file of torch.save, with a :class:`StandIn` for each object that is neither tensor nor plain value.
 
-    A namespace of argparse, a path and a dict of another class are what they consist of.
+    A path becomes a str, and a dict of another class a plain dict.
 
     Args:
-        is_mapped: Whether tensors are read when they are used, without comparing checksums.
+        is_mapped: Whether tensors are memory-mapped, without verifying checksums.
     """
 
     def __init__(self, is_mapped: bool = False) -> None:
         self._is_mapped = is_mapped
 
     @override
-    def _content(self, file: Path, path: Place) -> Any:
+    def _content(self, file: Path, path: CheckpointPath) -> Any:
         try:
             with torch.serialization.safe_globals(stand_ins(file)):
                 if self._is_mapped and zipfile.is_zipfile(file):
@@ -236,50 +235,52 @@ class StandInCheckpointIO(TorchCheckpointIO):
 
 
 def stand_ins(file: Path) -> list[Any]:
-    """Return what takes the place of each class and function in a file that torch does not trust, with its name."""
-    find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)  # which came with torch 2.6
+    """Return pairs of a stand-in and the name of the class or function in a file that it replaces.
+
+    torch trusts its own classes; only the names that it does not trust are in the list.
+    """
+    find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)  # since torch 2.6
     try:
         names = [] if find is None else find(file)
-    except Exception:  # noqa: BLE001 - bytes that are no checkpoint raise whatever they look like; reading tells of them
+    except Exception:  # noqa: BLE001 - damaged bytes raise almost any class; reading the file reports the damage
         return []
     return [(_stand_in(name), name) for name in names]
 
 
 def without_stand_ins(value: Any, path: str = "") -> tuple[Any, dict[str, str]]:
-    """Return a nested value without the parts that are stand-ins, and the names of these by their places.
+    """Return a nested value without its stand-ins, and the class names of these by the names of their values.
+
+    A list or tuple with a stand-in is dropped as a whole, since its other items would change their positions.
 
     Args:
         value: Of dicts and other plain values.
-        path: The name of its place.
+        path: The name of the value.
     """
-    left_out: dict[str, str] = {}
-    return _kept(value, path, left_out), left_out
+    dropped: dict[str, str] = {}
+    return _without_stand_ins(value, path, dropped), dropped
 
 
 class _Missing:
-    """Stands for a part that is left out."""
+    """A marker for a value that is dropped; None is a value itself."""
 
 
-def _kept(value: Any, path: str, left_out: dict[str, str]) -> Any:
+def _without_stand_ins(value: Any, path: str, dropped: dict[str, str]) -> Any:
     if isinstance(value, StandIn) and value.name == _NAMESPACE and isinstance(value.state, dict):
-        value = value.state
+        value = value.state  # hyperparameters are often a namespace of argparse
     if isinstance(value, StandIn) or (isinstance(value, type) and issubclass(value, StandIn)):
-        left_out[path] = value.name
+        dropped[path] = value.name
         return _Missing
     if isinstance(value, dict):
-        parts = {key: _kept(part, joined(path, key), left_out) for key, part in value.items() if _is_plain(key)}
-        left_out |= {joined(path, type(key).__name__): "key" for key in value if not _is_plain(key)}
-        return type(value)({key: part for key, part in parts.items() if part is not _Missing})
+        plain = {key: item for key, item in value.items() if _is_plain(key)}
+        items = {key: _without_stand_ins(item, join_name(path, key), dropped) for key, item in plain.items()}
+        dropped |= {join_name(path, type(key).__name__): "key" for key in value if not _is_plain(key)}
+        return type(value)({key: item for key, item in items.items() if item is not _Missing})
     if isinstance(value, list | tuple | set | frozenset):
-        parts_in_order = [_kept(part, joined(path, number), left_out) for number, part in enumerate(value)]
-        if any(part is _Missing for part in parts_in_order):
+        sequence = [_without_stand_ins(item, join_name(path, number), dropped) for number, item in enumerate(value)]
+        if any(item is _Missing for item in sequence):
             return _Missing
-        return parts_in_order if isinstance(value, list) else _like(value, parts_in_order)
+        return type(value)(sequence)
     return value
-
-
-def _like(value: Any, parts: list[Any]) -> Any:
-    return value if isinstance(value, torch.Size) else type(value)(parts)
 
 
 def _is_plain(key: Any) -> bool:
@@ -287,6 +288,7 @@ def _is_plain(key: Any) -> bool:
 
 
 def _stand_in(name: str) -> Any:
+    # Dicts and paths keep their content: it is in their constructor's arguments or their items, not in a state.
     if name == "collections.defaultdict" or name.endswith(".AttributeDict"):
         return type("Dict", (), {"__new__": _new_dict})
     if name.startswith("pathlib.") and name.endswith("Path"):
@@ -298,5 +300,5 @@ def _new_dict(_: type, *__: Any) -> dict[Any, Any]:
     return {}
 
 
-def _new_path(_: type, *parts: str) -> str:
-    return str(PurePosixPath(*parts))
+def _new_path(_: type, *segments: str) -> str:
+    return str(PurePosixPath(*segments))

@@ -21,7 +21,7 @@ from dstrat.plugins.offer import kind_label
 from dstrat.plugins.settings import normalized
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Component, Kind
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 @click.command()
 @json_option
-def strategies(as_json: bool) -> None:
-    """List the strategies."""
-    _list("strategy", "strategies", as_json)
+@click.option("--all", "lists_all", is_flag=True, help="List each variant, and packages that are not published yet.")
+def strategies(as_json: bool, lists_all: bool) -> None:
+    """List the strategies; variants of one, such as ddp_spawn of ddp, are counted."""
+    _list("strategy", "strategies", as_json, is_folded=not lists_all)
 
 
 @click.command()
@@ -42,7 +43,7 @@ def accelerators(as_json: bool) -> None:
     _list("accelerator", "accelerators", as_json)
 
 
-def _list(kind: Kind, plural: str, as_json: bool) -> None:
+def _list(kind: Kind, plural: str, as_json: bool, *, is_folded: bool = False) -> None:
     catalog = loaded_catalog()
     offers = catalog.offers(kind)
     hints = _not_installed(kind, catalog)
@@ -50,24 +51,72 @@ def _list(kind: Kind, plural: str, as_json: bool) -> None:
         listed = [offer_as_dict(offer, catalog) for offer in offers]
         print_json({plural: listed, "not_installed": hints})
         return
-    if offers:
-        print_table(list(_rows(offers, catalog)))
-    else:
+    if not offers:
         click.echo(f"no {plural} are installed")
+    elif is_folded:
+        _print_folded(offers, catalog)
+    else:
+        print_table(list(_rows(offers, catalog)))
+    if is_folded:
+        hints = {requirement: base_aliases(names) for requirement, names in hints.items()}
     if hints:
         click.echo("\nnot installed (pip install ...):")
         print_table([(f"  {requirement}", ", ".join(aliases)) for requirement, aliases in hints.items()])
 
 
-def _rows(offers: Sequence[Offer], catalog: Catalog) -> Iterator[tuple[str, str]]:
-    """Yield, for each owner, a row with its name and then one for each of its components."""
+def _rows(
+    offers: Sequence[Offer], catalog: Catalog, variants: Mapping[int, int] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield, for each owner, a row with its name and then one for each of its components.
+
+    Args:
+        offers: The components.
+        catalog: Knows what they need.
+        variants: How many variants a component has that are not shown, by the offer's id.
+    """
     times = Counter(offer.component.alias for offer in offers)
     for owner, offered in groupby(sorted(offers, key=lambda offer: offer.owner), lambda offer: offer.owner_label):
         yield owner, ""
         for offer in offered:
             is_unique = times[offer.component.alias] == 1
             name = ", ".join((*offer.names, *offer.component.groups)) if is_unique else offer.full_alias
-            yield f"  {name}", _description(offer, catalog)
+            count = (variants or {}).get(id(offer), 0)
+            yield f"  {name} (+{count})" if count else f"  {name}", _description(offer, catalog)
+
+
+def _print_folded(offers: Sequence[Offer], catalog: Catalog) -> None:
+    """Print each owner's strategies without variants, and in the end those that need what is not installed."""
+    bases = [offer for offer in offers if base_of(offer, offers) is None]
+    variants = Counter(id(base) for offer in offers if (base := base_of(offer, offers)) is not None)
+    usable = [offer for offer in bases if not catalog.missing_requirements(offer)]
+    if usable:
+        print_table(list(_rows(usable, catalog, variants)), is_cut=True)
+    if variants:
+        click.echo("(+n) counts variants, such as ddp_spawn of ddp: dstrat strategies --all")
+    lacking: dict[str, list[str]] = {}
+    for offer in bases:
+        if missing := catalog.missing_requirements(offer):
+            lacking.setdefault(", ".join(missing), []).append(offer.component.alias)
+    if lacking:
+        click.echo("what these need is not installed:")
+        print_table([(f"  {', '.join(names)}", requirements) for requirements, names in lacking.items()])
+
+
+def base_of(offer: Offer, offers: Iterable[Offer]) -> Offer | None:
+    """Return the offer of which another is a variant, by owner, class and the beginning of its alias; None without."""
+    bases = [
+        base
+        for base in offers
+        if base.owner == offer.owner
+        and base.component.target == offer.component.target
+        and offer.component.alias.startswith(f"{base.component.alias}_")
+    ]
+    return min(bases, key=lambda base: len(base.component.alias), default=None)
+
+
+def base_aliases(aliases: Sequence[str]) -> list[str]:
+    """Return the aliases that do not begin with another one."""
+    return [alias for alias in aliases if not any(alias.startswith(f"{other}_") for other in aliases)]
 
 
 def _description(offer: Offer, catalog: Catalog) -> str:
@@ -269,7 +318,7 @@ def explain(
 # ``dstrat plugins``: every plugin that is installed, its state, and the reason for it.
 
 
-_NOT_PRINTED = ("components", "tombstones")
+_NOT_PRINTED = ("components", "tombstones", "adapters")
 
 
 @click.command(short_help="List the installed plugins.")
@@ -302,6 +351,8 @@ def remark(plugin: Plugin) -> str:
     counts: dict[str, int] = {}
     for component in plugin.components:
         counts[component.kind] = counts.get(component.kind, 0) + 1
+    if plugin.adapters:
+        counts["adapter"] = len(plugin.adapters)
     offered = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())).replace("_", " ") or "nothing"
     heavy = "; it imports torch, which makes every listing slow" if plugin.imported_torch else ""
     return f"{offered}{heavy}"

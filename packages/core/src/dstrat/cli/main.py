@@ -13,13 +13,19 @@ _HOMES = {
     "accelerators": "dstrat.cli.components",
     "checkpoint": "dstrat.cli.checkpoint.group",
     "doctor": "dstrat.cli.doctor",
+    "estimate": "dstrat.cli.estimate.command",
     "explain": "dstrat.cli.components",
+    "fit": "dstrat.cli.training.commands",
     "new": "dstrat.cli.new.command",
     "plugins": "dstrat.cli.components",
+    "predict": "dstrat.cli.training.commands",
     "show": "dstrat.cli.components",
     "strategies": "dstrat.cli.components",
     "test": "dstrat.cli.test",
+    "validate": "dstrat.cli.training.commands",
 }
+
+_OPTIONS_OF_TEST = ("--help", "--json", "--kind", "--tier", "-h")
 
 
 class _Commands(click.Group):
@@ -33,6 +39,17 @@ class _Commands(click.Group):
             return None
         command: click.Command = getattr(importlib.import_module(_HOMES[cmd_name]), cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # Both have this name: the kit takes an alias, and the subcommand of a program only options.
+        options = [argument.partition("=")[0] for argument in args[1:] if argument.startswith("-")]
+        if args[0] == "test" and not set(options) <= set(_OPTIONS_OF_TEST):
+            from dstrat.cli.training.commands import test_module
+
+            return "test", test_module, args[1:]
+        return super().resolve_command(ctx, args)
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -21,10 +21,16 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, default=repr))
 
 
-def print_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> None:
-    """Print rows in columns: wrapped and with a bold header in a terminal, else each row on one line, nothing cut."""
+def print_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, is_cut: bool = False) -> None:
+    """Print rows in columns: wrapped and with a bold header in a terminal, else each row on one line, nothing cut.
+
+    Args:
+        rows: The cells of each row.
+        headers: Names of the columns.
+        is_cut: Whether a row has one line in a terminal too, whatever is lost.
+    """
     if sys.stdout.isatty():
-        _print_for_people(rows, headers)
+        _print_for_people(rows, headers, is_cut=is_cut)
     else:
         _print_plain([headers, *rows] if headers else rows)
 
@@ -36,7 +42,7 @@ def _print_plain(rows: Sequence[Sequence[str]]) -> None:
         click.echo("  ".join(cells).rstrip())
 
 
-def _print_for_people(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> None:
+def _print_for_people(rows: Sequence[Sequence[str]], headers: Sequence[str], *, is_cut: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -47,9 +53,10 @@ def _print_for_people(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> 
         widest = max(map(len, cells))
         table.add_column(
             headers[position] if headers else "",
-            overflow="fold",
+            overflow="ellipsis" if is_cut else "fold",
             style="cyan" if position == 0 else "",
-            no_wrap=position == 0 and widest < _MOST_OF_A_LINE * console.width,
+            min_width=widest if is_cut and position == 0 else None,
+            no_wrap=is_cut or (position == 0 and widest < _MOST_OF_A_LINE * console.width),
         )
     for row in rows:
         table.add_row(*map(Text, row))

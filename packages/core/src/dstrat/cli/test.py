@@ -31,7 +31,7 @@ _OF_PYTEST = re.compile(r"^E  ", re.MULTILINE)
 _OUTCOMES = ("passed", "failed", "expected failure", "not declared")
 
 
-@click.command(short_help="Run the conformance kit on an alias.")
+@click.command(short_help="Run the conformance kit on an alias; with --config, test a module.")
 @click.argument("alias")
 @click.argument("path", required=False, type=click.Path(exists=True, path_type=Path))
 @click.option("--kind", type=click.Choice(KINDS), default="strategy", show_default=True, help="What the alias names.")
@@ -42,6 +42,8 @@ def test(ctx: click.Context, alias: str, path: Path | None, kind: Kind, tiers: t
     """Run the standard tests on what ALIAS names; exit with 1 if one of them fails.
 
     PATH is the author's own test file or folder: then its test class with that alias is run, with what it declares.
+
+    With the options of ``dstrat fit``, such as --config, a module is tested instead.
     """
     offer = loaded_catalog().find(kind, alias)
     results = _run(kind, alias, path, tiers or _TIERS)

@@ -119,6 +119,10 @@ class Accelerator(ABC):
         """Return statistics of the hardware, such as bytes of memory in use, by name."""
         return {}
 
+    def memory_summary(self, device: torch.device) -> str:  # noqa: ARG002 - not all hardware counts
+        """Return what takes the memory of a device, for people; empty where that is not known."""
+        return ""
+
     def get_random_state(self, device: torch.device) -> Tensor | None:  # noqa: ARG002 - the CPU's belongs to torch
         """Return the state of the hardware's random number generator (uint8); None if it has none."""
         return None

@@ -41,7 +41,8 @@ class ClusterEnvironment(ABC):
             node_rank = property(lambda self: int(self.environ["MY_NODE"]))
     """
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ  # not the default, which saved configurations show
         if not isinstance(environ, Mapping):
             raise RequestError(
                 f"{type(self).__name__}({environ!r}) takes environment variables, such as os.environ, or nothing"
@@ -121,6 +122,9 @@ class ClusterEnvironment(ABC):
     def store_is_served(self) -> bool:
         """Whether something else listens on ``main_address:main_port`` for the ranks already, as torchrun does."""
         return False
+
+    restart_option: str | None = "the restart option of what starts the processes"
+    """What restarts the processes after a failure, such as ``"torchrun --max-restarts"``; None where dstrat does."""
 
     @property
     def attempt(self) -> int:

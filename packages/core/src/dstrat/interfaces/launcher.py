@@ -21,8 +21,20 @@ class Launcher(ABC):
                 return function(*args, **kwargs)
 
     A strategy that overrides its property ``launcher`` is launched by the one that this returns, in a Trainer and in an
-    own loop.
+    own loop.  A package offers a launcher by an alias, ``Component(kind="launcher", ...)``, and a user asks for it with
+    ``plugins="alias"``; what starts processes is then made of :class:`~dstrat.launch.task.RankTask`.
+
+    Attributes:
+        processes_per_node: Number of ranks on each machine.
+        num_nodes: Number of machines.
     """
+
+    processes_per_node: int = 1
+    num_nodes: int = 1
+
+    def receive(self, *, processes_per_node: int, num_nodes: int) -> None:
+        """Receive the size of the job, which the plan decides; called before ``launch``."""
+        self.processes_per_node, self.num_nodes = processes_per_node, num_nodes
 
     @property
     def runs_here(self) -> bool:
@@ -44,6 +56,9 @@ class Launcher(ABC):
         Output that is printed once for the job is not printed by this process until then.
         """
         return False
+
+    max_restarts: int = 0
+    """How often it starts all processes again after one of them has failed."""
 
     @abstractmethod
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

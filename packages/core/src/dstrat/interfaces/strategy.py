@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.launcher import Launcher
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.optimizers import Optimization, SchedulerConfig
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
 
@@ -108,6 +110,8 @@ class CompiledSteps:
 StepName = Literal["training_step", "validation_step", "test_step", "predict_step"]
 
 T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
 
 
 class Strategy(ABC):
@@ -254,6 +258,18 @@ class Strategy(ABC):
     def precision_for(self, flag: str) -> Precision | None:  # noqa: ARG002 - most strategies have none of their own
         """Return this strategy's precision for a flag; None to use the accelerator's."""
         return None
+
+    def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
+        """Return the memory of a rank besides activations, before anything runs; None where it is not known.
+
+        By default a rank holds everything, unless :attr:`replicates_state` is False.  A strategy that divides or
+        offloads something overrides it, and starts from ``training.replicated``.  Only options of the constructor are
+        known: there are no devices and no processes.
+
+        Args:
+            training: Sizes of the training on one device, and the ranks that are to share it.
+        """
+        return training.replicated if self.replicates_state else None
 
     # Rank and device of this process
 
@@ -705,6 +721,16 @@ class Strategy(ABC):
                 "or let a Trainer complete the strategy first"
             )
         return value
+
+
+def log_out_of_memory(strategy: Strategy, exception: BaseException) -> None:
+    """Log the rank, its device and what takes the memory there, if that is what an exception says is exhausted."""
+    import torch
+
+    if isinstance(exception, torch.OutOfMemoryError):
+        device = strategy.root_device
+        summary = strategy.accelerator.memory_summary(device)
+        _logger.error("rank %d ran out of memory on %s\n%s", strategy.global_rank, device, summary)
 
 
 def _check_signature(cls: type[Strategy], name: str, arguments: str) -> None:

@@ -74,6 +74,7 @@ def _launch_in(rank: ThisRank, launch: int, call: Callable[[], T]) -> T:
 _begun: list[int] = []
 _failed: dict[int, bytes] = {}  # pickled, because an exception keeps its traceback's frames alive
 _started_for: list[int] = []
+_remembered: dict[str, Any] = {}
 _FILE = "history.pickle"
 
 
@@ -81,6 +82,11 @@ def next_launch() -> int:
     """Return the number of the launch that begins now, from 0, and count it."""
     _begun.append(len(_begun))
     return _begun[-1]
+
+
+def current_launch() -> int:
+    """Return the number of the latest launch; -1 in a rank that runs only one function in a fresh interpreter."""
+    return len(_begun) - 1
 
 
 def is_replaying() -> bool:
@@ -101,13 +107,28 @@ def past_failure(launch: int) -> BaseException | None:
     return pickle.loads(_failed[launch]) if launch in _failed else None  # noqa: S301 - written by record_failure
 
 
+def remember(name: str, compute: Callable[[], T], *, again: bool = False) -> T:
+    """Return a value that ranks which re-run the program get from this process, rather than computing it themselves.
+
+    Args:
+        name: Its name in the program.
+        compute: Called once in the program; returns a value that can be pickled, such as the text of a file that may
+            be gone when a rank begins.
+        again: Whether to compute it anew, as it may have changed; not in a rank that has not reached its launch.
+    """
+    if name not in _remembered or (again and not is_replaying()):
+        _remembered[name] = compute()
+    return cast("T", _remembered[name])
+
+
 def save(folder: Path) -> None:
-    """Write the number of this launch and the earlier failures, for ranks that re-run the program up to it."""
-    (folder / _FILE).write_bytes(pickle.dumps((_begun[-1], _failed)))
+    """Write this launch's number, earlier failures and remembered values, for ranks that re-run the program."""
+    (folder / _FILE).write_bytes(pickle.dumps((_begun[-1], _failed, _remembered)))
 
 
 def load(folder: Path) -> None:
-    """Read the number of the launch and the earlier failures of the process that started this rank."""
-    launch, failed = pickle.loads((folder / _FILE).read_bytes())  # noqa: S301 - written by our own supervisor
+    """Read what the process that started this rank has saved."""
+    launch, failed, remembered = pickle.loads((folder / _FILE).read_bytes())  # noqa: S301 - by our own supervisor
     _started_for.append(launch)
     _failed.update(failed)
+    _remembered.update(remembered)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dstrat.errors import LaunchError, RankFailedError
+from dstrat.errors import LaunchError, PeerError, RankFailedError
 from dstrat.launch.progress import waits_for_peers
 
 if TYPE_CHECKING:
@@ -70,12 +70,15 @@ def kind_of(error: BaseException) -> FailureKind:
     """Classify the error of a rank: its own, a lost connection, or a timeout.
 
     torch raises RuntimeError or a subclass of it (torch.distributed.DistError) for the last two.  Only the text
-    distinguishes them.  An error that was raised while one of these was handled is classified like it.
+    distinguishes them, unless it is a PeerError.  An error that was raised while one of these was handled is classified
+    like it.
     """
     link: BaseException | None = error
     seen: set[int] = set()  # ``raise error from error`` makes a cycle
     while link is not None and id(link) not in seen:
         seen.add(id(link))
+        if isinstance(link, PeerError):
+            return "timeout" if link.timed_out else "lost"
         if isinstance(link, RuntimeError) and _is_raised_by_communication(link):
             if _TIMEOUT.search(text_of(link)):
                 return "timeout"
@@ -113,9 +116,9 @@ def text_of(error: BaseException) -> str:
         return f"(its __str__ raised {type(other).__name__})"
 
 
-def write_failure(folder: Path, error: BaseException) -> None:
-    """Write an exception of this process to the job's folder; a file that exists is complete."""
-    failure = Failure(
+def describe_failure(error: BaseException) -> Failure:
+    """Return an exception that ends this rank now, as plain values."""
+    return Failure(
         kind=kind_of(error),
         error=_class_name(type(error)),
         message=text_of(error),
@@ -124,6 +127,11 @@ def write_failure(folder: Path, error: BaseException) -> None:
         ).rstrip(),
         time_ns=time.time_ns(),
     )
+
+
+def write_failure(folder: Path, error: BaseException) -> None:
+    """Write an exception of this process to the job's folder; a file that exists is complete."""
+    failure = describe_failure(error)
     path = _path(folder, os.getpid())
     unfinished = path.with_suffix(".unfinished")
     try:
@@ -278,6 +286,7 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
         rank=primary.rank,
         exit_code=1 if primary.failure is not None else primary.exit_code,  # it may not have ended yet
         rank_traceback=text,
+        summary=primary.failure.headline if primary.failure is not None else "",
     )
 
 
@@ -341,7 +350,9 @@ def _describe_end(end: RankEnd) -> str:
     if end.failure is not None:
         return f"failed: {end.failure.headline}"
     code = end.exit_code
-    if code is not None and code < 0:
+    if code is None:
+        return "ended, and its launcher does not know how"
+    if code < 0:
         return f"was killed by {_signal_name(-code)}{_SIGNAL_HINTS.get(-code, '')}"
     if not end.was_set_up:
         return f"exited with code {code} before it ran anything: see its output above"

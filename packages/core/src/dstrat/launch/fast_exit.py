@@ -11,7 +11,7 @@ _exit_code = 1
 
 def leave_quickly_at_exit() -> None:
     """Register the fast exit with atexit; call it before any other handler is registered."""
-    atexit.register(_end)  # the first registered handler runs last
+    atexit.register(_exit_now)  # the first registered handler runs last
 
 
 def set_exit_code(code: int) -> None:
@@ -26,7 +26,15 @@ def leave(code: int) -> None:
     atexit._run_exitfuncs()  # noqa: SLF001 - the only way to run them before the interpreter ends
 
 
-def _end() -> None:
+def leave_quickly_at_exit_of_server() -> None:
+    """Register the same for multiprocessing's fork server, which exits with code 0."""
+    server = os.getpid()
+    set_exit_code(0)
+    # Its children inherit the handler, and from Python 3.13 on they call it.
+    atexit.register(lambda: _exit_now() if os.getpid() == server else None)
+
+
+def _exit_now() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()

@@ -13,8 +13,9 @@ import socket
 import sys
 import tempfile
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from dstrat.errors import LaunchError
 
@@ -26,6 +27,8 @@ JOB_VARIABLE = "DSTRAT_JOB"
 """Path of the job's folder, in the environment of every process of a job, including children of ranks."""
 PID_VARIABLE = "DSTRAT_RANK_PID"
 """Process id of the rank, set by it: its children inherit the environment and are not ranks."""
+RESTART_VARIABLE = "DSTRAT_RESTART_COUNT"
+"""Number of restarts before this attempt of the job, in the environment of its ranks."""
 STORE_FILE = "store"
 """Name of the rendezvous file in the job's folder, if all ranks are on this machine."""
 STOP_FILE = "stop"
@@ -49,6 +52,7 @@ class Job:
         address: Host name or address of the machine with rank 0.
         port: Port on which rank 0 listens; reserved and unused if the ranks meet through a file.
         environ: The user's environment.
+        restart_count: Number of attempts before this one.
     """
 
     folder: Path
@@ -58,6 +62,7 @@ class Job:
     address: str
     port: int
     environ: Mapping[str, str]
+    restart_count: int = 0
 
     @property
     def world_size(self) -> int:
@@ -87,11 +92,14 @@ class Job:
             "NODE_RANK": str(self.node_rank),
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
+            RESTART_VARIABLE: str(self.restart_count),
         }
 
 
 @contextlib.contextmanager
-def open_job(*, num_processes: int, num_nodes: int, environ: Mapping[str, str]) -> Iterator[Job]:
+def open_job(
+    *, num_processes: int, num_nodes: int, environ: Mapping[str, str], restart_count: int = 0
+) -> Iterator[Job]:
     """Create the folder and reserve the port of a job; both are released when the block ends.
 
     Raises:
@@ -113,6 +121,7 @@ def open_job(*, num_processes: int, num_nodes: int, environ: Mapping[str, str]) 
             address=address,
             port=port,
             environ=environ,
+            restart_count=restart_count,
         )
 
 
@@ -193,16 +202,20 @@ def _loopback_interface() -> str:
 _MAX_DEPTH = 8
 
 
-def write_payload(path: Path, payload: object) -> None:
+def write_payload(path: Path | BytesIO, payload: object) -> None:
     """Write an object for another process of the same job.
 
     Tensors are copied, never shared: ranks that shared parameters on the CPU would overwrite each other's.
+
+    Args:
+        path: A file, or a buffer in memory.
+        payload: The object.
 
     Raises:
         Exception: Any error of the object's pickling.
     """
     torch = sys.modules.get("torch")
-    with path.open("wb") as file:
+    with path.open("wb") if isinstance(path, Path) else contextlib.nullcontext(path) as file:
         if torch is None:
             pickle.dump(payload, file, protocol=pickle.HIGHEST_PROTOCOL)
         else:  # preserves shared storages, and writes their bytes without a copy
@@ -212,13 +225,22 @@ def write_payload(path: Path, payload: object) -> None:
 def read_payload(path: Path) -> Any:
     """Read an object that another process of the same job has written."""
     with path.open("rb") as file:
-        if file.read(2) == b"PK":
-            import torch
+        return _read(file)
 
-            file.seek(0)
-            return torch.load(file, weights_only=False)
-        file.seek(0)
-        return pickle.load(file)  # noqa: S301 - our own process wrote it into a folder that only we can read
+
+def load_payload(content: bytes) -> Any:
+    """Return an object that another process of the same job has written to a buffer."""
+    return _read(BytesIO(content))
+
+
+def _read(file: IO[bytes]) -> Any:
+    is_archive = file.read(2) == b"PK"  # of torch.save
+    file.seek(0)
+    if is_archive:
+        import torch
+
+        return torch.load(file, weights_only=False)
+    return pickle.load(file)  # noqa: S301 - our own process wrote it into a folder that only we can read
 
 
 def describe_unpicklable(objects: Mapping[str, object]) -> str:

@@ -13,13 +13,16 @@ from dstrat.interfaces.launcher import Launcher
 from dstrat.launch import command, external, processes, rank
 from dstrat.launch.job import Job, describe_unpicklable, open_job, read_payload
 from dstrat.launch.processes import RankProcess, StartMethod
-from dstrat.launch.signals import Interrupts, Watchdog
+from dstrat.launch.recovery import Recovery, path_exists, wait_for_restart
+from dstrat.launch.signals import Interrupts, Watchdog, stop_signals
 from dstrat.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
+    from dstrat.launch.recovery import FailedAttempt
 
 T = TypeVar("T")
 
@@ -44,6 +47,14 @@ class LocalLauncher(Launcher):
         grace: Seconds between SIGTERM and SIGKILL for a rank that is ended.
         stop_grace: Seconds for all ranks to stop after their current step, after the first SIGINT, SIGTERM or SIGHUP;
             None takes them from ``DSTRAT_STOP_SECONDS`` in the environment, 30 by default.
+        max_restarts: How often all ranks are started again after one of them has failed.
+        recovers_checkpoint: Returns whether a checkpoint is complete, by its path and number of optimizer steps, so
+            that an attempt can continue from it; called after an attempt has failed.
+        preemption_deadline: Seconds within which a scheduler ends the job after SIGTERM or SIGUSR1, which all ranks
+            have to stop then; None leaves SIGUSR1 to the program.
+
+    Attributes:
+        failed_attempts: The attempts of the last launch that have failed.
 
     Raises:
         RequestError: There is no such start method, or the environment has no number of seconds.
@@ -58,6 +69,9 @@ class LocalLauncher(Launcher):
         environ: Mapping[str, str] = os.environ,
         grace: float = 1.5,
         stop_grace: float | None = None,
+        max_restarts: int = 0,
+        recovers_checkpoint: Callable[[str, int], bool] = path_exists,
+        preemption_deadline: float | None = None,
     ) -> None:
         if start_method not in get_args(StartMethod):
             raise RequestError(f"start_method {start_method!r} is not one of {', '.join(get_args(StartMethod))}")
@@ -66,7 +80,11 @@ class LocalLauncher(Launcher):
         self.num_nodes = num_nodes
         self.environ = environ
         self.grace = grace
+        stop_grace = preemption_deadline if stop_grace is None else stop_grace
         self.stop_grace = _stop_seconds(environ) if stop_grace is None else stop_grace
+        self.max_restarts, self.recovers_checkpoint = max_restarts, recovers_checkpoint
+        self.stop_signals = stop_signals(includes_preemption=preemption_deadline is not None)
+        self.failed_attempts: list[FailedAttempt] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "environ": dict(self.environ)}  # os.environ itself cannot be pickled
@@ -92,17 +110,32 @@ class LocalLauncher(Launcher):
             raise
 
     def _launch(self, call: partial[T]) -> Any:
-        with (
-            Interrupts() as interrupts,  # first: a signal before the watchdog has started would leak the folder
-            open_job(num_processes=self.num_processes, num_nodes=self.num_nodes, environ=self.environ) as job,
-            Watchdog(job.folder) as watchdog,
-        ):
-            start = self._prepare(job, call, interrupts, watchdog)
-            self._supervise(job, start, interrupts, watchdog)
-            interrupts.restore()
-            if self.start_method == "popen":
-                raise SystemExit(0)
-            return self._result(job)
+        recovery = Recovery(self.max_restarts, self.recovers_checkpoint)
+        self.failed_attempts = recovery.failed
+        with Interrupts(self.stop_signals) as interrupts:  # first: a signal before the watchdog would leak the folder
+            while True:
+                with self._open_job(len(recovery.failed)) as job, Watchdog(job.folder) as watchdog:
+                    recovery.begin_attempt(job.folder)
+                    start = self._prepare(job, call, interrupts, watchdog)
+                    try:
+                        self._supervise(job, start, interrupts, watchdog)
+                    except RankFailedError as error:
+                        seconds = recovery.end_attempt(job.folder, error)
+                    else:
+                        recovery.end()
+                        interrupts.restore()
+                        if self.start_method == "popen":
+                            raise SystemExit(0)
+                        return self._result(job)
+                wait_for_restart(seconds, interrupts)  # when nothing of the attempt is left
+
+    def _open_job(self, restart_count: int) -> AbstractContextManager[Job]:
+        return open_job(
+            num_processes=self.num_processes,
+            num_nodes=self.num_nodes,
+            environ=self.environ,
+            restart_count=restart_count,
+        )
 
     def _prepare(
         self, job: Job, call: partial[T], interrupts: Interrupts, watchdog: Watchdog

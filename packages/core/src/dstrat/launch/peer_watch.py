@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -17,7 +16,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from dstrat.interfaces.cluster import this_machine
-from dstrat.launch.failures import hang_error, kind_of
+from dstrat.launch.ended_peers import continue_stopped
+from dstrat.launch.failures import hang_error
 from dstrat.launch.progress import (
     MARGIN,
     PAUSE,
@@ -28,10 +28,9 @@ from dstrat.launch.progress import (
     read_activity_of_this_process,
     waits_for_peers,
 )
-from dstrat.launch.rank import this_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed import Store
 
@@ -40,9 +39,6 @@ _NUM_OBSERVERS = 4  # of the job
 _NUM_LOCAL_OBSERVERS = 2  # of each machine: only they see soon that a process there has stopped or ended
 _NUM_STACKS = 16
 _STORE_TIMEOUT = timedelta(seconds=30)
-_ENDING_SECONDS = 1.0
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +220,8 @@ class PeerWatch(threading.Thread):
                 peers = [rank for rank, state in states.items() if rank not in hung and not state.has_ended]
                 reported = [*islice(hung, _NUM_STACKS), *islice(peers, _NUM_STACKS)]
                 is_first = self._store.add("reports", 1) == 1
-                self._end(self._read_stacks(reported) if is_first else {}, self._limit, hung)
+                nearby = [states[rank].pid for rank in unresponsive if states[rank].machine == this_machine()]
+                self._end(self._read_stacks(reported) if is_first else {}, self._limit, hung, stopped=nearby)
             for rank in responsive:
                 self._store.set(f"suspect {rank}", "")
         except RuntimeError:
@@ -272,8 +269,17 @@ class PeerWatch(threading.Thread):
                 stacks[rank] = self._store.get(key).decode() if self._store.check([key]) else ""
         return stacks
 
-    def _end(self, stacks: dict[int, str], limit: float, hung: list[int] | None = None) -> None:
-        """Print the hung ranks, with their stacks if any, and end this process."""
+    def _end(
+        self, stacks: dict[int, str], limit: float, hung: list[int] | None = None, stopped: Sequence[int] = ()
+    ) -> None:
+        """Print the hung ranks, with their stacks if any, and end this process.
+
+        Args:
+            stacks: Stacks of ranks, empty where another rank reports.
+            limit: Seconds of idleness that are reported.
+            hung: The hung ranks; this one if None.
+            stopped: Processes of this machine that do not respond, and may have been stopped by a signal.
+        """
         idle = dict.fromkeys(hung or [self._rank], limit)
         message = str(hang_error(idle, stacks or dict.fromkeys(idle, ""), self._size))
         if stacks:
@@ -285,6 +291,7 @@ class PeerWatch(threading.Thread):
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(TimeoutError(message))
+        continue_stopped(stopped)
         for pid in descendants_of([os.getpid()]):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
@@ -298,47 +305,3 @@ def _format(stack: traceback.StackSummary) -> str:
     """Return the stack in the format of faulthandler, which ranks started by dstrat use."""
     lines = [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(stack)]
     return "\n".join(["Current thread (most recent call first):", *lines])
-
-
-# Ranks that exited early
-#
-# torchrun takes an exit with code 0 for a success, and names only the ranks that fail because of it.
-
-
-def name_ended_ranks(error: BaseException) -> None:
-    """Note on the error of a lost connection which ranks of this machine have ended, where no supervisor names them.
-
-    They may have ended because of the same failure.  Call it while the process group is open.  It waits a moment for
-    ranks that are about to end.
-
-    Args:
-        error: What this rank fails with; other errors than that of a lost connection stay as they are.
-    """
-    if this_rank() is not None or kind_of(error) != "lost":
-        return
-    deadline = time.monotonic() + _ENDING_SECONDS
-    processes = _read_processes_within(_ENDING_SECONDS)
-    nearby = {rank: pid for rank, (pid, machine) in processes.items() if machine == this_machine()}
-    while not (ended := [rank for rank, pid in nearby.items() if has_ended(pid)]) and time.monotonic() < deadline:
-        time.sleep(_ENDING_SECONDS / 20)
-    if not ended:
-        return
-    numbers = ", ".join(str(rank) for rank in ended[:_NUM_STACKS])
-    verb = "ranks {} of {} have" if len(ended) > 1 else "rank {} of {} has"
-    note = f"{verb.format(numbers, len(processes))} ended already"
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        _log.error(note)
-
-
-def _read_processes_within(seconds: float) -> dict[int, tuple[int, str]]:
-    """Read the processes of the job from its store; nothing where that takes longer, as its server may be frozen."""
-    from dstrat.parallel.process_group import read_processes
-
-    processes: dict[int, tuple[int, str]] = {}
-    # A thread, as a look into a store whose server does not answer has no time limit.
-    reader = threading.Thread(target=lambda: processes.update(read_processes()), daemon=True)
-    reader.start()
-    reader.join(seconds)
-    return dict(processes)

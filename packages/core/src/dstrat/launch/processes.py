@@ -57,7 +57,9 @@ def start_served(job: Job, local_rank: int) -> RankProcess:
     """Let multiprocessing's fork server start a rank that runs the function in the job's folder."""
     context = multiprocessing.get_context("forkserver")
     # Has no effect if the server runs already.  The first optimizer imports torch._dynamo, which takes long.
-    context.set_forkserver_preload([name for name in ("torch", "torch._dynamo", __name__) if name in sys.modules])
+    # The first handler that is registered with atexit runs last, so the server's own comes first.
+    loaded = [name for name in ("torch", "torch._dynamo", __name__) if name in sys.modules]
+    context.set_forkserver_preload(["dstrat.launch.fork_server", *loaded])
     # The environment is passed, because the server may have been started with another one.
     arguments = (job.folder, job.rank_environment(local_rank), os.getpid())
     process = context.Process(target=_run_served, args=arguments)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.launch.job import JOB_VARIABLE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
     from types import FrameType, TracebackType
 
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals by which schedulers announce that they end a job soon."""
+
+
+def stop_signals(*, includes_preemption: bool) -> tuple[signal.Signals, ...]:
+    """Return the signals that stop a job; SIGUSR1 has another meaning for many programs, and stops only on request."""
+    return tuple(dict.fromkeys((*STOP_SIGNALS, *(PREEMPTION_SIGNALS if includes_preemption else ()))))
 
 
 class Interrupts:
@@ -27,19 +35,23 @@ class Interrupts:
     Ignored signals stay ignored (``nohup``).  Python sets handlers in the main thread only; in another thread the
     signals have their usual effect.
 
+    Args:
+        signals: The stop signals.
+
     Attributes:
         received: The signals, in the order of arrival.
         pauses: Whether Ctrl-Z has arrived, which stops the processes of the job until they are continued.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
+        self._signals = signals
         self.received: list[signal.Signals] = []
         self.pauses = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (*STOP_SIGNALS, signal.SIGTSTP):
+            for number in (*self._signals, signal.SIGTSTP):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not installed from Python
                     self._previous[number] = signal.signal(number, self._note)
         return self
@@ -57,6 +69,8 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of handlers
         if number == signal.SIGTSTP:
             self.pauses = True
+            return
+        if number == signal.SIGUSR1 and number in self.received:  # schedulers may repeat it
             return
         self.received.append(signal.Signals(number))
         leave_lost_terminal()

@@ -16,7 +16,7 @@ from dstrat.launch.failures import RankEnd, failure_error, hang_error, read_fail
 from dstrat.launch.job import JOB_VARIABLE, STOP_FILE
 from dstrat.launch.progress import RankWatch, descendants_of
 from dstrat.launch.rank import STACK_SIGNAL, signal_file, stack_file
-from dstrat.launch.signals import STOP_SIGNALS
+from dstrat.launch.signals import stop_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -101,11 +101,10 @@ class Supervisor:
             self._look()
             return True
         if self.stop_signal is not None:
-            return (
-                len(self.interrupts.received) >= self._max_signals
-                or time.monotonic() > self._deadline
-                or self._has_cause()
-            )
+            if time.monotonic() > self._deadline:
+                self._report_late_ranks(self.stop_signal)
+                return True
+            return len(self.interrupts.received) >= self._max_signals or self._has_cause()
         if not self._failures():
             return self._has_hung()
         has_timeout = any(end.failure is not None and end.failure.kind == "timeout" for end in self._failures())
@@ -198,6 +197,13 @@ class Supervisor:
             # For ranks that still wait for peers to start, which may have stopped already.
             with contextlib.suppress(OSError):
                 (self.folder / STOP_FILE).write_text(str(int(self.stop_signal)))
+
+    def _report_late_ranks(self, number: signal.Signals) -> None:
+        late = ", ".join(str(process.rank) for process in self._running())
+        _show(
+            f"{number.name}: rank {late} of {self.world_size} did not stop within {self.stop_grace:g} s, and is ended: "
+            "a checkpoint that was to be saved is not complete"
+        )
 
     def _report_external_signals(self) -> None:
         """Print which ranks received a stop signal from outside of the job, which made all ranks stop."""
@@ -293,7 +299,7 @@ class Supervisor:
             "write their errors to it; see above: keep cleaners of temporary files away from dstrat-job-*)"
         )
         if isinstance(error, RankFailedError):
-            return RankFailedError(message, rank=error.rank, exit_code=error.exit_code)
+            return RankFailedError(message, rank=error.rank, exit_code=error.exit_code, summary=error.summary)
         return type(error)(message)
 
     def _report(self, stacks: dict[int, str]) -> None:
@@ -331,7 +337,7 @@ def _stopped_by(end: RankEnd) -> signal.Signals | None:
     """Return the signal on which a rank stopped, which its exit code shows as in shells (128 + number)."""
     if end.failure is not None or end.exit_code is None:
         return None
-    return next((number for number in STOP_SIGNALS if end.exit_code == 128 + number), None)
+    return next((number for number in stop_signals(includes_preemption=True) if end.exit_code == 128 + number), None)
 
 
 def _read_stack(file: Path) -> str:

@@ -1,1 +1,1 @@
-"""A strategy in a training loop that the user has written; nothing here knows the Trainer."""
+"""Strategies in a hand-written training loop; nothing here imports the Trainer."""

@@ -40,14 +40,14 @@ def save(
     loaders: Sequence[TrainingLoader],
     evaluation_loaders: Sequence[EvaluationLoader],
 ) -> None:
-    """Write module, optimizers, schedulers, the place in the data, random numbers and a state; collective.
+    """Save the module, optimizers, schedulers, position in the data, random state and a state of the loop; collective.
 
     Args:
-        strategy: Has set up the module.
-        path: Where there is nothing yet.
-        state: The loop's own: plain values and tensors, the same in every process.
-        loaders: What the loop trains from.
-        evaluation_loaders: What it evaluates from.
+        strategy: The strategy that has set up the module.
+        path: A path at which nothing exists.
+        state: The loop's own state: plain values and tensors, the same in every process.
+        loaders: The training loaders.
+        evaluation_loaders: The evaluation loaders.
     """
     rank_state = _rank_state(strategy, loaders)
     checkpoint = {
@@ -79,7 +79,7 @@ def load(
         The loop's own state.
 
     Raises:
-        CheckpointError: It cannot be read, or does not fit this loop.
+        CheckpointError: The checkpoint cannot be read, or is not one of this loop's module and loaders.
     """
     io = io_for(path, strategy.checkpoint_io)
     checkpoint = read_checkpoint(strategy, io, path, has_optimizers=bool(strategy.optimizers))
@@ -89,7 +89,9 @@ def load(
             "the data to go on from"
         )
     entry = checkpoint["own_loop"]
-    for evaluated, seeds in zip(evaluation_loaders, entry.get("evaluation", ()), strict=False):  # which older ones lack
+    for evaluated, seeds in zip(
+        evaluation_loaders, entry.get("evaluation", ()), strict=False
+    ):  # absent in older checkpoints
         evaluated.share(seeds)
     if strategy.optimizers:
         restore_optimization(strategy, checkpoint, path)
@@ -121,13 +123,13 @@ def _restore_ranks(
 ) -> None:
     """Restore the state of this rank; with another world size, only the order of the data."""
     is_exact = checkpoint["world_size"] == strategy.world_size
-    saved = _saved_by(strategy.global_rank if is_exact else 0, checkpoint, io, path)
+    saved = _saved_state_of(strategy.global_rank if is_exact else 0, checkpoint, io, path)
     if saved is None:
         return
     for loader, state in zip(loaders, saved["loaders"], strict=True):
         loader.load_rank_state(state, is_exact=is_exact)
     if is_exact:
-        load_rank_buffers(strategy, saved.get("buffers", {}))  # which older ones lack
+        load_rank_buffers(strategy, saved.get("buffers", {}))  # absent in older checkpoints
         if is_of_same_strategy(strategy, checkpoint):
             strategy.load_rank_state(saved["strategy"])
         if saved["device_random"] is not None:
@@ -143,11 +145,13 @@ def _restore_ranks(
         )
 
 
-def _saved_by(rank: int, checkpoint: Mapping[str, Any], io: CheckpointIO, path: str | Path) -> dict[str, Any] | None:
-    """Return the saved state of a rank, None where the checkpoint io gives each rank its own only."""
+def _saved_state_of(
+    rank: int, checkpoint: Mapping[str, Any], io: CheckpointIO, path: str | Path
+) -> dict[str, Any] | None:
+    """Return the saved state of a rank; None if the checkpoint io reads only this rank's own."""
     if "ranks" in checkpoint:
         rank_state: dict[str, Any] = checkpoint["ranks"][rank]
         return rank_state
     if "per_rank" in checkpoint:
-        return checkpoint["per_rank"]  # type: ignore[no-any-return]  # what _rank_state returned
+        return checkpoint["per_rank"]  # type: ignore[no-any-return]  # the result of _rank_state
     return io.load_rank(path, rank)

@@ -1,4 +1,4 @@
-"""The loaders of a hand-written loop: this process's part of the data, on its device."""
+"""The loaders of a hand-written loop: this rank's shard of the data, on its device."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 
 class TrainingLoader:
-    """This process's batches of a training loader, epoch after epoch.
+    """This rank's batches of a training loader, epoch after epoch.
 
-    Each loop over it reads what is left of an epoch, so that one that was ended early, or that goes on from a
-    checkpoint, begins with the batch after the last.  All processes read as many batches as the one with the fewest.
+    Each iteration reads the remaining batches of an epoch: after a ``break``, or after a resume from a checkpoint, the
+    next batch follows the last one.  All ranks read as many batches as the rank with the fewest.
 
     Args:
         loader: The loader of the whole job.
-        strategy: Says how many processes share the data, and brings batches to the device.
-        distribute: Whether to divide the data; otherwise the loader has this process's part.
+        strategy: The strategy, whose ranks share the data and which moves batches to the device.
+        distribute: Whether to shard the data between ranks; False if the loader has only this rank's shard.
 
     Attributes:
-        epoch: Index of the epoch, from 0; it grows when the last batch of one has been used.
-        batches_done: Number of batches of the epoch that have been handed out.
+        epoch: Index of the epoch, from 0; it increases after the last batch of an epoch.
+        batches_done: Number of batches of the epoch that have been read.
     """
 
     def __init__(self, loader: Any, strategy: Strategy, *, distribute: bool = True) -> None:
@@ -59,17 +59,16 @@ class TrainingLoader:
         self.batches_done = 0
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch in this process."""
+        """Return the number of batches of a full epoch on this rank."""
         return len(self._loader) if self._limit is None else self._limit
 
     def __iter__(self) -> Iterator[Any]:
         set_epoch(self._loader, self.epoch)
-        self._limit = self._agreed_limit()  # as a sampler may have another length in each epoch
+        self._limit = self._agreed_limit()  # each epoch, as the length of a sampler may change
         loader = self._read_from()
         remaining = itertools.count() if self._limit is None else range(self._limit - self.batches_done)
-        batches = (
-            batch for batch, _ in zip(loader, remaining, strict=False)
-        )  # the loader first, which may end by itself
+        # The loader comes first in the zip, as it may end before the limit.
+        batches = (batch for batch, _ in zip(loader, remaining, strict=False))
         for batch in _on_device(batches, self._strategy, loader):
             self.batches_done += 1
             yield batch
@@ -97,23 +96,23 @@ class TrainingLoader:
         return self._stateful.position_after(self.batches_done) if self.batches_done else self._stateful.latest_position
 
     def _agreed_limit(self) -> int | None:
-        """Return after how many batches an epoch ends, None where the loader knows by itself; collective."""
+        """Return the number of batches after which an epoch ends; None if only the loader ends it; collective."""
         length = length_of(self._loader) if length_is_certain(self._loader) else None
         return agreed_length(self._strategy, length)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is, the same in every process."""
+        """Return the position, which is the same on every rank."""
         return {"epoch": self.epoch, "batches_done": self.batches_done, "length": length_of(self)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, scales: bool) -> None:
-        """Go on there.
+        """Continue at a saved position.
 
         Args:
-            state: What :meth:`state_dict` returned.
-            scales: Whether the place is the same part of the epoch, rather than the same number of batches, as it is
-                where another number of processes shared the data.
+            state: The result of :meth:`state_dict`.
+            scales: Whether to continue at the same fraction of the epoch instead of the same batch, because another
+                number of ranks shared the data.
         """
         self.epoch, self.batches_done = state["epoch"], state["batches_done"]
         length = length_of(self)
@@ -121,7 +120,7 @@ class TrainingLoader:
             self.batches_done = self.batches_done * length // state["length"]
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the random state and position of this process."""
+        """Return the random state and the loader's position on this rank."""
         return {
             "generators": generator_states(self._loader),
             "beginning": None if self._beginning is None else self._beginning.state_dict(),
@@ -132,10 +131,13 @@ class TrainingLoader:
         """Restore the state that :meth:`rank_state` returned.
 
         Args:
-            state: Of this process, or of the first where their number differs.
-            is_exact: Whether it is of this one, so that the loader may be at the same place.
+            state: The state of this rank, or of rank 0 after a change of the world size.
+            is_exact: Whether it is of this rank, so that the loader's position can be restored.
         """
-        self._stateful, self._position = None, state.get("place") if is_exact else None  # which older ones lack
+        self._stateful, self._position = (
+            None,
+            state.get("place") if is_exact else None,
+        )  # no "place" in older checkpoints
         if self._position is not None and not self.batches_done and is_stateful(self._loader):
             restore_end_position(self._loader, self._position)
         set_generator_states(self._loader, state["generators"])
@@ -145,18 +147,18 @@ class TrainingLoader:
 
 
 class EvaluationLoader:
-    """This process's batches of a loader for evaluation; in the whole job each sample is read once.
+    """This rank's batches of a loader for evaluation; in the whole job each sample is read once.
 
-    A strategy whose processes evaluate together must run as many steps in each: where batches cannot be divided
-    evenly, every process then reads all of them.
+    Some strategies communicate in evaluation steps, so that all ranks must run the same number of them.  If their
+    batches cannot be divided evenly, every rank reads all of them.
 
     Args:
         loader: The loader of the whole job.
-        strategy: Says how many processes share the data, and brings batches to the device.
-        distribute: Whether to divide the data; otherwise the loader has this process's part.
+        strategy: The strategy, whose ranks share the data and which moves batches to the device.
+        distribute: Whether to shard the data between ranks; False if the loader has only this rank's shard.
 
     Attributes:
-        is_divided: Whether each process reads a part of the loader; otherwise each reads all of it.
+        is_divided: Whether each rank reads a shard of the loader; otherwise each reads all of it.
     """
 
     def __init__(self, loader: Any, strategy: Strategy, *, distribute: bool = True) -> None:
@@ -167,7 +169,7 @@ class EvaluationLoader:
         self._strategy = strategy
 
     def __len__(self) -> int:
-        """Return the number of batches in this process."""
+        """Return the number of batches on this rank."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -175,16 +177,16 @@ class EvaluationLoader:
 
     @property
     def seeds(self) -> list[int | None]:
-        """What a shuffled order follows from where the processes share it, for a checkpoint."""
+        """The seeds of the shuffled orders that the ranks share, for a checkpoint."""
         return shared_seeds(self._loader)
 
     def share(self, seeds: list[int | None]) -> None:
-        """Read in the order of the loader of which these are the :attr:`seeds`."""
+        """Use the same shuffled orders as the loader whose :attr:`seeds` these are."""
         share_seeds(self._loader, seeds)
 
 
 def _on_device(batches: Iterable[Any], strategy: Strategy, loader: Any) -> Iterator[Any]:
-    """Return a loader's batches on the strategy's device; to CUDA each is copied during the step of the one before."""
+    """Return a loader's batches on the strategy's device; copies to CUDA overlap with the previous step."""
     move, device = strategy.batch_to_device, strategy.root_device
     if type(strategy).prefetch is not Strategy.prefetch and loads_in_workers(loader):
         return strategy.prefetch(batches, move)

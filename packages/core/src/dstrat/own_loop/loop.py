@@ -1,4 +1,4 @@
-"""OwnLoop: a strategy with a module, its optimizers and its loaders, for a user's loop."""
+"""OwnLoop: a strategy with a module, optimizers and loaders, for a hand-written training loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from dstrat.data.random_state import RandomState
 from dstrat.errors import ConflictError, MisuseError
-from dstrat.interfaces.strategy import Strategy
+from dstrat.interfaces.strategy import Strategy, log_out_of_memory
 from dstrat.own_loop import checkpoint
 from dstrat.own_loop.loaders import EvaluationLoader, TrainingLoader
 from dstrat.own_loop.steps import FunctionSteps, Settings, Steps
@@ -38,9 +38,9 @@ T = TypeVar("T")
 
 
 class OwnLoop:
-    """Launches a strategy, and does in each of its processes what a hand-written loop needs of it.
+    """A strategy for a hand-written training loop: launches it, and sets up the module, optimizers and loaders.
 
-    The function that is launched gets the loop as its first argument::
+    The launched function gets the loop as its first argument::
 
         def train(loop, epochs):
             net = Net()
@@ -55,14 +55,14 @@ class OwnLoop:
 
         OwnLoop(dstrat.build(strategy="ddp", devices=2)).launch(train, epochs=3)
 
-    Everything else is the strategy's own: ``loop.strategy.clip_gradients``, ``unscale_gradients`` ...
+    Further operations are methods of ``loop.strategy``: ``clip_gradients``, ``unscale_gradients`` ...
 
     Args:
-        strategy: What :func:`dstrat.build` returned.
-        loggers: Where :meth:`log` writes: a logger, or several.
+        strategy: The result of :func:`dstrat.build`.
+        loggers: One or several loggers, to which :meth:`log` writes.
 
     Attributes:
-        strategy: As it was given.
+        strategy: The strategy.
         loggers: The loggers.
     """
 
@@ -83,10 +83,11 @@ class OwnLoop:
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run ``function(loop, *args, **kwargs)`` in every process of the job and wait for all of them.
 
-        However it ends, communication is closed and no process is left; a rank that fails ends all others.
+        Afterwards, even after an error, communication is closed and all processes have ended; a failing rank ends the
+        others.
 
         Returns:
-            What the function returned in this process; where it did not run here, what it returned in global rank 0.
+            The function's result in this process, or that of global rank 0 if the function did not run here.
 
         Raises:
             RankFailedError: A rank failed; the error has its number and its traceback.
@@ -103,7 +104,7 @@ class OwnLoop:
     def _run(
         self, random_state: RandomState | None, function: Callable[..., T], args: Any, kwargs: Mapping[str, Any]
     ) -> T:
-        """Call the function in this process, between the beginning and the end of communication."""
+        """Call the function in this process, while communication is open."""
         if random_state is not None:
             random_state.restore()
         self._is_launched = True
@@ -115,7 +116,7 @@ class OwnLoop:
         self._steps, self._loaders, self._evaluated = None, [], []
         self.strategy.teardown()
 
-    # What is trained
+    # Setup
 
     def setup(
         self,
@@ -127,18 +128,18 @@ class OwnLoop:
         gradient_clip_algorithm: ClipAlgorithm = "norm",
         sync_batchnorm: bool = False,
     ) -> None:
-        """Bring a module into the strategy's hands: precision, device, wrapping or sharding; and make its optimizers.
+        """Set up a module with the strategy (precision, device, wrapping or sharding), and make its optimizers.
 
         Args:
-            module: Any ``nn.Module``; it stays what it is, with its own names.  Several that take turns, as in a GAN,
-                are a list, or a dict whose keys are their names in checkpoints.
-            make_optimizers: Returns for the module, when it is on its device, an optimizer, or whatever a module's
-                ``configure_optimizers`` may return; None where it is only evaluated.  Several modules are as many
-                arguments, in their order.
-            accumulate_grad_batches: Batches whose gradients make up one optimizer step.
-            gradient_clip_val: Largest norm or value of gradients, to which :meth:`step` clips them.
+            module: Any ``nn.Module``; its type and the names of its parameters do not change.  Several modules, as of a
+                GAN, are a list, or a dict whose keys are their names in checkpoints.
+            make_optimizers: A function of the module, called when the module is on its device.  It returns an
+                optimizer, or any result that ``configure_optimizers`` of a module may have.  Several modules are as
+                many arguments, in their order.  None if the module is only evaluated.
+            accumulate_grad_batches: Number of batches whose gradients make up one optimizer step.
+            gradient_clip_val: Maximal norm or value of gradients, to which :meth:`step` clips them.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``.
-            sync_batchnorm: Whether batch-norm layers share their statistics over all processes.
+            sync_batchnorm: Whether batch-norm layers synchronize their statistics between all processes.
         """
         self._check_launched("setup")
         if self._steps is not None:
@@ -151,7 +152,7 @@ class OwnLoop:
             gradient_clip_algorithm=gradient_clip_algorithm,
         )
         strategy = self.strategy
-        strategy.connect(_as_one(module))
+        strategy.connect(_as_single_module(module))
         if sync_batchnorm:
             strategy.synchronize_batchnorm()
         strategy.step_methods = FunctionSteps
@@ -177,49 +178,49 @@ class OwnLoop:
 
     @property
     def schedulers(self) -> list[Any]:
-        """The learning-rate schedulers that were made with the optimizers; the loop steps them, and they are saved."""
+        """The learning-rate schedulers of the optimizers; the user's loop steps them, and checkpoints include them."""
         return [config.scheduler for config in self.strategy.lr_schedulers]
 
     def training_loader(self, loader: Any, *, distribute: bool = True) -> TrainingLoader:
-        """Return this process's part of a loader, on its device; checkpoints know the place in it.
+        """Return this rank's shard of a loader, on its device; checkpoints include the position in it.
 
         Args:
             loader: A DataLoader or another iterable of batches, of the batch size of one process.
-            distribute: Whether the data is divided between the processes; False where the loader has this one's part.
+            distribute: Whether to shard the data between ranks; False if the loader has only this rank's shard.
         """
         self._check_launched("training_loader")
         self._loaders.append(TrainingLoader(loader, self.strategy, distribute=distribute))
         return self._loaders[-1]
 
     def evaluation_loader(self, loader: Any, *, distribute: bool = True) -> EvaluationLoader:
-        """Return this process's part of a loader, on its device; in the whole job each sample is read once.
+        """Return this rank's shard of a loader, on its device; in the whole job each sample is read once.
 
         Args:
             loader: A DataLoader or another iterable of batches.
-            distribute: Whether the data is divided between the processes; False where the loader has this one's part.
+            distribute: Whether to shard the data between ranks; False if the loader has only this rank's shard.
         """
         self._check_launched("evaluation_loader")
         prepared = EvaluationLoader(loader, self.strategy, distribute=distribute)
-        self._evaluated.append(weakref.ref(prepared))  # a loop may make one for each epoch
+        self._evaluated.append(weakref.ref(prepared))  # weak, since a loop may make one for each epoch
         return prepared
 
     @property
     def _evaluation_loaders(self) -> list[EvaluationLoader]:
-        """Those that the loop still has, in the order in which they were made."""
+        """The evaluation loaders that still exist, in the order of their creation."""
         return [loader for reference in self._evaluated if (loader := reference()) is not None]
 
     # Steps
 
     def compute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a function of the module in the strategy's wrapper and in its precision, and return what it returns.
+        """Call a function of the module in the strategy's wrapper and precision, and return its result.
 
-        With gradients switched on it is a training step, whose result :meth:`backward` takes; otherwise it evaluates.
+        With gradients enabled it is a training step, whose loss is for :meth:`backward`; otherwise an evaluation step.
 
         Args:
-            function: The module itself, one of its methods, or any function that calls them; of several modules, one,
-                a method of one, or a function that uses all of them.
-            *args: What it takes.
-            **kwargs: What it takes.
+            function: The module itself, one of its methods, or any function that calls them; of several modules, one
+                module, a method of one, or a function that calls several.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
         """
         try:
             return self._set_up("compute").compute(function, *args, **kwargs)
@@ -233,27 +234,27 @@ class OwnLoop:
             ) from error
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss (a scalar tensor), divided by the number of batches that are accumulated.
+        """Compute the gradients of a loss (a scalar tensor), divided by the number of accumulated batches.
 
-        Where several optimizers step one by one, gradients that none has used since the last step are dropped first: a
-        loss's gradients are for the steps that come between it and the next one.
+        With several optimizers, gradients that no optimizer has used since the last step are cleared first: the
+        gradients of a loss are for the optimizer steps before the next loss.
         """
         self._set_up("backward").backward(loss)
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
-        """Clip the gradients as :meth:`setup` was told, step the optimizer and clear them, once per group of batches.
+        """Clip the gradients, step the optimizer and clear the gradients, once per ``accumulate_grad_batches`` calls.
 
         Args:
-            optimizer: Which one, where there are several.
+            optimizer: The optimizer to step; None for the only one.
 
         Returns:
-            Whether the optimizer stepped: False until the gradients of ``accumulate_grad_batches`` are there.
+            Whether the optimizer stepped: False until gradients of ``accumulate_grad_batches`` batches are accumulated.
         """
         return self._set_up("step").step(optimizer)
 
     @property
     def steps_done(self) -> int:
-        """Number of optimizer steps since :meth:`setup`, with those of the checkpoint from which the loop went on."""
+        """Number of optimizer steps since :meth:`setup`, including those before the checkpoint that was loaded."""
         return 0 if self._steps is None else self._steps.num_done
 
     @contextmanager
@@ -314,30 +315,30 @@ class OwnLoop:
         return self.strategy.batch_to_device(batch)  # type: ignore[no-any-return]  # of the same types
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process has called it."""
         self.strategy.barrier(name)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object of a rank in every process."""
+        """Return the object of the rank ``src`` in every process."""
         return self.strategy.broadcast(obj, src)
 
     def all_reduce(self, data: Any, group: Any | None = None, reduce_op: str | Any | None = "mean") -> Any:
         """Return a collection with each of its tensors and numbers reduced over all processes, as tensors.
 
         Args:
-            data: A tensor, a number, or dicts, lists, tuples and dataclasses of them, alike in every process.
-            group: The processes; None is all of them.
+            data: A tensor, a number, or dicts, lists, tuples and dataclasses of them; the same structure everywhere.
+            group: The process group; None is all processes.
             reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or torch's.
         """
         return collect(data, self.device, lambda tensor: self.strategy.reduce(tensor, group, reduce_op))
 
     def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Return a collection with each of its tensors and numbers as those of all processes, stacked.
+        """Return a collection in which each tensor and number is replaced by the stacked values of all processes.
 
         Args:
-            data: As of :meth:`all_reduce`; a tensor of shape ``(*shape)`` becomes one of ``(world_size, *shape)``.
-            group: The processes; None is all of them.
-            sync_grads: Whether gradients flow back through the gathering.
+            data: As in :meth:`all_reduce`; a tensor of shape ``(*shape)`` becomes one of ``(world_size, *shape)``.
+            group: The process group; None is all processes.
+            sync_grads: Whether the result is differentiable.
         """
         return collect(data, self.device, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
 
@@ -345,16 +346,16 @@ class OwnLoop:
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
         """Let rank 0 run the block before all others, such as for a download; every process enters it.
 
-        The others wait as long as the strategy's timeout allows.
+        The others wait at most for the strategy's timeout.
 
         Args:
-            local: Whether it is the first process of each machine, where machines share no files.
+            local: Whether local rank 0 of each machine runs it first, for machines without a shared file system.
         """
         self._check_launched("rank_zero_first")
         is_first = (self.local_rank if local else self.global_rank) == 0
         if not is_first:
             self.strategy.barrier("rank_zero_first")
-        yield  # where rank 0 raises, the job ends, and nobody waits
+        yield  # an error on rank 0 ends the job, so that no rank waits
         if is_first:
             self.strategy.barrier("rank_zero_first")
 
@@ -370,7 +371,7 @@ class OwnLoop:
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write values of rank 0 to the loggers; reduce them before, where those of all processes count.
+        """Write values of rank 0 to the loggers; values of all processes must be reduced before.
 
         Args:
             metrics: Numbers, or tensors of one element, by name.
@@ -385,13 +386,14 @@ class OwnLoop:
     # State
 
     def save_checkpoint(self, path: str | Path, state: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint, which any strategy on any number of processes can go on from; every process calls it.
+        """Save a checkpoint, which any strategy can load with any world size; every process calls it.
 
-        It has module, optimizers, schedulers, precision, the place in each training loader, random numbers, and:
+        It contains the states of module, optimizers, schedulers and precision, the position in each training loader,
+        and the random state.
 
         Args:
-            path: Where there is nothing yet.
-            state: What else the loop wants back: plain values and tensors, the same in every process.
+            path: A path at which nothing exists.
+            state: Further state of the loop: plain values and tensors, the same in every process.
         """
         steps = self._set_up("save_checkpoint")
         steps.check_no_pending()
@@ -399,22 +401,22 @@ class OwnLoop:
         checkpoint.save(self.strategy, path, saved, self._loaders, self._evaluation_loaders)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Bring everything to where it was, and return the state that was saved; every process calls it.
+        """Restore a checkpoint, and return the further state that was saved with it; every process calls it.
 
-        Call it after :meth:`setup` and :meth:`training_loader`; gradients that wait for their step are dropped.  With
-        the same strategy on as many processes the loop goes on bit for bit; on others the data goes on at the same part
-        of the epoch, and random numbers start anew.
+        Call it after :meth:`setup` and :meth:`training_loader`; accumulated gradients are cleared.  With the same
+        strategy and world size the loop continues bit for bit.  Otherwise the data continues at the same fraction of
+        the epoch, and the random state is not restored.
 
         Raises:
-            CheckpointError: It cannot be read, or does not fit this loop.
+            CheckpointError: The checkpoint cannot be read, or is not one of this loop's module and loaders.
         """
         steps = self._set_up("load_checkpoint")
         state = checkpoint.load(self.strategy, path, self._loaders, self._evaluation_loaders)
-        steps.go_on_after(state["steps_done"])
+        steps.resume_after(state["steps_done"])
         user_state: dict[str, Any] = state["own"]
         return user_state
 
-    # How
+    # Helpers
 
     def _check_launched(self, name: str) -> None:
         if not self._is_launched:
@@ -427,8 +429,8 @@ class OwnLoop:
         return self._steps
 
 
-def _as_one(module: Any) -> Module:
-    """Return what the strategy gets: the module, or several as one."""
+def _as_single_module(module: Any) -> Module:
+    """Return the module for the strategy: several are combined into one."""
     if isinstance(module, Module):
         return module
     if isinstance(module, Mapping):
@@ -446,13 +448,13 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]:
-    """Open communication; afterwards join what was trained and close it, and after an error free who waits for this.
+    """Open communication; at the end tear down and close it; after an error abort it, so that no rank waits.
 
     Args:
-        strategy: Has not been set up.
-        end: Tears it down.
+        strategy: The strategy, before its setup.
+        end: Tears the strategy down.
     """
-    from dstrat.launch.progress import watched_for_hangs  # only runs need it
+    from dstrat.launch.progress import watched_for_hangs  # imported here, since only runs need it
 
     try:
         with watched_for_hangs(
@@ -465,17 +467,18 @@ def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]
             strategy.setup_environment()
             yield
             strategy.finish_training()
-            strategy.barrier("end")  # rank 0, which others may still need, is not to end before them
+            strategy.barrier("end")  # rank 0 ends last, since others may still need it
     except BaseException as error:
-        from dstrat.launch.peer_watch import name_ended_ranks  # only runs that break need it
+        from dstrat.launch.ended_peers import name_ended_ranks  # imported here, since only failing runs need it
 
-        _end_after(error, partial(name_ended_ranks, error), partial(strategy.on_exception, error), end)
+        steps = (partial(log_out_of_memory, strategy, error), partial(name_ended_ranks, error))
+        _end_after(error, *steps, partial(strategy.on_exception, error), end)
         raise
     end()
 
 
 def _end_after(error: BaseException, *ends: Callable[[], None]) -> None:
-    """Clean up; what fails at that is told, as the error itself goes on."""
+    """Clean up after an error; errors of the cleanup are only logged, as the first one is raised."""
     for end in ends:
         try:
             end()
@@ -495,20 +498,22 @@ def build(
     precision: Any = None,
     plugins: Any = None,
 ) -> Strategy:
-    """Return the strategy with all its parts, as a Trainer that is asked for the same would use it.
+    """Return a strategy with all its components, the same as of a Trainer with these arguments.
 
-    No device is touched and no process started: :class:`~dstrat.OwnLoop` launches it.
+    This initializes no device and starts no process: :class:`~dstrat.OwnLoop` launches the strategy.
 
     Args:
         strategy: How training is distributed: by alias (``"ddp"``, ``"auto"`` ...) or as a Strategy.
         accelerator: Hardware by alias (``"cpu"``, ``"gpu"``, ``"auto"`` ...) or as an Accelerator.
-        devices: How many devices of each machine, or which: ``4``, ``"4"``, ``[0, 1]``, ``"0,1"``, ``-1``, ``"auto"``.
+        devices: Number of devices of each machine, or their indices: ``4``, ``"4"``, ``[0, 1]``, ``"0,1"``, ``-1``,
+            ``"auto"``.
         num_nodes: Number of machines.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"`` ...
-        plugins: Parts of one's own, one or a list: a Precision, a ClusterEnvironment, a CheckpointIO; one of each kind.
+        plugins: Custom components, one or a list: a Precision, a ClusterEnvironment, a CheckpointIO; at most one of
+            each kind.
 
     Raises:
-        DstratError: The request cannot be done as asked; the message says what is possible.
+        DstratError: The request is not possible; the message says what is.
     """
     request = Request(
         strategy=strategy,

@@ -1,4 +1,4 @@
-"""Steps of a hand-written loop: passes, and the optimizer steps that end groups of batches."""
+"""Steps of a hand-written loop: forward and backward passes, and optimizer steps with accumulated gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class FunctionSteps:
-    """Steps that are any function: each calls its first argument with the others."""
+    """Steps whose first argument is the function to call, with the other arguments."""
 
     @staticmethod
     def training_step(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -39,11 +39,11 @@ class FunctionSteps:
 class Steps:
     """Runs the steps of a module that its strategy has set up.
 
-    Gradients are there from a backward pass until their optimizer steps; those that no optimizer has used when a
-    backward pass follows a step are dropped, as they are of another loss.
+    Gradients are kept from a backward pass until their optimizer steps.  In a backward pass after a step, gradients
+    that no optimizer has used are cleared, since they are of another loss.
 
     Args:
-        settings: How the module is optimized, and by which strategy.
+        settings: The settings of the module's optimization.
 
     Attributes:
         num_done: Number of optimizer steps.
@@ -51,8 +51,8 @@ class Steps:
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._strategy = settings, settings.strategy
-        self._in_group = 0  # batches that are done of those that make up a step
-        self._due: list[Optimizer] = []  # those that have not stepped since the last backward pass
+        self._in_group = 0  # batches accumulated since the last optimizer step
+        self._due: list[Optimizer] = []  # have not stepped since the last backward pass
         self.num_done = 0
 
     def compute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -71,7 +71,7 @@ class Steps:
             return strategy.training_step(function, *args, **kwargs)  # type: ignore[no-any-return]  # likewise
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss, divided by the number of batches of a group."""
+        """Compute the gradients of a loss, divided by the number of accumulated batches."""
         if 0 < len(self._due) < len(self._strategy.optimizers):
             for optimizer in self._due:
                 optimizer.zero_grad()
@@ -82,7 +82,7 @@ class Steps:
         self._due = list(self._strategy.optimizers)
 
     def step(self, optimizer: Optimizer | None) -> bool:
-        """Step an optimizer, once per group of batches; return whether it did."""
+        """Step an optimizer, once per group of accumulated batches; return whether it stepped."""
         optimizer = self._select(optimizer)
         if not any(optimizer is one for one in self._due):
             raise MisuseError("step was called without gradients: call loop.backward(loss) before")
@@ -99,12 +99,13 @@ class Steps:
         return is_complete
 
     def check_no_pending(self) -> None:
-        """Raise an error where gradients wait for a step, as far as that is known.
+        """Raise an error if accumulated gradients wait for an optimizer step.
 
-        Those of several optimizers may be left over, and LBFGS runs its backward passes itself.
+        With several optimizers this cannot be told, as some gradients may never be used; nor with LBFGS, which runs its
+        backward passes itself.
 
         Raises:
-            MisuseError: They do.
+            MisuseError: Gradients wait for an optimizer step.
         """
         optimizers = self._strategy.optimizers
         is_plain = len(optimizers) == 1 and not isinstance(optimizers[0], torch.optim.LBFGS)
@@ -115,8 +116,8 @@ class Steps:
                 "batches wait for their step, and are in no checkpoint: save when loop.step() has returned True"
             )
 
-    def go_on_after(self, num_done: int) -> None:
-        """Continue after so many steps, without the gradients of before."""
+    def resume_after(self, num_done: int) -> None:
+        """Continue after a number of steps, without accumulated gradients."""
         for optimizer in self._strategy.optimizers:
             optimizer.zero_grad()
         self._in_group, self._due, self.num_done = 0, [], num_done
@@ -135,14 +136,14 @@ class Steps:
         return selected
 
     def _synchronization(self) -> AbstractContextManager[Any]:
-        """Return the context of forward and backward passes: only the last ones of a group average gradients."""
+        """Return the context of forward and backward passes: only the last ones of a group synchronize gradients."""
         is_last = self._in_group + 1 == self._settings.accumulate_grad_batches
         if is_last or self._strategy.accumulates_gradients:
             return nullcontext()
         return self._strategy.no_backward_sync()
 
     def _preparation(self, optimizer: Optimizer, *, clips: bool) -> Callable[[], None]:
-        """Return the closure of an optimizer's step, for which the gradients are there already."""
+        """Return the closure of an optimizer's step, which does not compute the gradients again."""
         limit, algorithm = self._settings.gradient_clip_val, self._settings.gradient_clip_algorithm
 
         def prepare() -> None:
@@ -158,14 +159,14 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How a module is optimized, as strategies want to know it before they set it up.
+    """The settings of a module's optimization, which strategies need before they set the module up.
 
     Attributes:
-        strategy: Has the module, on its device and wrapped, when optimizers are made.
-        make_optimizers: Returns an optimizer, or whatever ``configure_optimizers`` may return, for a module; None
-            where the module is only evaluated.
-        accumulate_grad_batches: Batches whose gradients make up one optimizer step.
-        gradient_clip_val: Largest norm or value of gradients; None does not clip.
+        strategy: The strategy, whose module is on its device and wrapped when optimizers are made.
+        make_optimizers: Returns an optimizer of a module, or any result that ``configure_optimizers`` may have; None if
+            the module is only evaluated.
+        accumulate_grad_batches: Number of batches whose gradients make up one optimizer step.
+        gradient_clip_val: Maximal norm or value of gradients; None does not clip.
         gradient_clip_algorithm: How gradients are clipped.
     """
 
@@ -192,7 +193,7 @@ class Settings:
         return self.make_optimizers is not None
 
     def configure_optimizers(self) -> Optimization:
-        """Create the optimizers of the module as it is now, and their schedulers."""
+        """Create the optimizers of the module in its current state, and their schedulers."""
         assert self.make_optimizers is not None  # noqa: S101 - a strategy asks only where is_fitting is True
         module = self.strategy.module
         modules = module.children() if isinstance(module, SeparateModules) else (module,)

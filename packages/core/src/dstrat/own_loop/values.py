@@ -1,4 +1,4 @@
-"""Values of a hand-written loop: collections of them over all processes, and those that loggers write."""
+"""Values of a hand-written loop: collections to reduce or gather, and values for loggers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def collect(data: Any, device: torch.device, function: Callable[[Tensor], Any]) -> Any:
-    """Return a collection with a function applied to each tensor and number in it, which are on the device then."""
+    """Return a collection with a function applied to each of its tensors and numbers, as tensors on a device."""
     return apply_to_tensors(_with_tensors(data, device), lambda tensor: function(tensor.to(device)))
 
 
@@ -38,10 +38,10 @@ def _with_tensors(data: Any, device: torch.device) -> Any:
 
 
 def as_loggers(value: Any) -> list[Logger]:
-    """Return the loggers that were given, one or several.
+    """Return one or several loggers as a list.
 
     Raises:
-        MisuseError: One of them is none.
+        MisuseError: An item is not a logger.
     """
     if value is None:
         return []
@@ -54,7 +54,7 @@ def as_loggers(value: Any) -> list[Logger]:
 
 @contextmanager
 def open_loggers(loggers: list[Logger], strategy: Strategy) -> Iterator[None]:
-    """Let rank 0 write while a loop runs, in folders that all processes know, and close the loggers; collective."""
+    """Open loggers for writing by rank 0, with folders that all ranks share, and close them at the end; collective."""
     if not loggers:
         yield
         return

@@ -1,4 +1,4 @@
-"""Process group of a job: open, close, and check that all ranks have the same catalog."""
+"""Process group of a job, or its store alone: open, close, and check that all ranks have the same catalog."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
@@ -17,6 +17,8 @@ from dstrat.errors import CatalogMismatchError, ClusterError, LaunchError
 from dstrat.interfaces.cluster import this_machine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.plugins.catalog import Catalog
 
@@ -35,6 +37,14 @@ _openings = itertools.count()
 _timeouts: list[timedelta] = []  # of the open group, if any
 _job_stores: list[dist.Store] = []  # likewise
 _clusters: list[ClusterEnvironment] = []  # likewise
+_channel_factories: list[Callable[[], Channel]] = []  # of a job that has joined without a process group
+
+
+class Channel(Protocol):
+    """Exchange of bytes among the ranks of a job, in any thread, independent of other channels."""
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, by rank, on each of them; collective."""
 
 
 def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: timedelta) -> dist.Store:
@@ -56,9 +66,7 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
     """
     import torch.distributed.nn  # noqa: F401 - its functions keep the group that is open when it is first imported
 
-    _timeouts[:] = [timeout]
-    prefix = f"dstrat/{cluster.attempt}/{next(_openings)}"
-    store = dist.PrefixStore(prefix, _rendezvous(cluster, timeout))
+    store = _next_store(cluster, timeout)
     if dist.is_initialized():
         _check_existing(cluster)
     else:
@@ -74,6 +82,48 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
         _meet(store, cluster, timeout, "open the process group")
     _job_stores[:], _clusters[:] = [store], [cluster]
     return store
+
+
+def join_job(cluster: ClusterEnvironment, *, timeout: timedelta, open_channel: Callable[[], Channel]) -> dist.Store:
+    """Meet the other ranks without a process group, for a backend that communicates by itself; collective.
+
+    Args:
+        cluster: The cluster environment, with the address of rank 0 and the rank of this process.
+        timeout: How long a rank waits for the others.
+        open_channel: Returns a new channel; it is called as often and in the same order in every rank, after the
+            backend has been started.
+
+    Returns:
+        The store that all ranks share, with a separate prefix.
+
+    Raises:
+        LaunchError: Ranks timed out; the message names them.
+    """
+    store = _next_store(cluster, timeout)
+    _meet(store, cluster, timeout, _OPENING)
+    _job_stores[:], _clusters[:], _channel_factories[:] = [store], [cluster], [open_channel]
+    return store
+
+
+def leave_job() -> None:
+    """Forget the job that :func:`join_job` has joined, if any."""
+    _job_stores.clear()
+    _clusters.clear()
+    _channel_factories.clear()
+
+
+def channel_factory() -> Callable[[], Channel] | None:
+    """Return what opens channels, if the job has no process group; otherwise None."""
+    return _channel_factories[-1] if _channel_factories else None
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process and the size of the open process group or joined job; 0 and 1 without one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    for cluster in _clusters:
+        return cluster.global_rank, cluster.world_size
+    return 0, 1
 
 
 def wait_for_all_ranks(action: str) -> None:
@@ -129,8 +179,7 @@ def group_timeout() -> timedelta:
 
 def close_process_group() -> None:
     """Close the default process group, if it is open; a peer that has ended already is no error."""
-    _job_stores.clear()
-    _clusters.clear()
+    leave_job()
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
@@ -143,6 +192,13 @@ def abort_process_group() -> None:
     if abort is not None and dist.is_initialized() and dist.get_backend() == "nccl":
         abort()
     close_process_group()
+
+
+def _next_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
+    """Return the store of the job with the prefix of the next opening."""
+    _timeouts[:] = [timeout]
+    prefix = f"dstrat/{cluster.attempt}/{next(_openings)}"
+    return dist.PrefixStore(prefix, _rendezvous(cluster, timeout))
 
 
 def _rendezvous(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:

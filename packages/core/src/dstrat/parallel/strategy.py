@@ -157,9 +157,27 @@ class ParallelStrategy(Strategy):
     def setup_environment(self) -> None:
         self._root_device = None  # a forked rank has inherited the cached value of its parent
         super().setup_environment()
+        check_same_catalog(get_catalog(), self.open_communication(), self.global_rank, self.world_size)
+
+    def open_communication(self) -> dist.Store:
+        """Open communication among the ranks, and return the store that they share; collective.
+
+        A strategy whose library communicates by itself overrides it, :meth:`close_communication` and the collectives,
+        and calls :func:`~dstrat.parallel.process_group.join_job` in it.
+        """
         backend = self.process_group_backend or self.accelerator.process_group_backend
-        store = open_process_group(self.cluster_environment, backend=backend, timeout=self.timeout)
-        check_same_catalog(get_catalog(), store, self.global_rank, self.world_size)
+        return open_process_group(self.cluster_environment, backend=backend, timeout=self.timeout)
+
+    def close_communication(self, *, aborts: bool) -> None:
+        """Close communication, if it is open.
+
+        Args:
+            aborts: Whether an error ends the run, so that other ranks may be gone.
+        """
+        if aborts:
+            abort_process_group()
+        else:
+            close_process_group()
 
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
@@ -179,14 +197,14 @@ class ParallelStrategy(Strategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        abort_process_group()
+        self.close_communication(aborts=True)
 
     def teardown(self) -> None:
         if self._synchronized_norm is not None:
             self._synchronized_norm.undo()
             self._synchronized_norm = None
         super().teardown()
-        close_process_group()
+        self.close_communication(aborts=False)
 
     # Steps
 

@@ -19,9 +19,11 @@ from dstrat.plugins.not_found import miss
 from dstrat.plugins.offer import (
     CORE,
     THIS_PROCESS,
+    AdapterOffer,
     Offer,
     Plugin,
     check_requirements,
+    class_names,
     kind_label,
     load_class,
     missing_requirements,
@@ -175,6 +177,30 @@ class Catalog:
             )
         self._registered = self._registered_except(kind, offer.component.alias)
 
+    def find_adapter(self, cls: type) -> AdapterOffer | None:
+        """Return what converts objects of another library's class; None where no plugin does.
+
+        Of several the one for the nearest base class counts.
+
+        Raises:
+            AmbiguousAliasError: Several distributions convert it.
+        """
+        offers = [
+            AdapterOffer(adapter=adapter, plugin=plugin) for plugin in self._plugins for adapter in plugin.adapters
+        ]
+        if not offers:
+            return None
+        for name in class_names(cls):
+            matches = [offer for offer in offers if name in offer.adapter.foreign]
+            if len(matches) > 1:
+                owners = " and ".join(offer.plugin.label for offer in matches)
+                raise AmbiguousAliasError(
+                    f"{name} is converted by {owners}: set {DISABLE}={matches[0].plugin.distribution}, or uninstall one"
+                )
+            if matches:
+                return matches[0]
+        return None
+
     @property
     def fingerprint_lines(self) -> tuple[str, ...]:
         """All facts that resolution depends on, one per line, sorted; the same for equal catalogs on any machine."""
@@ -303,15 +329,20 @@ _SHOWN_FIRST = ("kind", "alias", "target", "summary")
 
 
 def catalog_lines(offers: Iterable[Offer], plugins: Iterable[Plugin], settings: PluginSettings) -> tuple[str, ...]:
-    """Return one line per component, retired alias and preference, sorted."""
+    """Return one line per component, retired alias, conversion and preference, sorted."""
     components = (_component_line(offer) for offer in offers)
     retired = (
         f"retired {stone.kind} {stone.alias} in favour of {stone.replacement}, by {plugin.label}"
         for plugin in plugins
         for stone in plugin.tombstones
     )
+    adapters = (
+        f"adapter of {', '.join(adapter.foreign)} by {adapter.target} of {plugin.label}"
+        for plugin in plugins
+        for adapter in plugin.adapters
+    )
     preferences = (f"{PREFER} {alias}={owner}" for alias, owner in settings.preferred.items())
-    return tuple(sorted([*components, *retired, *preferences]))
+    return tuple(sorted([*components, *retired, *adapters, *preferences]))
 
 
 def digest(lines: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-Kind = Literal["strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment"]
+Kind = Literal["strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher"]
 """The kinds of component that a plugin can offer."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -218,6 +218,38 @@ class Tombstone:
             raise InvalidComponentError(f"kind {self.kind!r} of {self.alias!r} is not one of {', '.join(KINDS)}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """Record of a conversion: objects of another library that a Trainer takes all the same.
+
+    Whoever passes such an object to a Trainer gets it converted.  The other library is imported by nobody for that: an
+    object is recognized by the names of its class and their bases.
+
+    Attributes:
+        foreign: Classes of the other library as ``"package.module:Class"``, by the module that defines each; objects of
+            these and of their subclasses are converted.
+        target: The function as ``"package.module:function"``.  It takes the object and returns a TrainModule, a
+            DataModule, a Callback or a Logger, whichever the object is passed for; called again with the same object it
+            returns an equivalent one.
+        summary: One line for tables.
+    """
+
+    foreign: tuple[str, ...]
+    target: str
+    summary: str
+
+    def __post_init__(self) -> None:
+        if not (_is_texts(self.foreign) and self.foreign):
+            raise InvalidComponentError(
+                f"foreign of an Adapter must be a tuple of classes by their names, and is {self.foreign!r}"
+            )
+        for name in (*self.foreign, self.target):
+            if not (isinstance(name, str) and _TARGET.fullmatch(name)):
+                raise InvalidComponentError(
+                    f"{name!r} of the Adapter for {self.foreign[0]!r} must look like 'package.module:Name'"
+                )
+
+
 def check_alias(alias: str) -> None:
     """Raise InvalidComponentError unless the text can be an alias."""
     if not isinstance(alias, str) or not _ALIAS.fullmatch(alias):
@@ -238,8 +270,8 @@ hookimpl = pluggy.HookimplMarker("dstrat")
 
 
 @hookspec
-def dstrat_components() -> Sequence[Component | Tombstone]:
-    """Return the components that this plugin offers, and the aliases that it has retired.
+def dstrat_components() -> Sequence[Component | Tombstone | Adapter]:
+    """Return the components that this plugin offers, the aliases that it has retired, and what it converts.
 
     Called once per process.  The module that implements it must not import torch or a backend.
     """

@@ -12,7 +12,7 @@ import pluggy
 
 from dstrat.errors import InvalidComponentError
 from dstrat.plugins import component
-from dstrat.plugins.component import ENTRY_POINT_GROUP, Component, Tombstone
+from dstrat.plugins.component import ENTRY_POINT_GROUP, Adapter, Component, Tombstone
 from dstrat.plugins.offer import Plugin, named_import
 from dstrat.plugins.settings import DISABLE, PluginSettings, normalized
 
@@ -68,8 +68,13 @@ def _load(plugin: Plugin, entry: EntryPoint) -> Plugin:
     started = time.perf_counter()
     try:
         with named_import(plugin.value, plugin.distribution, seconds=_SLOW_IMPORT):
-            components, tombstones = load_records(entry)
-        outcome = replace(plugin, components=components, tombstones=tombstones)
+            records = load_records(entry)
+        outcome = replace(
+            plugin,
+            components=tuple(record for record in records if isinstance(record, Component)),
+            tombstones=tuple(record for record in records if isinstance(record, Tombstone)),
+            adapters=tuple(record for record in records if isinstance(record, Adapter)),
+        )
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a third-party module is data about it
         outcome = _failed(plugin, error)
     return replace(
@@ -100,7 +105,7 @@ def _reject_repetitions(plugins: Iterable[Plugin]) -> Iterator[Plugin]:
         else:
             _, kind, name = repeated
             reason = f"it repeats {kind} {name!r} of entry point {offered[repeated]!r} of the same distribution"
-            yield replace(plugin, state="failed", reason=reason, components=(), tombstones=())
+            yield replace(plugin, state="failed", reason=reason, components=(), tombstones=(), adapters=())
 
 
 # Distributions that declare plugins
@@ -194,8 +199,8 @@ class _PluginManager(pluggy.PluginManager):
         return None if name.startswith("__") else super().parse_hookspec_opts(module_or_class, name)
 
 
-def load_records(entry_point: EntryPoint) -> tuple[tuple[Component, ...], tuple[Tombstone, ...]]:
-    """Return the components and the retired aliases of an entry point's plugin.
+def load_records(entry_point: EntryPoint) -> list[Component | Tombstone | Adapter]:
+    """Return the records of an entry point's plugin.
 
     Raises:
         InvalidComponentError: Its hook returned something else.
@@ -203,13 +208,11 @@ def load_records(entry_point: EntryPoint) -> tuple[tuple[Component, ...], tuple[
         Exception: Any error of the plugin.
     """
     records = _call_hook(entry_point.load())
-    components = tuple(record for record in records if isinstance(record, Component))
-    tombstones = tuple(record for record in records if isinstance(record, Tombstone))
-    _check_unique([*components, *tombstones])
-    return components, tombstones
+    _check_unique([record for record in records if not isinstance(record, Adapter)])
+    return records
 
 
-def _call_hook(plugin: Any) -> list[Component | Tombstone]:
+def _call_hook(plugin: Any) -> list[Component | Tombstone | Adapter]:
     manager = _PluginManager("dstrat")
     manager.add_hookspecs(component)
     manager.register(plugin)
@@ -223,11 +226,11 @@ def _call_hook(plugin: Any) -> list[Component | Tombstone]:
     return _checked_records(results[0] if results else None)
 
 
-def _checked_records(returned: Any) -> list[Component | Tombstone]:
+def _checked_records(returned: Any) -> list[Component | Tombstone | Adapter]:
     if not isinstance(returned, list | tuple):
         raise InvalidComponentError(f"{_HOOK} returned {_shortened(returned)}, not a list of Component records")
     for record in returned:
-        if not isinstance(record, Component | Tombstone):
+        if not isinstance(record, Component | Tombstone | Adapter):
             raise InvalidComponentError(f"{_HOOK} returned {_shortened(record)} in its list, not a Component record")
     return list(returned)
 

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from dstrat.plugins.component import Kind
 
     # For type checkers, which cannot ask a plugin what it has; without the package they take a class for Any.
+    from dstrat_bagua import BaguaStrategy as BaguaStrategy
+    from dstrat_colossalai import ColossalAILowLevelZeroStrategy as ColossalAILowLevelZeroStrategy
+    from dstrat_colossalai import ColossalAIStrategy as ColossalAIStrategy
+    from dstrat_colossalai import ColossalAITorchDDPStrategy as ColossalAITorchDDPStrategy
+    from dstrat_colossalai import ColossalAITorchFSDPStrategy as ColossalAITorchFSDPStrategy
     from dstrat_ddp import DataParallelStrategy as DataParallelStrategy
     from dstrat_ddp import DDP2Strategy as DDP2Strategy
     from dstrat_ddp import DDPSpawnStrategy as DDPSpawnStrategy
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
     from dstrat_fsdp import DDPFullyShardedNativeStrategy as DDPFullyShardedNativeStrategy
     from dstrat_fsdp import FSDPStrategy as FSDPStrategy
     from dstrat_fsdp import ModelParallelStrategy as ModelParallelStrategy
+    from dstrat_hivemind import HivemindStrategy as HivemindStrategy
+    from dstrat_horovod import HorovodStrategy as HorovodStrategy
     from dstrat_hpu import HPUAccelerator as HPUAccelerator
     from dstrat_hpu import HPUDDPStrategy as HPUDDPStrategy
     from dstrat_hpu import HPUFSDPStrategy as HPUFSDPStrategy
@@ -49,7 +56,11 @@ _ACCELERATORS = {
 
 _STRATEGIES = {
     "bagua": "dstrat-bagua",
+    "collaborative": "dstrat-hivemind",
     "colossalai": "dstrat-colossalai",
+    "colossalai_low_level_zero": "dstrat-colossalai",
+    "colossalai_torch_ddp": "dstrat-colossalai",
+    "colossalai_torch_fsdp": "dstrat-colossalai",
     "ddp": "dstrat-ddp",
     "ddp2": "dstrat-ddp",
     "ddp_find_unused_parameters_false": "dstrat-ddp",
@@ -110,7 +121,10 @@ _ACCELERATOR_CLASSES = {
 
 _STRATEGY_CLASSES = {
     "BaguaStrategy": "dstrat-bagua",
+    "ColossalAILowLevelZeroStrategy": "dstrat-colossalai",
     "ColossalAIStrategy": "dstrat-colossalai",
+    "ColossalAITorchDDPStrategy": "dstrat-colossalai",
+    "ColossalAITorchFSDPStrategy": "dstrat-colossalai",
     "DDP2Strategy": "dstrat-ddp",
     "DDPFullyShardedNativeStrategy": "dstrat-fsdp",
     "DDPFullyShardedStrategy": "dstrat-fairscale",
@@ -143,6 +157,9 @@ KNOWN: Mapping[Kind, Mapping[str, str]] = {"accelerator": _ACCELERATORS, "strate
 KNOWN_CLASSES: Mapping[Kind, Mapping[str, str]] = {"accelerator": _ACCELERATOR_CLASSES, "strategy": _STRATEGY_CLASSES}
 """Requirement for ``pip install`` by kind and class name, in alphabetical order."""
 
+KNOWN_ADAPTERS: Mapping[str, str] = {"lightning": "dstrat-lightning", "pytorch_lightning": "dstrat-lightning"}
+"""Requirement for ``pip install`` that converts objects of a library, by the library's package."""
+
 FOR_SEVERAL_DEVICES = "ddp"
 """Alias of the strategy that is suggested for several devices or processes."""
 
@@ -155,6 +172,12 @@ def known_requirement(kind: Kind, alias: str) -> str | None:
 def known_class(kind: Kind, name: str) -> str | None:
     """Return the requirement for ``pip install`` that has a class; None if unknown."""
     return KNOWN_CLASSES.get(kind, {}).get(name)
+
+
+def known_adapter(cls: type) -> str | None:
+    """Return the requirement for ``pip install`` that converts objects of a class; None if unknown."""
+    packages = (base.__module__.partition(".")[0] for base in cls.__mro__)
+    return next((KNOWN_ADAPTERS[package] for package in packages if package in KNOWN_ADAPTERS), None)
 
 
 def known_distribution(requirement: str) -> str:

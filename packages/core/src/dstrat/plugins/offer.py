@@ -18,7 +18,7 @@ from dstrat.plugins.settings import DISABLE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from dstrat.plugins.component import Component, Kind, Tombstone
+    from dstrat.plugins.component import Adapter, Component, Kind, Tombstone
 
 
 THIS_PROCESS = "this process"
@@ -91,6 +91,7 @@ class Plugin:
         traceback: For a failed plugin, the traceback as text.
         components: Its components.
         tombstones: The aliases that it has retired.
+        adapters: What it converts of other libraries.
         seconds: How long it took to load.
         imported_torch: Whether loading it imported torch, which makes every listing slow.
     """
@@ -105,6 +106,7 @@ class Plugin:
     traceback: str = ""
     components: tuple[Component, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
     seconds: float = 0.0
     imported_torch: bool = False
 
@@ -216,6 +218,7 @@ _INTERFACES: dict[Kind, str] = {
     "precision": "dstrat.interfaces.precision:Precision",
     "checkpoint_io": "dstrat.interfaces.checkpoint_io:CheckpointIO",
     "cluster_environment": "dstrat.interfaces.cluster:ClusterEnvironment",
+    "launcher": "dstrat.interfaces.launcher:Launcher",
 }
 
 
@@ -265,3 +268,42 @@ def _target_problem(target: Any, kind: Kind) -> str | None:
         return f"is not a subclass of {interface.__name__}, which every {kind_label(kind)} must be"
     missing = sorted(getattr(target, "__abstractmethods__", ()))
     return f"does not implement {', '.join(missing)}" if missing else None
+
+
+# Conversion of other libraries' objects
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterOffer:
+    """A conversion, and the plugin that offers it.
+
+    Attributes:
+        adapter: The record.
+        plugin: Offers it.
+    """
+
+    adapter: Adapter
+    plugin: Plugin
+
+    def convert(self, value: object) -> Any:
+        """Return what the plugin makes of an object.
+
+        Raises:
+            BrokenComponentError: The plugin's function cannot be imported.
+            Exception: Any error of the function, such as of an object that it cannot convert.
+        """
+        target = self.adapter.target
+        try:
+            with named_import(target, self.plugin.distribution, seconds=_SLOW_IMPORT):
+                function = _attribute(target)
+        except (ImportError, AttributeError) as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise BrokenComponentError(
+                f"{self.plugin.label} cannot convert a {type(value).__name__}: importing {target} raised {cause}"
+            ) from error
+        return function(value)
+
+
+def class_names(cls: type) -> tuple[str, ...]:
+    """Return a class and its bases as ``"package.module:Class"``, the nearest first."""
+    return tuple(f"{base.__module__}:{base.__qualname__}" for base in cls.__mro__)

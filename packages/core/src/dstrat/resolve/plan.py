@@ -48,9 +48,11 @@ class Plan:
         num_nodes: Number of machines.
         processes_per_node: Number of processes on each machine.
         world_size: Number of processes of the whole job.
-        started_by: Who starts the processes: ``"nobody"`` where this one is enough, ``"dstrat"``, or ``"cluster"``,
-            which has started them already.
+        started_by: Who starts the processes: ``"nobody"`` where this one is enough, ``"dstrat"``, ``"launcher"``, which
+            is a plugin, or ``"cluster"``, which has started them already.
         start_method: How the processes of this machine will be started; None where none are.
+        max_restarts: How often dstrat starts all processes again after one of them has failed.
+        preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler ends the job; None where none does.
         catalog_names: For each kind of component that was selected by its alias, its full alias.
     """
 
@@ -69,6 +71,8 @@ class Plan:
     started_by: StartedBy
     start_method: StartMethod | None
     catalog_names: tuple[tuple[Kind, str], ...]
+    max_restarts: int = 0
+    preemption_deadline: float | None = None
 
     def __str__(self) -> str:
         rows = [dataclasses.astuple(row) for row in self.choices]

@@ -13,14 +13,15 @@ from dstrat.resolve.compatibility import facts_of
 from dstrat.resolve.plan import PlanRow
 
 if TYPE_CHECKING:
+    from dstrat.interfaces.launcher import Launcher
     from dstrat.interfaces.strategy import Strategy
     from dstrat.launch.processes import StartMethod
     from dstrat.resolve.compatibility import Constraints
     from dstrat.resolve.selection import Selection
 
 
-StartedBy = Literal["nobody", "dstrat", "cluster"]
-"""Who starts the processes: nobody where this one is enough."""
+StartedBy = Literal["nobody", "dstrat", "launcher", "cluster"]
+"""Who starts the processes: nobody where this one is enough; a launcher is that of a plugin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ class LaunchSelection:
         processes_per_node: Number of processes on each machine.
         world_size: Number of processes of the whole job.
         start_method: How dstrat starts those of this machine; None where it starts none.
+        max_restarts: How often dstrat starts them again after a failure.
         reason: Why, a few words.
     """
 
@@ -39,6 +41,7 @@ class LaunchSelection:
     processes_per_node: int
     world_size: int
     start_method: StartMethod | None = None
+    max_restarts: int = 0
     reason: str
 
     @property
@@ -48,26 +51,73 @@ class LaunchSelection:
         return PlanRow(subject="processes", value=value, reason=self.reason)
 
 
-def choose_launch(strategy: Selection[Strategy], constraints: Constraints) -> LaunchSelection:
+def choose_launch(
+    strategy: Selection[Strategy],
+    constraints: Constraints,
+    *,
+    launcher: Selection[Launcher] | None = None,
+    max_restarts: int = 0,
+) -> LaunchSelection:
     """Choose who starts the processes.
+
+    Args:
+        strategy: The strategy.
+        constraints: What was decided before.
+        launcher: The plugin that starts the processes; None without one.
+        max_restarts: How often all ranks are to be started again after one of them has failed.
 
     Raises:
         ClusterError: The environment contradicts the devices and machines, or itself.
-        ConflictError: Processes are needed that the strategy cannot start.
+        ConflictError: Processes are needed that the strategy cannot start, or that dstrat is to restart and cannot.
     """
+    if launcher is not None:
+        return _by_plugin(launcher, strategy, constraints)
     facts = facts_of(strategy)
     if not facts.starts_processes and constraints.num_nodes == 1:
+        if max_restarts:
+            raise ConflictError(
+                f"max_restarts={max_restarts} restarts processes that dstrat starts, and {strategy.title} runs in this "
+                "one: choose a strategy that starts processes, such as strategy='ddp', or leave max_restarts out"
+            )
         return LaunchSelection(
             started_by="nobody", processes_per_node=1, world_size=1, reason="the strategy needs no others"
         )
     per_node = constraints.num_devices if facts.starts_processes else 1
     check_cluster(constraints.cluster, processes_per_node=per_node, num_nodes=constraints.num_nodes)
     if constraints.cluster.instance.creates_processes_externally:
-        return _external(per_node, constraints)
-    return _local(strategy, per_node, constraints)
+        return _external(per_node, constraints, max_restarts)
+    return _local(strategy, per_node, constraints, max_restarts)
 
 
-def _external(per_node: int, constraints: Constraints) -> LaunchSelection:
+def _by_plugin(
+    launcher: Selection[Launcher], strategy: Selection[Strategy], constraints: Constraints
+) -> LaunchSelection:
+    if not facts_of(strategy).starts_processes:
+        raise ConflictError(
+            f"{launcher.title} starts processes, and {strategy.title} runs in one: choose a strategy that runs one "
+            "process per device, such as strategy='ddp', or leave the launcher out"
+        )
+    if constraints.cluster.instance.creates_processes_externally:
+        raise ConflictError(
+            f"{launcher.title} starts processes, and {constraints.cluster.name} has started these "
+            f"({constraints.cluster.reason}): leave the launcher out, or start the script once"
+        )
+    per_node = constraints.num_devices
+    return LaunchSelection(
+        started_by="launcher",
+        processes_per_node=per_node,
+        world_size=per_node * constraints.num_nodes,
+        reason=f"one per device, by {launcher.name}",
+    )
+
+
+def _external(per_node: int, constraints: Constraints, max_restarts: int) -> LaunchSelection:
+    option = constraints.cluster.instance.restart_option
+    if max_restarts and option is not None:
+        raise ConflictError(
+            f"max_restarts={max_restarts} restarts processes that dstrat starts, and {constraints.cluster.name} has "
+            f"started these: leave it out, and use {option} with fit(resume='auto')"
+        )
     name, num_nodes = constraints.cluster.name, constraints.num_nodes
     if constraints.num_started != per_node * num_nodes:
         raise ClusterError(
@@ -82,9 +132,16 @@ def _external(per_node: int, constraints: Constraints) -> LaunchSelection:
     )
 
 
-def _local(strategy: Selection[Strategy], per_node: int, constraints: Constraints) -> LaunchSelection:
+def _local(
+    strategy: Selection[Strategy], per_node: int, constraints: Constraints, max_restarts: int
+) -> LaunchSelection:
     world_size = per_node * constraints.num_nodes
-    if world_size == 1:
+    if max_restarts and constraints.num_nodes > 1:
+        raise ConflictError(
+            f"max_restarts={max_restarts} restarts the processes of one machine, and num_nodes="
+            f"{constraints.num_nodes}: leave it out, and start the script with torchrun --max-restarts={max_restarts}"
+        )
+    if world_size == 1 and not max_restarts:  # otherwise it needs a supervisor
         return LaunchSelection(started_by="nobody", processes_per_node=1, world_size=1, reason="this one is enough")
     method = _start_method(strategy, world_size)
     reason = f"one per {'device' if per_node == constraints.num_devices else 'machine'}"
@@ -92,11 +149,14 @@ def _local(strategy: Selection[Strategy], per_node: int, constraints: Constraint
         # Running it again would run all tests again in each rank, and end this process after the first of them.
         method = _method_in_a_test()
         reason += f"; {constraints.test_runner} runs this, and is no script to run again by 'popen'"
+    if max_restarts:
+        reason += f"; up to {max_restarts} restart{'s' if max_restarts > 1 else ''}"
     return LaunchSelection(
         started_by="dstrat",
         processes_per_node=per_node,
         world_size=world_size,
         start_method=method,
+        max_restarts=max_restarts,
         reason=reason,
     )
 

@@ -34,7 +34,9 @@ class Request:
         devices: Which devices of each machine, or how many.
         num_nodes: Number of machines.
         precision: The dtypes; None is ``"32-true"``.
-        plugins: At most one each of Precision, ClusterEnvironment and CheckpointIO.
+        plugins: At most one each of Precision, ClusterEnvironment, CheckpointIO and Launcher.
+        max_restarts: How often all ranks are started again after one of them has failed.
+        preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler ends the job; None where none does.
     """
 
     strategy: str | Strategy | type[Strategy] = "auto"
@@ -43,12 +45,14 @@ class Request:
     num_nodes: int = 1
     precision: str | int | Precision | type[Precision] | None = None
     plugins: tuple[Any, ...] = ()
+    max_restarts: int = 0
+    preemption_deadline: float | None = None
 
 
 # Components that the user requested, each at most once
 
 
-Subject = Literal["accelerator", "devices", "cluster environment", "precision", "checkpoint io"]
+Subject = Literal["accelerator", "devices", "cluster environment", "precision", "checkpoint io", "launcher"]
 
 _ARGUMENTS_OF_STRATEGIES: dict[str, Subject] = {
     "accelerator": "accelerator",
@@ -61,6 +65,7 @@ _PLUGIN_KINDS: dict[Kind, Subject] = {
     "precision": "precision",
     "cluster_environment": "cluster environment",
     "checkpoint_io": "checkpoint io",
+    "launcher": "launcher",
 }
 
 
@@ -135,7 +140,7 @@ def _kind_of_object(plugin: object) -> Kind:
             raise RequestError(f"plugins=[{_shown(plugin)}] is no plugin: give it as {kind}={_shown(plugin)}")
     raise RequestError(
         f"plugins=[{_shown(plugin)}] is of the type {type(plugin).__name__}: "
-        "a plugin is a Precision, a ClusterEnvironment or a CheckpointIO"
+        "a plugin is a Precision, a ClusterEnvironment, a CheckpointIO or a Launcher"
     )
 
 

@@ -6,7 +6,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dstrat.errors import BrokenComponentError, RequestError
+from dstrat.errors import BrokenComponentError, ConflictError, RequestError
 from dstrat.interfaces.strategy import Parts
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve.cluster import choose_cluster, num_started
@@ -93,6 +93,8 @@ def _decide(
         requested.get("devices"), accelerator.instance, num_started=started, num_nodes=num_nodes, strategy=strategy
     )
     precision = choose_precision(requested.get("precision"), accelerator, catalog)
+    launcher = select_requested("launcher", requested["launcher"], catalog) if "launcher" in requested else None
+    interactive = False if launcher is not None else interactive  # its processes need no script
     runner = test_runner() if interactive is None else None
     constraints = Constraints(
         accelerator=accelerator,
@@ -105,7 +107,7 @@ def _decide(
         test_runner=runner,
     )
     strategy = choose_strategy(strategy, catalog, constraints)
-    launch = choose_launch(strategy, constraints)
+    launch = choose_launch(strategy, constraints, launcher=launcher, max_restarts=request.max_restarts)
     checkpoint_io = _choose_checkpoint_io(requested.get("checkpoint io"), catalog)
     flag = precision_flag(precision)
     plan = Plan(
@@ -115,6 +117,7 @@ def _decide(
             devices.row,
             *([PlanRow(subject="nodes", value=str(num_nodes), reason="asked for")] if num_nodes > 1 else []),
             cluster.row("cluster"),
+            *([] if launcher is None else [launcher.row("launcher")]),
             launch.row,
             precision.row("precision", flag if precision.from_catalog else f"{precision.name} ({flag})"),
             checkpoint_io.row("checkpoint io"),
@@ -134,9 +137,11 @@ def _decide(
         start_method=launch.start_method,
         catalog_names=tuple(
             (selection.kind, selection.catalog_name)
-            for selection in (strategy, accelerator, cluster, precision, checkpoint_io)
-            if selection.from_catalog
+            for selection in (strategy, accelerator, cluster, precision, checkpoint_io, launcher)
+            if selection is not None and selection.from_catalog
         ),
+        max_restarts=launch.max_restarts if launcher is None else request.max_restarts,
+        preemption_deadline=request.preemption_deadline,
     )
     return plan, partial(
         _compose,
@@ -146,6 +151,7 @@ def _decide(
         cluster=cluster.instance,
         checkpoint_io=checkpoint_io.instance,
         precision=precision,
+        launcher=None if launcher is None else launcher.instance,
         environ=environ,
     )
 
@@ -158,8 +164,13 @@ def _compose(
     cluster: ClusterEnvironment,
     checkpoint_io: CheckpointIO,
     precision: Selection[Precision],
+    launcher: Launcher | None,
     environ: Mapping[str, str],
 ) -> Strategy:
+    if launcher is None:
+        launcher = _launcher(plan, cluster, checkpoint_io, environ)
+    else:
+        launcher.receive(processes_per_node=plan.processes_per_node, num_nodes=plan.num_nodes)
     strategy.receive(
         Parts(
             accelerator=accelerator.instance,
@@ -167,9 +178,15 @@ def _compose(
             cluster_environment=cluster,
             checkpoint_io=checkpoint_io,
             precision_plugin=_precision_plugin(precision, strategy, accelerator.instance),
-            launcher=_launcher(plan, cluster, environ),
+            launcher=launcher,
         )
     )
+    used = strategy.launcher  # a strategy may replace it
+    if used is not None and used.max_restarts != plan.max_restarts:
+        raise ConflictError(
+            f"max_restarts={plan.max_restarts} needs a launcher that restarts processes, and {plan.strategy} has "
+            f"{type(used).__name__}, which does not: leave it out, or choose another strategy or launcher"
+        )
     return strategy
 
 
@@ -211,9 +228,12 @@ def _precision_plugin(precision: Selection[Precision], strategy: Strategy, accel
     return strategy.precision_for(flag) or accelerator.precision_for(flag) or precision.instance
 
 
-def _launcher(plan: Plan, cluster: ClusterEnvironment, environ: Mapping[str, str]) -> Launcher | None:
+def _launcher(
+    plan: Plan, cluster: ClusterEnvironment, checkpoint_io: CheckpointIO, environ: Mapping[str, str]
+) -> Launcher | None:
     if plan.start_method is not None:
-        from dstrat.launch.local import LocalLauncher  # slow to import; most plans need none
+        from dstrat.checkpoint.formats import recover_checkpoint  # slow to import; most plans need none
+        from dstrat.launch.local import LocalLauncher
 
         if plan.num_nodes > 1:  # what the user has set comes first; the cluster environment knows the rest
             address = {"MASTER_ADDR": cluster.main_address, "MASTER_PORT": str(cluster.main_port)}
@@ -223,6 +243,9 @@ def _launcher(plan: Plan, cluster: ClusterEnvironment, environ: Mapping[str, str
             start_method=plan.start_method,
             num_nodes=plan.num_nodes,
             environ=environ,
+            max_restarts=plan.max_restarts,
+            recovers_checkpoint=partial(recover_checkpoint, io=checkpoint_io),
+            preemption_deadline=plan.preemption_deadline,
         )
     if plan.started_by == "cluster":
         from dstrat.launch.external import ExternalLauncher

@@ -9,6 +9,7 @@ from dstrat.errors import DstratError, MisuseError, RequestError
 from dstrat.interfaces.accelerator import Accelerator
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.interfaces.cluster import ClusterEnvironment
+from dstrat.interfaces.launcher import Launcher
 from dstrat.interfaces.precision import Precision
 from dstrat.interfaces.strategy import Strategy
 from dstrat.plugins.facts import facts_of_subclass, with_class_facts
@@ -33,6 +34,7 @@ INTERFACES: dict[Kind, type[Any]] = {
     "precision": Precision,
     "checkpoint_io": CheckpointIO,
     "cluster_environment": ClusterEnvironment,
+    "launcher": Launcher,
 }
 
 

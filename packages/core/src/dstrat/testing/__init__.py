@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dstrat.testing.accelerator import AcceleratorSuite as AcceleratorSuite
     from dstrat.testing.checkpoint_io import CheckpointIOSuite as CheckpointIOSuite
     from dstrat.testing.cluster import ClusterEnvironmentSuite as ClusterEnvironmentSuite
+    from dstrat.testing.launcher import LauncherSuite as LauncherSuite
     from dstrat.testing.plugin import PluginSuite as PluginSuite
     from dstrat.testing.precision import PrecisionSuite as PrecisionSuite
     from dstrat.testing.strategy.suite import StrategySuite as StrategySuite
@@ -29,6 +30,7 @@ _HOMES = {
     "AcceleratorSuite": "dstrat.testing.accelerator",
     "CheckpointIOSuite": "dstrat.testing.checkpoint_io",
     "ClusterEnvironmentSuite": "dstrat.testing.cluster",
+    "LauncherSuite": "dstrat.testing.launcher",
     "PluginSuite": "dstrat.testing.plugin",
     "PrecisionSuite": "dstrat.testing.precision",
     "StrategySuite": "dstrat.testing.strategy.suite",

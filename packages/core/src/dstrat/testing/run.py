@@ -29,6 +29,7 @@ _SUITES: dict[Kind, str] = {
     "precision": "PrecisionSuite",
     "checkpoint_io": "CheckpointIOSuite",
     "cluster_environment": "ClusterEnvironmentSuite",
+    "launcher": "LauncherSuite",
 }
 _FILE = """
 from dstrat.testing import {suite}

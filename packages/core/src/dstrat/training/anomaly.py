@@ -1,4 +1,4 @@
-"""Detection of values that are not finite: in which module, at which batch."""
+"""Detection of non-finite values, with the module and the batch that they come from."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 class AnomalyDetection:
-    """A context in which NaN is an error that names the module, or the operation of the backward pass, it came from.
+    """A context in which a NaN is an error that names its module, or its operation in the backward pass.
 
-    For whoever runs a fit::
+    Use it around a training step::
 
         with AnomalyDetection(module, lambda: f"epoch {epoch}, batch {batch_idx}, rank {rank}") as anomalies:
             loss = training_step(batch)
             anomalies.check_loss(loss)  # such as a hook before the backward pass
             loss.backward()
 
-    The output of every module is looked at when its ``forward`` ends, so that the first one, and the innermost, is
-    found.  Infinite values may be meant, as in a mask: they are an error only when a NaN or such a loss comes of them.
-    All this reads values back from the device after each layer, and is slow.
+    The output of every submodule is checked at the end of its ``forward``, so that the error names the first and
+    innermost one.  Infinite values may be intended, as in a mask: they are an error only if a NaN or a non-finite loss
+    follows.  The checks read values back from the device after each layer, which is slow.
 
     Args:
-        module: The module whose parts are watched; not a wrapper of it, whose prefix would be in the names.
-        position: Says where the run is, for the message.
+        module: The module to check; not its wrapper, whose prefix would be in the names.
+        position: Returns the position in the run, for the message.
     """
 
     def __init__(self, module: nn.Module, position: Callable[[], str]) -> None:
@@ -58,14 +58,14 @@ class AnomalyDetection:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
-        if isinstance(value, RuntimeError) and "returned nan values" in str(value):  # torch has no class of its own
+        if isinstance(value, RuntimeError) and "returned nan values" in str(value):  # torch has no class for it
             raise AnomalyError(f"{value} in the backward pass ({self._position()}){self._source()}") from value
 
     def check_loss(self, loss: Tensor) -> None:
         """Check the loss of a batch.
 
         Raises:
-            AnomalyError: It is not finite.
+            AnomalyError: The loss is not finite.
         """
         problem = _nonfinite_kind(loss)
         if problem:
@@ -73,7 +73,7 @@ class AnomalyDetection:
                 f"the loss is {problem} ({self._position()})"
                 f"{self._source() or '; the outputs of all modules were finite, so it was computed from them'}"
             )
-        self._first_infinite = None
+        self._first_infinite = None  # a finite loss: the infinite values of this batch were intended
 
     def _watcher(self, name: str) -> Callable[..., None]:
         def watch(submodule: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -99,7 +99,7 @@ class AnomalyDetection:
 
 
 def _cause(module: nn.Module, inputs: Any) -> str:
-    """Return what was wrong before a module computed."""
+    """Describe the non-finite inputs and parameters of a module whose output has a NaN."""
     before = _nonfinite_kind(inputs)
     if before == "NaN":
         return (
@@ -114,7 +114,7 @@ def _cause(module: nn.Module, inputs: Any) -> str:
 
 
 def _nonfinite_kind(value: Any) -> str | None:
-    """Return ``"NaN"`` or ``"inf"`` for values with tensors that hold such, None where all are finite."""
+    """Return ``"NaN"`` or ``"inf"`` if nested values have such elements; None if all are finite."""
     problem = None
     for tensor in _tensors(value):
         if torch.isfinite(tensor).all():
@@ -126,7 +126,7 @@ def _nonfinite_kind(value: Any) -> str | None:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Return the tensors in nested values; of a sharded one the part that is here."""
+    """Yield the tensors in nested values that can be checked; of sharded ones the local shard."""
     if isinstance(value, Tensor):
         if _may_be_checked(value):
             to_local = getattr(value.detach(), "to_local", None)
@@ -143,6 +143,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _may_be_checked(tensor: Tensor) -> bool:
+    # torch.isfinite lacks float8, sparse and meta tensors.
     has_fractions = tensor.is_floating_point() or tensor.is_complex()
     return has_fractions and tensor.dtype.itemsize > 1 and tensor.layout is torch.strided and not tensor.is_meta
 
@@ -152,7 +153,7 @@ def _may_be_checked(tensor: Tensor) -> bool:
 
 @contextmanager
 def watched_fit(trainer: Trainer, module: TrainModule) -> Iterator[None]:
-    """In this context a loss or an output that is NaN is an error, if the Trainer was asked for that."""
+    """Detect anomalies in a fit in a ``with`` block, if the Trainer has ``detect_anomaly``."""
     if not trainer.detect_anomaly:
         yield
         return
@@ -164,7 +165,7 @@ def watched_fit(trainer: Trainer, module: TrainModule) -> Iterator[None]:
 
 
 class _FitLocation:
-    """Where a fit is, for people."""
+    """Description of the current position in a fit, for messages."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -25,6 +25,7 @@ _AT_LEAST = {
     "log_every_n_steps": 0,
     "accumulate_grad_batches": 1,
     "reload_dataloaders_every_n_epochs": 0,
+    "max_restarts": 0,
 }
 _STATEMENTS = ("sync_batchnorm", "detect_anomaly", "use_distributed_sampler", "inference_mode")
 _ENABLED = ("progress_bar", "model_summary", "checkpointing")
@@ -32,15 +33,15 @@ _ENABLED = ("progress_bar", "model_summary", "checkpointing")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureDefaults:
-    """What runs around the training, beside the user's callbacks.
+    """Features of the Trainer that run beside the training.
 
     Attributes:
-        logger: One or several loggers; True or None takes a CSV logger, False none.
-        progress_bar: Whether progress is shown.
-        model_summary: Whether the layers are listed before training.
-        checkpointing: Whether checkpoints are saved.
+        logger: One or several loggers; True or None is a CSV logger, False none.
+        progress_bar: Whether to show a progress bar.
+        model_summary: Whether to print the layers before training.
+        checkpointing: Whether to save checkpoints.
         log_every_n_steps: Optimizer steps between two writes of step values; 0 writes none.
-        num_sanity_val_steps: Validation batches to try before training starts; -1 tries all.
+        num_sanity_val_steps: Validation batches to try before training starts; -1 is all.
     """
 
     logger: Any
@@ -70,17 +71,17 @@ _BARE = FeatureDefaults(
 
 
 def resolve_features(requested: Mapping[str, Any], *, barebones: bool, fast_dev_run: int) -> FeatureDefaults:
-    """Return what runs around the training.
+    """Return the features of a Trainer.
 
     Args:
-        requested: What the user passed for each attribute of :class:`FeatureDefaults`, None leaving it open, and for
+        requested: The user's value for each attribute of :class:`FeatureDefaults`, None for the default, and for
             ``profiler`` and ``detect_anomaly``.
-        barebones: Whether all of it is off.
-        fast_dev_run: Number of batches that are only tried, without sanity check; 0 runs as usual.
+        barebones: Whether all features are off.
+        fast_dev_run: Number of batches of a trial run, which has no sanity check; 0 in a normal run.
 
     Raises:
-        RequestError: Something is neither on nor off.
-        ConflictError: Something was asked for that barebones switches off.
+        RequestError: A value is not a bool.
+        ConflictError: The user requests a feature that barebones switches off.
     """
     _check_statement(barebones, "barebones")
     for name in _ENABLED:
@@ -99,7 +100,7 @@ def resolve_features(requested: Mapping[str, Any], *, barebones: bool, fast_dev_
 
 
 def _check_bare(requested: Mapping[str, Any]) -> None:
-    """Raise ConflictError where something is asked for that barebones switches off."""
+    """Raise a ConflictError if the user requests a feature that barebones switches off."""
     off = {name: getattr(_BARE, name, False) for name in requested}
     for name, value in requested.items():
         if value is not None and value != off[name]:
@@ -110,16 +111,16 @@ def _check_bare(requested: Mapping[str, Any]) -> None:
 
 
 def _argument(name: str) -> str:
-    """Return what the Trainer calls an attribute of :class:`FeatureDefaults`."""
+    """Return the Trainer's argument for an attribute of :class:`FeatureDefaults`."""
     return f"enable_{name}" if name in _ENABLED else name
 
 
 def check_arguments(trainer: Trainer) -> None:
-    """Check the counts, limits and choices that a Trainer was given.
+    """Check the counts, limits and choices among a Trainer's arguments.
 
     Raises:
-        RequestError: One of them is out of range or of another type; the message names it.
-        ConflictError: Two of them cannot go together.
+        RequestError: An argument is out of range or of another type; the message names it.
+        ConflictError: Two arguments contradict each other.
     """
     for name in _LIMITS:
         check_limit(getattr(trainer, name), name)
@@ -139,13 +140,13 @@ def check_arguments(trainer: Trainer) -> None:
 
 
 def check_fast_dev_run(value: Any) -> None:
-    """Raise RequestError unless the value is a bool or a number of batches."""
+    """Raise a RequestError unless a value is a bool or a number of batches."""
     if not isinstance(value, int) or value < 0:
         raise RequestError(f"fast_dev_run={value!r} must be True, False, or a number of batches (int)")
 
 
 def check_count(value: Any, name: str, least: int) -> None:
-    """Raise RequestError unless the value is an int of at least so much."""
+    """Raise a RequestError unless a value is an int of at least ``least``; a bool is not."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise RequestError(f"{name}={value!r} must be an int of at least {least}")
 
@@ -159,6 +160,25 @@ def _check_order(trainer: Trainer, unit: str) -> None:
     least, most = getattr(trainer, f"min_{unit}"), getattr(trainer, f"max_{unit}")
     if 0 <= most < least:
         raise ConflictError(f"min_{unit}={least} is more than max_{unit}={most}: make it smaller, or leave one out")
+
+
+def check_preemption(trainer: Trainer) -> None:
+    """Check the deadline of a preemption.
+
+    Raises:
+        RequestError: It is not a positive number.
+        ConflictError: No callback could save a checkpoint.
+    """
+    seconds = trainer.preemption_deadline
+    if seconds is None:
+        return
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+        raise RequestError(f"preemption_deadline={seconds!r} must be a number of seconds above 0, such as 90")
+    if not trainer.checkpoint_callbacks:
+        raise ConflictError(
+            f"preemption_deadline={seconds!r} saves a checkpoint on SIGTERM and SIGUSR1, and no callback saves any: "
+            "leave out enable_checkpointing=False or barebones=True, or leave out the deadline"
+        )
 
 
 def _check_interval(value: Any, epochs: Any) -> None:
@@ -187,7 +207,7 @@ def _check_clipping(value: Any, algorithm: Any) -> None:
     if algorithm not in ("norm", "value"):
         raise RequestError(f"gradient_clip_algorithm={algorithm!r} must be 'norm' or 'value'")
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and (not number or not value >= 0):  # NaN is not either
+    if value is not None and (not number or not value >= 0):  # "not >=" is True for NaN too
         raise RequestError(f"gradient_clip_val={value!r} must be a positive number, or None or 0 to clip nothing")
 
 
@@ -208,15 +228,15 @@ _WRITTEN = re.compile(r"(?:(\d+):)?(\d+):(\d{1,2}):(\d{1,2})")
 
 
 def read_duration(value: Any, name: str) -> timedelta:
-    """Return a length of time.
+    """Return a duration.
 
     Args:
-        value: A timedelta, a dict of its arguments such as ``{"hours": 1}``, or text: ``"DD:HH:MM:SS"``,
+        value: A timedelta, a dict of its arguments such as ``{"hours": 1}``, or a str: ``"DD:HH:MM:SS"``,
             ``"HH:MM:SS"``.
-        name: What it was given for, for the message.
+        name: The argument, for the message.
 
     Raises:
-        RequestError: It is none of these, or not more than nothing.
+        RequestError: The value is none of these, or not positive.
     """
     duration = _read(value)
     if duration is None or duration <= timedelta(0):

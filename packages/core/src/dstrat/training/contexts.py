@@ -1,4 +1,4 @@
-"""Contexts of a run: settings of torch, creation of the module, first meeting of the ranks."""
+"""Contexts of a run: settings of torch, creation of modules, warnings of slow barriers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # without it cuBLAS has no deterministic algorithm: torch's note on reproducibility
+# Without it cuBLAS has no deterministic algorithm, and torch raises: see torch's page on reproducibility.
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
 def numerics(*, deterministic: bool | Literal["warn"] | None, benchmark: bool | None) -> Iterator[None]:
-    """In this context operations are deterministic, and cuDNN searches for its fastest algorithms, as asked.
+    """Set torch's deterministic algorithms and cuDNN's benchmark mode in a ``with`` block.
 
     Args:
-        deterministic: Whether an operation without a deterministic implementation is an error, or warns; None leaves
-            torch's setting.
-        benchmark: Whether cuDNN searches; None leaves torch's setting.
+        deterministic: Whether an operation without a deterministic implementation is an error; ``"warn"`` only warns,
+            and None leaves torch's setting.
+        benchmark: Whether cuDNN searches for its fastest algorithms; None leaves torch's setting.
     """
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -51,11 +52,11 @@ def numerics(*, deterministic: bool | Literal["warn"] | None, benchmark: bool | 
 
 @contextmanager
 def creating_modules(strategy: Strategy, *, is_empty: bool) -> Iterator[None]:
-    """In this context new tensors have the strategy's dtype, and its device where the run happens in this process.
+    """Create tensors with the strategy's dtype in a ``with`` block, and on its device if the run is in this process.
 
     Args:
         strategy: Of the run.
-        is_empty: Whether parameters are left without initial values.
+        is_empty: Whether parameters stay uninitialized.
     """
     launcher = strategy.launcher
     with ExitStack() as stack:
@@ -63,12 +64,12 @@ def creating_modules(strategy: Strategy, *, is_empty: bool) -> Iterator[None]:
         if launcher is None or launcher.runs_here:
             stack.enter_context(strategy.root_device)
         if is_empty:
-            stack.enter_context(_NoInitialValues())
+            stack.enter_context(_SkipInit())
         yield
 
 
-class _NoInitialValues(TorchFunctionMode):
-    """Leaves out what ``torch.nn.init`` does."""
+class _SkipInit(TorchFunctionMode):
+    """A context in which the functions of ``torch.nn.init`` return their tensor unchanged."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -79,22 +80,22 @@ class _NoInitialValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# Warning of a long wait for other processes
+# Warnings of slow barriers
 
 
 _log = logging.getLogger(__name__)
 
 SECONDS_UNTOLD = 10.0
-"""How long a process waits before it says so."""
+"""Seconds of waiting after which a rank logs a warning."""
 
 
 @contextmanager
 def warn_if_slow(trainer: Trainer, call: str) -> Iterator[None]:
-    """Log, when a ``with`` block takes long in which this process waits for all others, that it does.
+    """Log a warning if a ``with`` block, in which this rank waits for all others, takes long.
 
     Args:
-        trainer: Says how many processes there are.
-        call: Every process has to call.
+        trainer: Has the rank and the number of processes.
+        call: Name of the method that every process must call.
     """
     if trainer.world_size == 1:
         yield

@@ -1,4 +1,4 @@
-"""Hooks: bound once before a run, so that those not overridden cost nothing."""
+"""Hooks of callbacks and module, bound once before a run, so that unused ones cost nothing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 def overrides(owner: object, name: str, base: type) -> bool:
-    """Return whether the owner's class or the instance implements a hook, rather than inheriting that of base.
-
-    A hook that is None counts as not implemented.
-    """
+    """Return whether an object, or its class, overrides a hook of a base class; a hook that is None does not."""
     attributes = getattr(owner, "__dict__", {})
     if name in attributes:
         return attributes[name] is not None
@@ -29,16 +26,16 @@ def overrides(owner: object, name: str, base: type) -> bool:
 
 
 def hook_of(owner: object, name: str, base: type) -> Callable[..., Any]:
-    """Return a hook that has a default; where the owner's is None, that of base."""
+    """Return a hook of an object; the base class's if the object's is None."""
     method: Callable[..., Any] | None = getattr(owner, name)
     return partial(getattr(base, name), owner) if method is None else method
 
 
 class HookRunner:
-    """The overridden hooks of the callbacks and the module, by name.
+    """The overridden hooks of callbacks and module, by name.
 
-    Callbacks come first, in their order, then the module.  Callbacks that save checkpoints come after the module, so
-    that they see what it logged.
+    Callbacks come first, in their order, then the module.  Callbacks that save checkpoints (``runs_last``) follow the
+    module, since they read the values that it logs.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule, callbacks: Sequence[Callback]) -> None:
@@ -52,24 +49,24 @@ class HookRunner:
         self._hooks: dict[str, tuple[Callable[..., Any], ...]] = {}
 
     def of(self, name: str) -> tuple[Callable[..., Any], ...]:
-        """Return the callables of a hook, in the order in which they are called."""
+        """Return the functions of a hook, in the order of their calls."""
         if name not in self._hooks:
             self._hooks[name] = (*self.early(name), *self.late(name))
         return self._hooks[name]
 
     def early(self, name: str) -> tuple[Callable[..., Any], ...]:
-        """Return the callables of a hook but for the callbacks that run last."""
+        """Return the functions of a hook, without those of callbacks that run last."""
         if not overrides(self._module, name, self._module_base):
             return tuple(self._of_callbacks(self._early, name))
         module_hook = self._profiled(self._module, name, getattr(self._module, name))
         return (*self._of_callbacks(self._early, name), module_hook)
 
     def late(self, name: str) -> tuple[Callable[..., Any], ...]:
-        """Return the callables of a hook of the callbacks that run last."""
+        """Return the functions of a hook of the callbacks that run last."""
         return tuple(self._of_callbacks(self._late, name))
 
     def answering(self, name: str) -> list[str]:
-        """Return the classes that override a hook by a function that is not annotated as returning None."""
+        """Return the names of classes that override a hook with a function that may return a value."""
         owners = ((self._module, self._module_base), *((c, self._callback_base) for c in (*self._early, *self._late)))
         return [
             type(owner).__name__
@@ -79,7 +76,7 @@ class HookRunner:
         ]
 
     def insert(self, name: str, hook: Callable[..., Any]) -> None:
-        """Let a function be called before the callbacks and the module."""
+        """Insert a function before those of callbacks and module."""
         self._hooks[name] = (hook, *self.of(name))
 
     def call(self, name: str, *args: Any) -> None:
@@ -88,12 +85,12 @@ class HookRunner:
             hook(*args)
 
     def call_callbacks(self, name: str, *args: Any) -> None:
-        """Call a hook of the callbacks alone."""
+        """Call a hook of the callbacks, not of the module."""
         for hook in self.of_callbacks(name):
             hook(*args)
 
     def of_callbacks(self, name: str) -> list[Callable[..., Any]]:
-        """Return the callables of a hook of the callbacks, without the module's."""
+        """Return the functions of a hook of the callbacks, without the module's."""
         return self._of_callbacks([*self._early, *self._late], name)
 
     def _of_callbacks(self, callbacks: Sequence[Callback], name: str) -> list[Callable[..., Any]]:
@@ -107,7 +104,7 @@ class HookRunner:
         return self._trainer.profiled(f"{type(owner).__name__}.{name}", hook)
 
 
-# Removed hooks, which raise an error because they would never be called
+# Hooks that Lightning has removed: without an error they would silently never be called
 
 
 _WITHOUT_OUTPUTS = "which gets no outputs: append them to a list of the module in the step"
@@ -146,18 +143,18 @@ _OF_CALLBACKS = {
 }
 
 _COMMON_NAMES = {"on_epoch_start", "on_epoch_end"}
-"""What libraries call methods of their own, which take other arguments than the hooks did."""
+"""Names that other libraries' methods have too; these take other arguments than the removed hooks."""
 
 
 def check_no_removed_hooks(owner: object, *, is_callback: bool = False) -> None:
-    """Check that an object has no method that is named as a hook of old, which nobody would call.
+    """Check that an object has no method with the name of a removed hook.
 
     Args:
         owner: A module, a data module or a callback.
-        is_callback: Whether it is a callback.
+        is_callback: Whether the owner is a callback.
 
     Raises:
-        MisuseError: It has one; the message says what to write instead.
+        MisuseError: The owner has one; the message names the replacement.
     """
     for name, instead in (_OF_CALLBACKS if is_callback else _OF_MODULES).items():
         method = getattr(owner, name, None)
@@ -169,7 +166,7 @@ def check_no_removed_hooks(owner: object, *, is_callback: bool = False) -> None:
 
 
 def _takes(method: Callable[..., Any], count: int) -> bool:
-    """Return whether a method can be called with so many arguments."""
+    """Return whether a method can be called with a number of positional arguments."""
     try:
         inspect.signature(method).bind(*range(count))
     except TypeError:

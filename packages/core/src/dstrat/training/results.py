@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateDelta:
-    """What a run has changed in global rank 0; tensors are on the CPU.
+    """The state that a run has changed, from global rank 0, with tensors on the CPU.
 
     Attributes:
-        weights: The module's state; None where the run did not train it.
+        weights: The module's state; None if the run did not train.
         counters: The state of the training loop.
-        num_training_batches: Number of training batches in an epoch, None where it is unknown.
-        ckpt_path: The checkpoint that the run has begun with, None without one.
-        metrics: The values that were logged.
+        num_training_batches: Number of training batches in an epoch; None if it is unknown.
+        ckpt_path: The checkpoint that the run has loaded; None without one.
+        metrics: The logged values.
         callbacks: The states of the callbacks, by their keys.
-        hparams: The module's hyperparameters, as far as they are plain values.
-        random_state: What the generators would draw next.
+        hparams: The module's hyperparameters that are plain values.
+        random_state: The state of the random generators.
     """
 
     weights: dict[str, Any] | None
@@ -55,12 +55,12 @@ class StateDelta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """The end of a run.
+    """The result of a run.
 
     Attributes:
-        result: What the Trainer's method returns.
-        changes: What the run has changed; None where it is here already, and in ranks that are not asked.
-        stopped_by: Number of the signal on which all processes have ended the run together; 0 where none did.
+        result: The return value of the Trainer's method.
+        changes: The changed state; None if the run was in the calling process, and on ranks other than 0.
+        stopped_by: Number of the signal that ended the run on all ranks; 0 without one.
     """
 
     result: Any
@@ -69,7 +69,7 @@ class RunResult:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any, *, stopped_by: int = 0) -> RunResult:
-        """Collect the outcome; collective."""
+        """Collect the result of a run; collective."""
         if not trainer.ran_elsewhere:
             return cls(result=result)
         weights = trainer.strategy.module_state_dict() if trainer.is_fitting else None
@@ -88,10 +88,10 @@ class RunResult:
         return cls(result=_on_cpu(result), changes=changes, stopped_by=stopped_by)
 
     def restore(self, trainer: Trainer, module: TrainModule) -> None:
-        """Bring the outcome of another process into this one.
+        """Restore the changes of another process in this one.
 
         Raises:
-            MisuseError: The run has made layers that the module here does not have; the rest is brought.
+            MisuseError: The run has made layers that this process's module lacks; everything else is restored.
         """
         if self.changes is None:
             return
@@ -99,7 +99,9 @@ class RunResult:
         trainer.fit_loop.data.num_batches = self.changes.num_training_batches
         trainer.context.ckpt_path = self.changes.ckpt_path
         trainer.metrics.load_state_dict(self.changes.metrics)
-        trainer.callbacks = with_callbacks_of(module, trainer.callbacks)  # as the run did, in its own copy
+        trainer.callbacks = with_callbacks_of(
+            module, trainer.callbacks
+        )  # the run has done so in its copy of the Trainer
         for callback in trainer.callbacks:
             if callback.state_key in self.changes.callbacks:
                 callback.load_state_dict(self.changes.callbacks[callback.state_key])
@@ -122,12 +124,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _restore_weights(module: TrainModule, weights: Mapping[str, Any]) -> None:
-    configure_for(module, weights)  # as the run has done with its own copy
+    configure_for(module, weights)  # the run has called configure_model on its copy
     current = module.state_dict(keep_vars=True)
     for name, tensor in current.items():
-        other = weights.get(name)
-        if isinstance(other, Tensor) and isinstance(tensor, Tensor) and other.dtype != tensor.dtype:
-            tensor.data = tensor.data.to(other.dtype)  # the precision has converted the module
+        trained = weights.get(name)
+        if isinstance(trained, Tensor) and isinstance(tensor, Tensor) and trained.dtype != tensor.dtype:
+            tensor.data = tensor.data.to(trained.dtype)  # the precision has converted the run's copy
     module.load_state_dict(weights, strict=False)
     added, removed = ([name for name in a if name not in b] for a, b in ((weights, current), (current, weights)))
     if added or removed:
@@ -140,7 +142,7 @@ def _restore_weights(module: TrainModule, weights: Mapping[str, Any]) -> None:
         )
 
 
-# Final state of a fit, kept on the CPU so that it can still be saved.
+# Final state of a fit, on the CPU, for a checkpoint after the fit
 
 
 _log = logging.getLogger(__name__)
@@ -150,17 +152,17 @@ _IN_A_RUN = "call it in on_train_end of the module or a callback, or take ModelC
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinalState:
-    """What the strategy frees at the end of a fit; the module, the counters and the callbacks stay in the Trainer.
+    """The state that the strategy frees at the end of a fit; module, counters and callbacks stay in the Trainer.
 
-    Tensors are on the CPU.  Where the devices are others they are copies, which take as much memory of the host as the
-    optimizers' state takes on the device (with Adam in float32 8 bytes per parameter).  The Trainer's optimizers, which
-    users may read after a fit, share it.
+    Tensors are on the CPU.  On other devices they are copied to it, which takes as much host memory as the optimizers'
+    state takes on the device (8 bytes per parameter for Adam in float32).  The Trainer's optimizers, which users may
+    read after a fit, share these tensors.
 
     Attributes:
         optimization: The state of optimizers, schedulers and precision; empty in processes that do not write it.
-        rank_state: What belongs to this process alone.
-        error: What was wrong with the state, so that it cannot be saved; None where nothing was.
-        weights_of: The checkpoint whose weights an evaluation has loaded into the module since; None where none has.
+        rank_state: The state of this rank.
+        error: The error that prevents a checkpoint of the state; None without one.
+        weights_of: The checkpoint whose weights an evaluation has since loaded into the module; None without one.
         loaded_by: The stage of that evaluation.
     """
 
@@ -172,7 +174,7 @@ class FinalState:
 
     @classmethod
     def of(cls, trainer: Trainer) -> FinalState | None:
-        """Return what is kept of a fit, before the strategy's teardown; None where there is nothing to save from."""
+        """Return the final state of a fit, before the strategy's teardown; None if it cannot be saved afterwards."""
         if not trainer.is_fitting or trainer.ran_elsewhere or _is_sharded(trainer):
             return None
         from dstrat.checkpoint.strategy_state import optimization_entries
@@ -180,21 +182,21 @@ class FinalState:
         try:
             entries, rank_state = optimization_entries(trainer.strategy), collect_rank_state(trainer)
             if not trainer.is_global_zero and not trainer.strategy.checkpoint_io.is_collective:
-                entries = {}  # global rank 0 writes them alone
+                entries = {}  # only global rank 0 writes them
             to_host = trainer.strategy.to_host
             return cls(
                 optimization=apply_to_tensors(entries, to_host), rank_state=apply_to_tensors(rank_state, to_host)
             )
-        except Exception as error:  # noqa: BLE001 - what is kept for later fails no fit that has ended
+        except Exception as error:  # noqa: BLE001 - the fit itself has succeeded; save raises the error if it is called
             return cls(optimization={}, rank_state={}, error=error)
 
     def with_weights_of(self, path: str | Path, stage: str) -> FinalState:
-        """Return what is kept after a stage has loaded the weights of a checkpoint into the module."""
-        rank_state = {**self.rank_state, "buffers": {}}  # a resume takes those of the module
+        """Return the final state after a stage has loaded the weights of a checkpoint into the module."""
+        rank_state = {**self.rank_state, "buffers": {}}  # the module has the checkpoint's buffers now
         return replace(self, rank_state=rank_state, weights_of=path, loaded_by=stage)
 
     def save(self, trainer: Trainer, path: str | Path, *, weights_only: bool) -> None:
-        """Write the checkpoint; every process of the job calls it, and they are connected until it is written."""
+        """Write a checkpoint; collective, with a process group that is open for the save only."""
         if self.error is not None and not weights_only:
             raise self.error
         if self.weights_of is not None and trainer.is_global_zero:
@@ -208,7 +210,9 @@ class FinalState:
         strategy = trainer.strategy
         for attachable in (trainer.module, trainer.datamodule):
             if attachable is not None:
-                attachable.attach(trainer)  # for on_save_checkpoint, as another Trainer may have run it since
+                attachable.attach(
+                    trainer
+                )  # another Trainer may have run it since, and on_save_checkpoint reads trainer
         try:
             with warn_if_slow(trainer, "save_checkpoint"):
                 strategy.setup_environment()
@@ -221,7 +225,7 @@ class FinalState:
 
 
 def nothing_to_save_error(trainer: Trainer) -> MisuseError:
-    """Return the error of a checkpoint that is asked for outside of a run, where there is no end of a fit to save."""
+    """Return the error of a save outside of a run without the final state of a fit."""
     if trainer.module is None:
         why = "there has been none: call it after fit, or in a hook of the module or a callback"
     elif trainer.ran_elsewhere:
@@ -242,13 +246,14 @@ def nothing_to_save_error(trainer: Trainer) -> MisuseError:
 
 
 def _is_sharded(trainer: Trainer) -> bool:
-    """Return whether no process has the whole state: of the strategy, or of an optimizer that is sharded by itself."""
+    """Return whether the state is sharded, by the strategy or by an optimizer."""
     strategy = trainer.strategy
+    # ZeroRedundancyOptimizer and its like have this method.
     has_shards = any(hasattr(optimizer, "consolidate_state_dict") for optimizer in strategy.optimizers)
     return not strategy.replicates_state or has_shards
 
 
-# Table of the results of a validation or test.
+# Table of the results of a validation or test
 
 
 _DIGITS = 6
@@ -258,14 +263,14 @@ Rows = list[list[str]]
 
 
 def show_results(stage: str, results: Sequence[Mapping[str, float]]) -> None:
-    """Write the values of each loader to stderr: with bold heads on a terminal, as plain text elsewhere.
+    """Print the values of each loader to stderr: with bold headers on a terminal, as plain text elsewhere.
 
     Args:
-        stage: What was run, validate or test.
-        results: The values by name, of each loader.
+        stage: ``"validate"`` or ``"test"``.
+        results: The values by name, for each loader.
     """
     rows = rows_of(stage, results)
-    if len(rows) == 1 or sys.stderr is None:  # as in a program without a console
+    if len(rows) == 1 or sys.stderr is None:  # None in a program without a console (pythonw)
         return
     if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
         _show_on_terminal(rows)
@@ -274,7 +279,7 @@ def show_results(stage: str, results: Sequence[Mapping[str, float]]) -> None:
 
 
 def rows_of(stage: str, results: Sequence[Mapping[str, float]]) -> Rows:
-    """Return a row of heads, and one for each name with its value for each loader."""
+    """Return a row of headers, and a row for each name with its value for each loader."""
     plain = [{name.partition(DATALOADER_SUFFIX)[0]: value for name, value in values.items()} for values in results]
     heads = [f"loader {index}" for index in range(len(plain))] if len(plain) > 1 else ["value"]
     names = dict.fromkeys(name for values in plain for name in values)
@@ -301,7 +306,7 @@ def _widths(rows: Rows) -> list[int]:
 
 
 def _show_on_terminal(rows: Rows) -> None:
-    """Write the table, or several of them below one another where the terminal is too narrow for all loaders."""
+    """Print the table, split into several tables if the terminal is too narrow for all loaders."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""One run in one process of a job: everything between the launch and the end, in its order."""
+"""A run in one process of a job: preparation, the stage's work, and cleanup, in their order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrat.data.random_state import RandomState
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.optimizers import Optimization
+from dstrat.interfaces.strategy import log_out_of_memory
 from dstrat.training.anomaly import watched_fit
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint.path import resolve_checkpoint
@@ -21,6 +22,7 @@ from dstrat.training.loops.stopping import Interrupted, Terminated
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule
+from dstrat.training.recovery import continued_checkpoint, join_attempt, rewind_loggers
 from dstrat.training.results import FinalState, RunResult
 
 _log = logging.getLogger(__name__)
@@ -39,13 +41,13 @@ def execute(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_pa
     """Run the trainer's stage (fit, validate, test or predict) in this process.
 
     Args:
-        trainer: Its settings, strategy and stage.
+        trainer: Has the settings, the strategy and the stage.
         module: The user's module.
-        sources: Where batches come from.
-        ckpt_path: A checkpoint to load first, by its path or as ``"last"``, ``"best"`` or the newest.
+        sources: The sources of loaders.
+        ckpt_path: A checkpoint to load first: its path, ``"last"``, ``"best"`` or a search.
 
     Returns:
-        What the process that called the Trainer needs of this one.
+        The result for the process that called the Trainer.
     """
     from dstrat.launch.progress import watched_for_hangs  # only runs need it
 
@@ -62,39 +64,40 @@ def execute(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_pa
             ),
         ):
             return _work(trainer, module, sources, ckpt_path)
-    finally:  # also after an interrupt while the run is cleaned up
+    finally:  # also if a signal interrupts the cleanup
         _end(trainer)
 
 
 def _work(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest) -> RunResult:
-    """Prepare and do the stage's work, and free what it took."""
+    """Prepare the stage, do its work, and clean up."""
     work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[trainer.stage]
     try:
         _prepare(trainer, module, sources, ckpt_path)
         result = work(trainer, module, sources)
-        trainer.strategy.barrier("end")  # what a rank prints after its run is not to land in the bar of rank 0
+        # A rank that is done may print, into the progress bar of rank 0: all end together.
+        trainer.strategy.barrier("end")
     except (Interrupted, Terminated) as exception:
         outcome = _stop(trainer, exception)
         if outcome is not None:
-            return outcome  # and the process that asked for the run raises it
+            return outcome  # the process that called the Trainer restores it, and raises there
         if isinstance(exception, Terminated):
             raise
-        raise KeyboardInterrupt from None  # Python ends as a shell expects only for this very class
+        raise KeyboardInterrupt from None  # for this class only, not for subclasses, Python exits as after a SIGINT
     except BaseException as exception:
         _on_exception(trainer, exception)
         raise
     outcome = RunResult.of(trainer, result)
     if trainer.is_fitting and not trainer.ran_elsewhere:
         trainer.final_optimization = _final_optimization(trainer)
-    ended = FinalState.of(trainer)
+    final_state = FinalState.of(trainer)  # before the cleanup, in which the strategy frees it
     _finish(trainer)
-    if trainer.is_fitting:  # an evaluation leaves what there is of a fit before it
-        trainer.final_state = ended
+    if trainer.is_fitting:  # an evaluation keeps the final state of the fit before it
+        trainer.final_state = final_state
     return outcome
 
 
 def _final_optimization(trainer: Trainer) -> Optimization:
-    """Return the optimizers and schedulers for after the fit, their state on the CPU, as the module will be."""
+    """Return the optimizers and schedulers for use after the fit, with their state on the CPU, as the module's."""
     strategy = trainer.strategy
     if strategy.replicates_state and strategy.root_device.type != "cpu":
         for state in [state for optimizer in strategy.optimizers for state in optimizer.state.values()]:
@@ -104,13 +107,13 @@ def _final_optimization(trainer: Trainer) -> Optimization:
 
 
 def execute_elsewhere(random_state: RandomState, *args: Any) -> RunResult:
-    """Do the same in a process that starts with the random numbers of the one that launched it."""
+    """Run :func:`execute` in another process, with the random state of the process that launched it."""
     random_state.restore()
     return execute(*args)
 
 
 def _begin(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
-    """Attach the module and the data module in the process that runs them."""
+    """Attach module, data module and callbacks to the run, in the process of the run."""
     context = trainer.context
     module.attach(trainer)
     if sources.datamodule is not None:
@@ -124,7 +127,7 @@ def _begin(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
 
 def _end(trainer: Trainer) -> None:
     if trainer.module is not None:
-        trainer.module.untoggle_optimizer()  # which a step that raised has left toggled
+        trainer.module.untoggle_optimizer()  # a step may have raised between toggling and untoggling
     _set_logging_module(trainer.callbacks, None)
     trainer.strategy.module_backward = None
     trainer.context.is_running = False
@@ -132,27 +135,30 @@ def _end(trainer: Trainer) -> None:
 
 def _set_logging_module(callbacks: Iterable[Callback], module: TrainModule | None) -> None:
     for callback in callbacks:
-        callback._logging_module = module  # noqa: SLF001 - no public name, which a user's subclass might have too
+        callback._logging_module = module  # noqa: SLF001 - a public name could collide with one of a user's subclass
 
 
 def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest) -> None:
     strategy = trainer.strategy
     strategy.setup_environment()
-    if strategy.local_rank == 0:
+    if strategy.local_rank == 0:  # downloads happen once per machine, before any rank reads the files
         sources.prepare_data()
     strategy.barrier("prepare_data")
+    join_attempt(trainer)
     trainer.context.log_dir = agree_on_folders(trainer.loggers, strategy)
+    rewind_loggers(trainer)
     if trainer.profiler is not None:
         trainer.profiler.start(trainer.stage, trainer.log_dir, trainer.global_rank)
     for hook in _ordered_hooks(trainer, "setup"):
         hook(trainer.stage)
     with strategy.tensor_init_context(), strategy.model_sharded_context():
         hook_of(module, "configure_model", TrainModule)()
-    module.attach(trainer)  # what configure_model has made, too
+    module.attach(trainer)  # again, for submodules that configure_model has made
     if trainer.sync_batchnorm and trainer.is_fitting:
         strategy.synchronize_batchnorm()
-    path = resolve_checkpoint(trainer, ckpt_path)
+    path = continued_checkpoint(trainer) or resolve_checkpoint(trainer, ckpt_path)
     trainer.context.ckpt_path = None if path is None else str(path)
+    # In two steps: on_load_checkpoint may change the module before optimizers exist; states are loaded after the setup.
     restoration = None if path is None else CheckpointRestore(trainer, path)
     trainer.publisher.log_graph(module)
     strategy.setup(trainer)
@@ -170,13 +176,14 @@ def _fit(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
         loop.setup(module, sources)
         hooks.call("on_fit_start")
         validates = sources.has("val") and sources.has_step("validation_step") and trainer.limit_val_batches != 0
-        sanity_checks = validates and trainer.num_sanity_val_steps != 0 and loop.batches_seen == 0  # and not resumed
+        # Not in a resumed fit, whose validation has run before.
+        sanity_checks = validates and trainer.num_sanity_val_steps != 0 and loop.batches_seen == 0
         if sanity_checks:
             hooks.call_callbacks("on_sanity_check_start")
         validation = None
         if validates:
             validation = EvaluationLoop(trainer, module, sources.loader("val", may_be_none=True), "validation")
-            trainer.context.evaluation_loop = validation  # known from now on, and not only when it runs
+            trainer.context.evaluation_loop = validation  # before its first run, as on_train_start may read it
         if validation is not None and sanity_checks:
             _sanity_check(trainer, validation)
         loop.run(validation)
@@ -185,16 +192,16 @@ def _fit(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
 
 
 def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
-    """Try a few validation batches."""
-    random_state = RandomState.capture()  # so that training draws the same numbers with and without the check
+    """Run a few validation batches before the training."""
+    random_state = RandomState.capture()  # training draws the same random numbers with and without the check
     trainer.context.sanity_checking = True
     with trainer.interruption:
         validation.run(None if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps)
-    random_state.restore()  # also for a checkpoint that is saved in the hook
+    random_state.restore()  # for a checkpoint that the hook saves; again below, as the hook may draw numbers
     trainer.context.hooks.call_callbacks("on_sanity_check_end")
     trainer.context.sanity_checking = False
     random_state.restore()
-    trainer.context.forget_logged_values(trainer.strategy)  # values of a few batches are no results
+    trainer.context.reset_metrics(trainer.strategy)  # values of a few batches are not results
 
 
 def _evaluate(trainer: Trainer, module: TrainModule, sources: DataSources) -> list[dict[str, float]]:
@@ -219,14 +226,14 @@ def _predict(trainer: Trainer, module: TrainModule, sources: DataSources) -> lis
 
 
 def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable[[], None] | None = None) -> None:
-    """Tell everyone, and free what would keep other processes waiting; the exception itself goes on.
+    """Call the exception hooks and clean up; the caller raises the exception.
 
     Args:
-        trainer: Of the run that breaks.
-        exception: What breaks it.
-        leave: Is called while every process is still here, and can communicate.
+        trainer: Of the failing run.
+        exception: The exception that ends the run.
+        leave: Called after the callbacks, while all processes can still communicate; for signals only.
     """
-    from dstrat.launch.peer_watch import name_ended_ranks  # only runs that break need it
+    from dstrat.launch.ended_peers import name_ended_ranks  # only runs that break need it
 
     trainer.context.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
     status = "interrupted" if trainer.context.interrupted else "failed"
@@ -236,10 +243,13 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
         *([partial(hook_of(trainer.datamodule, "on_exception", DataModule), exception)] if trainer.datamodule else []),
     ]
     if isinstance(exception, Interrupted | Terminated):
-        free = notify.pop(0)  # later, as every process is here, so that callbacks may still communicate
-        notify += [leave, free] if leave else [free]
+        # After a failure the strategy closes its communication first, or other ranks would wait.  At a signal all ranks
+        # stop together: callbacks may still communicate, so the strategy comes last.
+        close = notify.pop(0)
+        notify += [leave, close] if leave else [close]
     steps: list[Callable[[], None]] = [
-        partial(name_ended_ranks, exception),  # while the process group is open
+        partial(log_out_of_memory, trainer.strategy, exception),  # before anything is freed
+        partial(name_ended_ranks, exception),  # needs the process group, which the next steps close
         *notify,
         *_cleanup_steps(trainer, status),
     ]
@@ -248,28 +258,28 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
 
 
 def _ordered_hooks(trainer: Trainer, name: Literal["setup", "teardown"]) -> list[Callable[[Stage], Any]]:
-    """Return a hook of the data module, then of the callbacks, which may look at the data, then of the module."""
+    """Return a hook of the data module, of the callbacks, which may use its data, and of the module, in this order."""
     assert trainer.module is not None  # noqa: S101 - there is one in every run
     of_data = [] if trainer.datamodule is None else [hook_of(trainer.datamodule, name, DataModule)]
     return [*of_data, *trainer.context.hooks.of_callbacks(name), hook_of(trainer.module, name, TrainModule)]
 
 
 def _stop(trainer: Trainer, exception: Interrupted | Terminated) -> RunResult | None:
-    """Clean up after a signal; return what the run has come to, where another process asked for it; collective."""
+    """Clean up after a signal, and return the result if another process called the Trainer; collective."""
     outcomes: list[RunResult] = []
 
     def leave() -> None:
         outcomes.append(RunResult.of(trainer, None, stopped_by=exception.signal))
 
     _on_exception(trainer, exception, leave=leave if trainer.ran_elsewhere else None)
-    # The launcher of another machine returns nothing, so that the processes there raise.
+    # Launchers of other machines receive no result: the processes there raise.
     return outcomes[0] if outcomes and trainer.node_rank == 0 else None
 
 
 def _finish(trainer: Trainer) -> None:
     errors = _run_all(_cleanup_steps(trainer, "success"))
-    for other in errors[1:]:
-        _log.error("another part of the end of the run failed too", exc_info=other)
+    for error in errors[1:]:
+        _log.error("another part of the end of the run failed too", exc_info=error)
     if errors:
         raise errors[0]
 
@@ -284,13 +294,11 @@ def _cleanup_steps(trainer: Trainer, status: str) -> list[Callable[[], None]]:
 
 
 def _run_all(steps: Iterable[Callable[[], None]]) -> list[Exception]:
-    """Do every step, also after one that fails; return what went wrong."""
-    return [error for step in steps if (error := _error_of(step)) is not None]
-
-
-def _error_of(step: Callable[[], None]) -> Exception | None:
-    try:
-        step()
-    except Exception as error:  # noqa: BLE001 - the caller decides what becomes of it
-        return error
-    return None
+    """Run all steps, also after one that fails, and return the errors."""
+    errors = []
+    for step in steps:
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001, PERF203 - the caller logs or raises it
+            errors.append(error)
+    return errors

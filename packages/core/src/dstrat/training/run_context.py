@@ -1,4 +1,4 @@
-"""Context of a run: what exists in a process for one fit, validation, test or prediction."""
+"""State of one run: a fit, validation, test or prediction in a process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dstrat.interfaces.strategy import Strategy
+    from dstrat.launch.recovery import Attempt, SavePoint
     from dstrat.training.hooks import HookRunner
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.sources import DataSources
@@ -24,28 +25,31 @@ Stage = Literal["fit", "validate", "test", "predict"]
 
 @dataclass(kw_only=True)
 class RunContext:
-    """Everything that belongs to one run of a Trainer.
+    """The state of one run of a Trainer.
 
-    The Trainer makes one for each run, which fills it, and keeps it until the next run.  Users read it through the
-    Trainer's properties, which describe the attributes.
+    The Trainer makes a context for each run, and keeps it until the next one.  Users read it through the Trainer's
+    properties.
 
     Attributes:
         stage: The method that was called.
-        metrics: The values that were logged.
-        log_dir: The folder of the loggers, as rank 0 has it; until the ranks agree that of the last run.
+        metrics: The logged values.
+        log_dir: The folder of rank 0's loggers; that of the last run until the ranks have agreed on one.
         module: The user's module.
         datamodule: The user's data module.
-        sources: Where batches come from.
-        hooks: Calls the hooks of callbacks and module; only a run has it.
-        ckpt_path: The checkpoint that the run begins with.
-        logged: Collects what the module logs now.
+        sources: The sources of loaders.
+        hooks: The hooks of callbacks and module; set when the run begins.
+        ckpt_path: The checkpoint that the run has loaded.
+        logged: The collection that the module's ``log`` writes to now.
         evaluation_loop: The loop that validates, tests or predicts.
-        evaluation_batches: The number of batches that it takes of each loader.
-        return_predictions: Whether ``predict`` returns what the steps return.
-        is_running: Whether the run has begun in this process, and not ended.
-        is_evaluating: Whether the evaluation loop runs.
-        sanity_checking: Whether it is only tried.
+        evaluation_batches: The number of its batches from each loader.
+        return_predictions: Whether ``predict`` returns the results of the steps.
+        is_running: Whether the run is in progress in this process.
+        is_evaluating: Whether the evaluation loop is in progress.
+        sanity_checking: Whether the evaluation is the sanity check.
         interrupted: Whether a signal ended the run.
+        attempt: The attempt of a job with ``max_restarts``; None without.
+        save_point: From where this attempt continues the fit; None where it is the first one.
+        save_seconds: Time that the last checkpoint has taken; 0 before the first.
     """
 
     stage: Stage = "fit"
@@ -64,12 +68,15 @@ class RunContext:
     is_evaluating: bool = False
     sanity_checking: bool = False
     interrupted: bool = False
+    attempt: Attempt | None = None
+    save_point: SavePoint | None = None
+    save_seconds: float = 0.0
 
-    def forget_logged_values(self, strategy: Strategy) -> None:
-        """Begin without logged values, as after a sanity check."""
+    def reset_metrics(self, strategy: Strategy) -> None:
+        """Discard all logged values."""
         self.metrics = Metrics(strategy)
 
     def log_to(self, logged: LoggedValues) -> None:
-        """Let the module log to a stage; values of other stages stay known."""
+        """Direct the module's ``log`` to a collection; the values of other collections stay readable."""
         self.logged = logged
         self.metrics.follow(logged)

@@ -1,4 +1,4 @@
-"""State of a Trainer for callbacks and modules: status, rank, stage, counters."""
+"""State of a Trainer, for callbacks and modules: status, ranks, stage, counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from dstrat.checkpoint.paths import on_this_machine
+from dstrat.checkpoint.paths import local_folder
 from dstrat.errors import MisuseError
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.training.callbacks.early_stopping import EarlyStopping
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
+    from dstrat.launch.recovery import FailedAttempt
     from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.prediction_writer import PredictionWriter
@@ -39,18 +40,18 @@ if TYPE_CHECKING:
     from dstrat.training.run_context import RunContext, Stage
 
 
-# The status of a Trainer, by Lightning's names.
+# Status and stage of a Trainer, by Lightning's names
 
 
 class _Text(str, Enum):
-    """Constants that are their texts, so that either may be compared."""
+    """Constants that are equal to their values: users compare them with str."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
 class TrainerStatus(_Text):
-    """How far a Trainer is with what was called last."""
+    """Progress of the last call of fit, validate, test or predict."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -59,12 +60,12 @@ class TrainerStatus(_Text):
 
     @property
     def stopped(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the last call has ended, with or without an error."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
 class TrainerFn(_Text):
-    """What was called last."""
+    """The method that was called last."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -73,7 +74,7 @@ class TrainerFn(_Text):
 
 
 class RunningStage(_Text):
-    """What a Trainer does at this moment: a fit trains, and validates in between."""
+    """The current activity of a Trainer: a fit trains, and validates in between."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -83,18 +84,18 @@ class RunningStage(_Text):
 
     @property
     def evaluating(self) -> bool:
-        """Whether that is a validation, also one that is only tried, or a test."""
+        """Whether it is a validation, a sanity check or a test."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerState:
-    """What ``trainer.state`` was when it was asked for.
+    """A snapshot of a Trainer's status.
 
     Attributes:
-        status: How far the Trainer is.
-        fn: What was called last; None before.
-        stage: What it does at this moment; None where it does nothing.
+        status: Progress of the last call.
+        fn: The method that was called last; None before the first call.
+        stage: The current activity; None outside of a run.
     """
 
     status: TrainerStatus
@@ -103,36 +104,36 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
-        """Whether what was called last has come to its end."""
+        """Whether the last call has ended without an error."""
         return self.status is TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the last call has ended, with or without an error."""
         return self.status.stopped
 
 
 class RunState:
-    """The readable side of a Trainer.
+    """The attributes of a Trainer that callbacks and modules read.
 
     Attributes:
-        plan: What was chosen, and why.
-        strategy: How the run is distributed.
-        context: What belongs to the run, or to the last one.
-        should_stop: Set it to True in any process, and training ends after the same step in all of them; honoured when
+        plan: The components of the run, each with the reason for its choice.
+        strategy: The strategy.
+        context: State of the current run, or of the last one.
+        should_stop: Set it to True in any process, and training ends after the same step in all of them, once
             ``min_epochs`` and ``min_steps`` are done.
-        status: How far what was called last is.
-        final_optimization: Optimizers and schedulers of the last fit, where it has ended in this process.
-        optimization_ended_elsewhere: Whether the last fit has ended in other processes.
+        status: Progress of the last call.
+        final_optimization: Optimizers and schedulers of the last fit, if it ran in this process.
+        optimization_ended_elsewhere: Whether the last fit ran in other processes.
         barebones: Whether everything beside training is off.
-        fast_dev_run: Number of batches that are only tried; 0 in a usual run.
-        interruption: Keeps signals that come while batches are read.
-        callbacks: In the order in which they are called.
-        loggers: All of them.
-        max_time: How long training may take, as it was given.
-        default_root_dir: Where logs and checkpoints go by default.
-        publisher: Brings logged values to callbacks and loggers.
-        fit_loop: Trains.
+        fast_dev_run: Number of batches of a trial run; 0 in a normal run.
+        interruption: Defers signals that arrive while batches are read.
+        callbacks: The callbacks, in the order of their calls.
+        loggers: The loggers.
+        max_time: Time limit of the training, as the user passed it.
+        default_root_dir: Default folder of logs and checkpoints.
+        publisher: Passes logged values to callbacks and loggers.
+        fit_loop: The training loop.
     """
 
     plan: Plan
@@ -143,7 +144,7 @@ class RunState:
     callbacks: list[Callback]
     loggers: list[Logger]
     max_time: Duration | None
-    default_root_dir: Place
+    default_root_dir: CheckpointPath
     fit_loop: FitLoop
     publisher: Publisher
     barebones: bool
@@ -151,15 +152,16 @@ class RunState:
     max_epochs: int
     max_steps: int
     accumulate_grad_batches: int
+    preemption_deadline: float | None
     status = TrainerStatus.INITIALIZING
     final_optimization = Optimization()
     optimization_ended_elsewhere = False
 
-    # Where this process is
+    # Ranks and devices
 
     @property
     def world_size(self) -> int:
-        """Number of processes of the job, also before they are started and after they have ended."""
+        """Number of processes of the job, also before their start and after their end."""
         return self.strategy.world_size if self.is_running else self.plan.world_size
 
     @property
@@ -184,7 +186,7 @@ class RunState:
 
     @property
     def ran_elsewhere(self) -> bool:
-        """Whether the run's results have to be brought to the process that asked for it."""
+        """Whether the run is in other processes, which send its result back to this one."""
         return self.strategy.launcher is not None and not self.strategy.launcher.runs_here
 
     @property
@@ -205,7 +207,7 @@ class RunState:
 
     @property
     def accelerator(self) -> Accelerator:
-        """The hardware."""
+        """The accelerator."""
         return self.strategy.accelerator
 
     @property
@@ -215,10 +217,23 @@ class RunState:
 
     @property
     def precision_plugin(self) -> Precision:
-        """The dtypes and what follows from them."""
+        """The precision."""
         return self.strategy.precision_plugin
 
-    # Where the run is
+    @property
+    def failed_attempts(self) -> list[FailedAttempt]:
+        """The attempts of this job, or of the last one, that ended with a failed rank; with ``max_restarts``."""
+        if self.context.attempt is not None:
+            return list(self.context.attempt.failed)
+        return list(getattr(self.strategy.launcher, "failed_attempts", ()))
+
+    @property
+    def restart_count(self) -> int:
+        """Number of restarts of the job so far, including those of torchrun."""
+        cluster = self.strategy.parts.cluster_environment
+        return max(len(self.failed_attempts), 0 if cluster is None else cluster.attempt)
+
+    # Stage and counters
 
     @property
     def stage(self) -> Stage:
@@ -232,32 +247,32 @@ class RunState:
 
     @property
     def datamodule(self) -> DataModule | None:
-        """The user's data module, None without one."""
+        """The user's data module; None without one."""
         return self.context.datamodule
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that the run begins with, None without one."""
+        """The checkpoint that the run has loaded; None without one."""
         return self.context.ckpt_path
 
     @property
     def is_running(self) -> bool:
-        """Whether a run has begun in this process, and not ended."""
+        """Whether a run is in progress in this process."""
         return self.context.is_running
 
     @property
     def evaluation_loop(self) -> EvaluationLoop | None:
-        """The loop that validates, tests or predicts, also within a fit; None before."""
+        """The loop that validates, tests or predicts, also within a fit; None before its first use."""
         return self.context.evaluation_loop
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the validation batches at the start of a fit are tried at this moment."""
+        """Whether the sanity check of validation at the start of a fit is in progress."""
         return self.context.sanity_checking
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether an evaluation loop runs at this moment, also within a fit."""
+        """Whether an evaluation loop is in progress, also within a fit."""
         return self.context.is_evaluating
 
     @property
@@ -272,7 +287,7 @@ class RunState:
 
     @property
     def state(self) -> TrainerState:
-        """How far the Trainer is with what was called last, by Lightning's names."""
+        """Status, method and stage, by Lightning's names."""
         fn = None if self.status is TrainerStatus.INITIALIZING else TrainerFn(self.stage)
         return TrainerState(status=self.status, fn=fn, stage=self._running_stage() if self.is_running else None)
 
@@ -285,12 +300,12 @@ class RunState:
 
     @property
     def is_fitting(self) -> bool:
-        """Whether the stage is a fit, also while it validates in between, and after its end."""
+        """Whether the stage is a fit, also during its validations, and after its end."""
         return self.stage == "fit"
 
     @property
     def training(self) -> bool:
-        """Whether the module is being trained at this moment, and not validated in between."""
+        """Whether the module is being trained now, not validated."""
         return self._runs("fit") and not self.is_evaluating
 
     @property
@@ -300,17 +315,17 @@ class RunState:
 
     @property
     def testing(self) -> bool:
-        """Whether the module is being tested at this moment."""
+        """Whether the module is being tested now."""
         return self._runs("test")
 
     @property
     def predicting(self) -> bool:
-        """Whether the module predicts at this moment."""
+        """Whether the module is predicting now."""
         return self._runs("predict")
 
     @property
     def evaluating(self) -> bool:
-        """Whether the module is being validated or tested at this moment."""
+        """Whether the module is being validated or tested now."""
         return self.validating or self.testing
 
     def _runs(self, stage: Stage) -> bool:
@@ -318,19 +333,19 @@ class RunState:
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether the run, or the last one, was asked to end by SIGTERM."""
+        """Whether the current or the last run has received SIGTERM."""
         return self.interruption.requested == signal.SIGTERM
 
     @property
     def log_dir(self) -> Path:
         """The folder of the first logger that has one; without such a logger ``default_root_dir``.
 
-        Before a run only global rank 0 knows the folder of a logger, which is made when it is asked for.
+        Before a run only global rank 0 knows the folder of a logger: reading this attribute creates it.
         """
         if self.context.log_dir is not None:
             return self.context.log_dir
         folders = (logger.log_dir for logger in self.loggers)
-        return next(filter(None, folders), None) or on_this_machine(self.default_root_dir)
+        return next(filter(None, folders), None) or local_folder(self.default_root_dir)
 
     @property
     def current_epoch(self) -> int:
@@ -344,53 +359,53 @@ class RunState:
 
     @property
     def num_training_batches(self) -> int | None:
-        """Number of training batches in an epoch; None where it is unknown."""
+        """Number of training batches in an epoch; None if it is unknown."""
         return self.fit_loop.data.num_batches
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the training batch is the epoch's last."""
+        """Whether the current training batch is the last one of the epoch."""
         return self.fit_loop.is_last_batch
 
     @property
     def num_val_batches(self) -> list[int | None]:
-        """Number of batches of each validation loader, from ``on_train_start`` on; None where it is unknown."""
+        """Number of batches of each validation loader, from ``on_train_start`` on; None for an unknown one."""
         if self.stage not in ("fit", "validate") or self.context.evaluation_loop is None:
             return []
         return self.context.evaluation_loop.num_batches
 
     @property
     def num_sanity_val_batches(self) -> list[int | None]:
-        """The same in the sanity check; empty at other times."""
+        """Number of batches of each validation loader in the sanity check; empty at other times."""
         return self.context.evaluation_batches if self.sanity_checking else []
 
     @property
     def num_test_batches(self) -> list[int | None]:
-        """Number of batches of each test loader; None where it is unknown."""
+        """Number of batches of each test loader; None for an unknown one."""
         return self.context.evaluation_batches if self.stage == "test" else []
 
     @property
     def num_predict_batches(self) -> list[int | None]:
-        """Number of batches of each prediction loader; None where it is unknown."""
+        """Number of batches of each prediction loader; None for an unknown one."""
         return self.context.evaluation_batches if self.stage == "predict" else []
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Number of optimizer steps until training ends; infinite where nothing ends it.
+        """Number of optimizer steps until training ends; infinite if nothing ends it.
 
-        It may be asked for in ``configure_optimizers``, as for ``OneCycleLR(total_steps=...)``.
+        For use in ``configure_optimizers``, such as in ``OneCycleLR(total_steps=...)``.
         """
         if self.context.sources is None:
             raise MisuseError("estimated_stepping_batches is known during a fit: ask for it in configure_optimizers")
         self.fit_loop.data.load(self.context.sources)
-        most = math.inf if self.max_steps < 0 else self.max_steps
+        limit = math.inf if self.max_steps < 0 else self.max_steps
         batches = self.fit_loop.data.num_batches
         if batches is None or self.max_epochs < 0:
-            return most
-        return min(most, self._steps_of(batches, self.max_epochs))
+            return limit
+        return min(limit, self._count_steps(batches, self.max_epochs))
 
-    def _steps_of(self, batches: int, epochs: int) -> int:
-        """Return the number of optimizer steps in so many epochs, of so many batches each."""
+    def _count_steps(self, batches: int, epochs: int) -> int:
+        """Return the number of optimizer steps in a number of epochs, from the number of batches in each."""
         for callback in self.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
                 return callback.count_steps(batches, epochs)
@@ -398,22 +413,22 @@ class RunState:
 
     @property
     def train_dataloader(self) -> Any:
-        """What this process trains from; None before it is known."""
+        """The training loader of this process; None before it is made."""
         return self.fit_loop.data.loader
 
     @property
     def val_dataloaders(self) -> list[Any]:
-        """What this process validates, in a fit or in validate."""
+        """The validation loaders of this process, in a fit or in ``validate``."""
         return self._loaders_of("fit", "validate")
 
     @property
     def test_dataloaders(self) -> list[Any]:
-        """What this process tests."""
+        """The test loaders of this process."""
         return self._loaders_of("test")
 
     @property
     def predict_dataloaders(self) -> list[Any]:
-        """What this process predicts."""
+        """The prediction loaders of this process."""
         return self._loaders_of("predict")
 
     def _loaders_of(self, *stages: Stage) -> list[Any]:
@@ -425,20 +440,20 @@ class RunState:
 
     @property
     def predict_batch_indices(self) -> list[Any] | None:
-        """Indices in the dataset of the samples of the batch that is predicted; None where they are unknown.
+        """Indices in the dataset of the samples of the current prediction batch; None if they are unknown.
 
-        Known to callbacks of which ``reads_batch_indices`` is True.
+        They are recorded for callbacks whose ``reads_batch_indices`` is True.
         """
         return None if self.context.evaluation_loop is None else self.context.evaluation_loop.batch_indices
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The learning-rate schedulers of the fit, each with when it is stepped; also after its end."""
+        """The learning-rate schedulers of the fit, each with its interval; also after the end of the fit."""
         return self.strategy.lr_schedulers if self.strategy.optimizers else list(self._after_fit.schedulers)
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers of the fit, also after its end; before the first one there are none.
+        """The optimizers of the fit, also after its end; empty before the first fit.
 
         Raises:
             MisuseError: The last fit ran in other processes, with which its optimizers have ended.
@@ -457,7 +472,7 @@ class RunState:
 
     @property
     def model(self) -> Any:
-        """The module as the strategy wrapped it."""
+        """The module as wrapped by the strategy."""
         return self.strategy.model
 
     @property
@@ -467,32 +482,32 @@ class RunState:
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger, None without one."""
+        """The first logger; None without one."""
         return self.loggers[0] if self.loggers else None
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Latest value of everything that was logged, by name."""
+        """Latest value of each logged name."""
         return dict(self.metrics.callback_values)
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Those of them that loggers write."""
+        """Latest values that loggers write, by name."""
         return self.metrics.written_values
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """What the progress bar shows, by name; reads the values from the device."""
+        """Latest values that the progress bar shows, by name; reads them from the device."""
         return self.metrics.shown_values
 
     @property
     def called_callbacks(self) -> list[Callback]:
-        """The callbacks that are told what happens: all but those that save checkpoints of what is only tried."""
+        """The callbacks whose hooks are called: all, but in a trial run none that save checkpoints."""
         return [callback for callback in self.callbacks if not (self.fast_dev_run and callback.saves_checkpoints)]
 
     @property
     def checkpoint_callback(self) -> Callback | None:
-        """The first callback that knows a best checkpoint."""
+        """The first callback with a best checkpoint."""
         return next((callback for callback in self.callbacks if hasattr(callback, "best_model_path")), None)
 
     @property
@@ -502,7 +517,7 @@ class RunState:
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        """The first ``ProgressBar``, None without one."""
+        """The first ``ProgressBar``; None without one."""
         from dstrat.training.callbacks.progress_bar import ProgressBar
 
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
@@ -516,7 +531,7 @@ class RunState:
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first ``EarlyStopping``, None without one."""
+        """The first ``EarlyStopping``; None without one."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property

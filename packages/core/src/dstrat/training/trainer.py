@@ -1,18 +1,26 @@
-"""The Trainer: takes what the user asks for, makes a plan, and runs it; what only a run needs is loaded by the run."""
+"""The Trainer: arguments, plan, and the launch of runs."""
+# Imports that only a run needs are in methods: making a Trainer and printing its plan stay fast.
 
 from __future__ import annotations
 
 import os
 from functools import cached_property
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from dstrat.checkpoint.paths import on_this_machine, place
+from dstrat.checkpoint.paths import as_path, local_folder
 from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.optimizers import Optimization, read_optimizers
 from dstrat.resolve import Request, resolve_request
-from dstrat.training.arguments import check_arguments, check_count, check_fast_dev_run, resolve_features
+from dstrat.training.arguments import (
+    check_arguments,
+    check_count,
+    check_fast_dev_run,
+    check_preemption,
+    resolve_features,
+)
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.hooks import overrides
 from dstrat.training.loggers.defaults import complete_loggers
@@ -26,8 +34,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from dstrat.interfaces.accelerator import Devices
-    from dstrat.interfaces.precision import ClipAlgorithm
+    from dstrat.interfaces.accelerator import Accelerator, Devices
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.precision import ClipAlgorithm, Precision
+    from dstrat.interfaces.strategy import Strategy
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.checkpoint.path import CheckpointRequest
@@ -39,6 +50,8 @@ if TYPE_CHECKING:
     from dstrat.training.profilers.profiler import Profiler
     from dstrat.training.results import FinalState, RunResult
     from dstrat.training.run_context import Stage
+
+    Plugin = Precision | ClusterEnvironment | CheckpointIO | str
 
 R = TypeVar("R")
 B = TypeVar("B")
@@ -53,74 +66,82 @@ _NEEDED: dict[str, tuple[Source, str]] = {
 
 
 class Trainer(RunState):
-    """Runs a module over its data, by the strategy and on the devices that the user chose.
+    """Training and evaluation of a module with a strategy, on any number of devices.
 
-    What will run is decided when the Trainer is made: ``print(trainer.plan)`` shows each choice with its reason, and
-    whatever cannot work is an error before anything starts.
+    The constructor chooses all components: ``print(trainer.plan)`` shows each choice with its reason, and a combination
+    that cannot work is an error before anything starts.
 
     Args:
-        accelerator: Hardware by alias (``"cpu"``, ``"gpu"``, ``"auto"`` ...) or as an Accelerator.
-        strategy: How training is distributed: by alias (``"ddp"``, ``"auto"`` ...) or as a Strategy.
-        devices: How many devices of each machine, or which: ``4``, ``"4"``, ``[0, 1]``, ``"0,1"``, ``-1``, ``"auto"``.
+        accelerator: Hardware: an alias (``"cpu"``, ``"gpu"``, ``"auto"`` ...) or an Accelerator.
+        strategy: Distribution of the training: an alias (``"ddp"``, ``"auto"`` ...) or a Strategy.
+        devices: Number of devices of each machine, or their indices: ``4``, ``"4"``, ``[0, 1]``, ``"0,1"``, ``-1``,
+            ``"auto"``.
         num_nodes: Number of machines.
         precision: ``"32-true"``, ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``, ``"bf16-mixed"``, also
             ``16``, ``32``, ``64`` and ``"bf16"``.
-        plugins: Parts of one's own: a Precision, a ClusterEnvironment, a CheckpointIO; one of each kind.
-        logger: One or several loggers; True takes a CSV logger, False none.
+        plugins: Custom components: a Precision, a ClusterEnvironment, a CheckpointIO, a Launcher; at most one of each
+            kind.
+        logger: One or several loggers; True is a CSV logger, False none.
         callbacks: One or several callbacks.
-        max_epochs: Stop after so many epochs; -1 never.  1000 when ``max_steps`` is not given either.
-        max_steps: Stop after so many optimizer steps; -1 never.
-        min_epochs: Do so many epochs before ``should_stop`` counts.
-        min_steps: Do so many optimizer steps before ``should_stop`` counts.
-        max_time: Stop after this time: ``"DD:HH:MM:SS"``, a timedelta, or a dict such as ``{"hours": 8}``.
-        limit_train_batches: Batches of an epoch to train on: a number, or a fraction as a float.
-        limit_val_batches: The same of each validation loader.
-        limit_test_batches: The same of each test loader.
-        limit_predict_batches: The same of each prediction loader.
-        overfit_batches: Train on so many batches, or this fraction, of the unshuffled data in every epoch, and validate
-            on as many; 0 does not.
-        fast_dev_run: Try so many batches (True is 1) of everything.  Loggers are silent ones then, and
-            callbacks that save checkpoints are not called.
-        check_val_every_n_epoch: Validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
-        val_check_interval: Validate in such an epoch after every so many batches, or fraction of the epoch as a float,
-            or time (written as ``max_time`` is) whatever the epoch; by default after its last batch.
-        num_sanity_val_steps: Validation batches to try before training starts; -1 tries all.
+        max_epochs: Number of epochs after which training stops; -1 is no limit.  1000 without ``max_steps``.
+        max_steps: Number of optimizer steps after which training stops; -1 is no limit.
+        min_epochs: Number of epochs before which ``should_stop`` has no effect.
+        min_steps: Number of optimizer steps before which ``should_stop`` has no effect.
+        max_time: Time after which training stops: ``"DD:HH:MM:SS"``, a timedelta, or a dict such as ``{"hours": 8}``.
+        limit_train_batches: Number of training batches in an epoch, or a fraction of them as a float.
+        limit_val_batches: The same for each validation loader.
+        limit_test_batches: The same for each test loader.
+        limit_predict_batches: The same for each prediction loader.
+        overfit_batches: Number or fraction of batches to train on in every epoch, in fixed order, and to validate on;
+            0 is off.
+        fast_dev_run: Number of batches of a trial run of everything (True is 1), with silent loggers, and without
+            callbacks that save checkpoints.
+        check_val_every_n_epoch: Epochs between validations; None counts ``val_check_interval`` across epochs.
+        val_check_interval: Number of batches between validations in such an epoch, or a fraction of the epoch as a
+            float, or a time in the form of ``max_time`` independent of epochs; by default the end of the epoch.
+        num_sanity_val_steps: Number of validation batches to try before training starts; -1 is all.
         log_every_n_steps: Optimizer steps between two writes of step values to the loggers; 0 writes none.
-        accumulate_grad_batches: Batches whose gradients make up one optimizer step.
-        gradient_clip_val: Largest norm or value of gradients; None and 0 do not clip.
+        accumulate_grad_batches: Number of batches whose gradients make up one optimizer step.
+        gradient_clip_val: Maximal norm or value of gradients; None and 0 do not clip.
         gradient_clip_algorithm: ``"norm"``, the default, or ``"value"``.
         deterministic: Whether operations without a deterministic implementation are errors; ``"warn"`` only warns.
-        benchmark: Whether cuDNN tries its algorithms and takes the fastest; None leaves torch's setting.
-        sync_batchnorm: Whether batch-norm layers share their statistics over all processes.
-        detect_anomaly: Whether the first value that is NaN is an error that names its module; slow.
-        profiler: ``"simple"`` for a table of times, ``"advanced"`` for one of every function, ``"torch"`` for a trace,
-            or a Profiler.
-        reload_dataloaders_every_n_epochs: Ask the module or data module for new loaders after so many epochs; 0 never.
+        benchmark: Whether cuDNN searches for its fastest algorithms; None leaves torch's setting.
+        sync_batchnorm: Whether batch-norm layers synchronize their statistics between all processes.
+        detect_anomaly: Whether the first NaN is an error that names its module; slow.
+        profiler: ``"simple"`` for a table of times, ``"advanced"`` for a table of every function, ``"torch"`` for a
+            trace, or a Profiler.
+        reload_dataloaders_every_n_epochs: Epochs after which the module or data module makes new loaders; 0 is never.
         use_distributed_sampler: Whether loaders are divided between processes.
-        inference_mode: Whether validate, test and predict run under ``torch.inference_mode`` rather than ``no_grad``;
-            validation within a fit has ``no_grad``.
-        enable_progress_bar: Whether progress is shown.
-        enable_model_summary: Whether the layers are listed before training.
-        enable_checkpointing: Whether a checkpoint of the last epoch is kept when no ModelCheckpoint is given; False is
-            in conflict with one, and the other two with theirs.
-        default_root_dir: Where logs and checkpoints go; the working directory by default.  Where it is a URL of a store
-            that fsspec reaches, such as ``"s3://bucket/run"``, checkpoints go there, and logs to the working directory.
-        barebones: Whether everything that costs time beside training is off: bar, summary, logger, checkpoints, sanity
-            check, and logging; asking for one of them, a profiler, ``detect_anomaly`` or ``fast_dev_run`` is an error.
+        inference_mode: Whether validate, test and predict run under ``torch.inference_mode`` instead of ``no_grad``;
+            validation within a fit always has ``no_grad``.
+        enable_progress_bar: Whether to show a progress bar.
+        enable_model_summary: Whether to print the layers before training.
+        enable_checkpointing: Whether to save a checkpoint of the last epoch without a ModelCheckpoint.  False conflicts
+            with a ModelCheckpoint, as the two arguments above conflict with their callbacks.
+        default_root_dir: Folder of logs and checkpoints; the working directory by default.  If it is a URL of a store
+            that fsspec supports, such as ``"s3://bucket/run"``, logs go to the working directory.
+        barebones: Whether everything that costs time beside training is off: progress bar, summary, logger,
+            checkpoints, sanity check and logging.  It conflicts with each of these arguments, a profiler,
+            ``detect_anomaly`` and ``fast_dev_run``.
+        max_restarts: How often all ranks of this machine are restarted after one has failed.  Training resumes from the
+            newest complete checkpoint of this fit, at the same sample.
+        preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler kills the job.  On such a signal the
+            ranks save a checkpoint in the folder of the first ModelCheckpoint, and stop within this time.  Without it
+            SIGUSR1 does not stop a run.
 
     Raises:
-        DstratError: The request cannot be done as asked; the message says what is possible.
+        DstratError: The request is not possible; the message says what is.
     """
 
     def __init__(
         self,
         *,
-        accelerator: Any = "auto",
-        strategy: Any = "auto",
+        accelerator: Accelerator | str = "auto",
+        strategy: Strategy | str = "auto",
         devices: Devices = "auto",
         num_nodes: int = 1,
-        precision: Any = None,
-        plugins: Any = None,
+        precision: Precision | str | int | None = None,
+        plugins: Plugin | Sequence[Plugin] | None = None,
         logger: Logger | Sequence[Logger] | bool | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         max_epochs: int | None = None,
@@ -128,14 +149,14 @@ class Trainer(RunState):
         min_epochs: int | None = None,
         min_steps: int | None = None,
         max_time: Duration | None = None,
-        limit_train_batches: float | None = None,
-        limit_val_batches: float | None = None,
-        limit_test_batches: float | None = None,
-        limit_predict_batches: float | None = None,
-        overfit_batches: float = 0,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0,
         fast_dev_run: int | bool = False,
         check_val_every_n_epoch: int | None = 1,
-        val_check_interval: float | Duration | None = None,
+        val_check_interval: int | float | Duration | None = None,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | None = None,
         accumulate_grad_batches: int = 1,
@@ -154,6 +175,8 @@ class Trainer(RunState):
         enable_checkpointing: bool | None = None,
         default_root_dir: str | Path | None = None,
         barebones: bool = False,
+        max_restarts: int = 0,
+        preemption_deadline: float | None = None,
     ) -> None:
         check_fast_dev_run(fast_dev_run)
         check_count(max_steps, "max_steps", -1)
@@ -189,9 +212,11 @@ class Trainer(RunState):
         self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
         self.use_distributed_sampler = use_distributed_sampler
         self.inference_mode = inference_mode
-        self.default_root_dir = place(Path.cwd() if default_root_dir is None else default_root_dir, "default_root_dir")
+        self.max_restarts, self.preemption_deadline = max_restarts, preemption_deadline
+        root = Path.cwd() if default_root_dir is None else default_root_dir
+        self.default_root_dir = as_path(root, "default_root_dir")
         check_arguments(self)
-        self.gradient_clip_val = gradient_clip_val or None
+        self.gradient_clip_val = gradient_clip_val or None  # after the check, which refuses False
         self._apply_fast_dev_run()
 
         self.request = Request(
@@ -201,12 +226,14 @@ class Trainer(RunState):
             num_nodes=num_nodes,
             precision=precision,
             plugins=() if plugins is None else tuple(plugins) if isinstance(plugins, list | tuple) else (plugins,),
+            max_restarts=max_restarts,
+            preemption_deadline=preemption_deadline,
         )
         self.plan, self.strategy = resolve_request(self.request)
         self.profiler = make_profiler(profiler)
         self.loggers = complete_loggers(
             features.logger,
-            on_this_machine(self.default_root_dir),
+            local_folder(self.default_root_dir),
             writes=self.strategy.is_global_zero,
             is_tried=self.fast_dev_run > 0,
         )
@@ -218,15 +245,20 @@ class Trainer(RunState):
             barebones=barebones,
             max_time=max_time,
         )
+        if max_restarts:
+            from dstrat.training.recovery import StepCounter
+
+            self.callbacks.insert(0, StepCounter())
+        check_preemption(self)
 
         self.should_stop = False
-        self.interruption = Interruption()
+        self.interruption = Interruption(preemption_deadline)
         self.publisher = Publisher(self)
         self.context = RunContext(metrics=Metrics(self.strategy))
         self.final_state: FinalState | None = None
 
     def _apply_fast_dev_run(self) -> None:
-        """Let ``fast_dev_run`` and ``overfit_batches`` decide how much is read."""
+        """Set the limits of batches, epochs and steps that ``fast_dev_run`` and ``overfit_batches`` imply."""
         if self.fast_dev_run:
             batches: float | None = self.fast_dev_run
             self.limit_test_batches = self.limit_predict_batches = batches
@@ -239,12 +271,12 @@ class Trainer(RunState):
 
     @cached_property
     def fit_loop(self) -> FitLoop:  # type: ignore[override]  # a cached property can be written
-        """Trains."""
+        """The training loop."""
         from dstrat.training.loops.fit_loop import FitLoop
 
         return FitLoop(self)
 
-    # What users call
+    # Methods for users
 
     def fit(
         self,
@@ -253,7 +285,7 @@ class Trainer(RunState):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
-        weights_only: bool | None = None,  # noqa: ARG002 - Lightning's: no checkpoint runs code here, whatever it says
+        weights_only: bool | None = None,  # noqa: ARG002 - Lightning's argument: checkpoints never run code here
         *,
         resume: Literal["auto"] | None = None,
     ) -> None:
@@ -263,15 +295,15 @@ class Trainer(RunState):
             model: The module.
             train_dataloaders: A DataLoader or another iterable; by default the data module's or the module's own.
             val_dataloaders: One or several; without one there is no validation.
-            datamodule: Gives the loaders.
-            ckpt_path: A checkpoint from which to go on: its path, ``"last"`` or ``"best"``.
-            weights_only: Taken as Lightning takes it, and without effect: no checkpoint runs code.
-            resume: ``"auto"`` goes on from the newest complete checkpoint in the folder of a ModelCheckpoint, or else
-                below ``default_root_dir``; where there is none, training starts anew.
+            datamodule: Makes the loaders.
+            ckpt_path: A checkpoint to resume from: its path, ``"last"`` or ``"best"``.
+            weights_only: Accepted for compatibility with Lightning, without effect: checkpoints never run code.
+            resume: ``"auto"`` resumes from the newest complete checkpoint in the folder of a ModelCheckpoint, or else
+                below ``default_root_dir``; without one training starts from scratch.
 
         Raises:
-            CheckpointError: The checkpoint is not there, damaged, or of another training.
-            MisuseError: The module lacks something, or the training is finished already.
+            CheckpointError: The checkpoint does not exist, is damaged, or is of another training.
+            MisuseError: The module lacks a method, or this Trainer has finished its training.
             RankFailedError: A process of the job failed.
         """
         from dstrat.training.checkpoint.path import requested_checkpoint
@@ -286,10 +318,10 @@ class Trainer(RunState):
         sources = DataSources(model, datamodule, {"train": train_dataloaders, "val": val_dataloaders})
         sources.require("train", "training_step")
         sources.require_optimizers()
-        if requested is None:  # otherwise the run goes on with what was tuned before
-            self._prepare_fit(model, sources)
-        del self.fit_loop  # each fit has its own
-        self._launch("fit", model, sources, requested)
+        if requested is None:  # a resumed run has the learning rate and batch size that were found before
+            self._prepare_fit(sources.module, sources)
+        del self.fit_loop  # a cached property: each fit has a new loop
+        self._launch("fit", sources.module, sources, requested)
 
     def validate(
         self,
@@ -348,9 +380,9 @@ class Trainer(RunState):
     ) -> list[Any]:
         """Run ``predict_step`` over the data; return its results in the order of the batches.
 
-        With several loaders there is a list for each.  Where they would be too large, pass
-        ``return_predictions=False`` and a ``PredictionWriter``; the list is empty then.  Which weights are used is as
-        in :meth:`test`.
+        With several loaders the result has a list for each.  If the predictions are too large for memory, pass
+        ``return_predictions=False``, with which the list is empty, and a ``PredictionWriter``.  The weights are chosen
+        as in :meth:`test`.
         """
         predictions: list[Any] = self._evaluate(
             "predict", model, datamodule, dataloaders, ckpt_path, return_predictions=return_predictions
@@ -358,41 +390,46 @@ class Trainer(RunState):
         return predictions
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
-        """Write a checkpoint, in a run or of the end of the last fit; every process calls it.
+        """Write a checkpoint of the current run, or of the end of the last fit; every process must call it.
 
-        After an evaluation that has loaded a checkpoint, the module's weights are those, and a line in the log says so.
-        For this, the state of the optimizers stays in the memory of the host after a fit: of Adam in float32, 8 bytes
-        per parameter.  It is freed with the Trainer.
+        After an evaluation that has loaded a checkpoint, the saved weights are that checkpoint's, which is logged.
+        The state of the optimizers stays in host memory after a fit, 8 bytes per parameter for Adam in float32, and is
+        freed with the Trainer.
 
         Args:
-            path: The file to write.
-            weights_only: Whether everything but the module's weights is left out.
+            path: Path or URL of the checkpoint.
+            weights_only: Whether the checkpoint has the module's weights only.
 
         Raises:
-            MisuseError: There is nothing to save from any more: another module was run since, the fit ran in processes
-                that have ended, or its strategy has shared out the state and given it up.
+            MisuseError: The state does not exist any more: another module has run since, the fit ran in processes that
+                have ended, or the strategy has sharded the state and freed it.
         """
         from dstrat.training.checkpoint.save import collect_checkpoint
         from dstrat.training.contexts import warn_if_slow
+        from dstrat.training.recovery import record_checkpoint
         from dstrat.training.results import nothing_to_save_error
 
-        path = os.path.expanduser(path)  # noqa: PTH111 - it may be a URL; a CheckpointIO of the user's own may not do it
+        path = os.path.expanduser(path)  # noqa: PTH111 - may be a URL; a custom CheckpointIO may not expand it
         if self.is_running:
             with warn_if_slow(self, "save_checkpoint"):
                 self.strategy.barrier("save_checkpoint")
+            begin = monotonic()
+            if not weights_only:
+                record_checkpoint(self, path)
             self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), path)
+            self.context.save_seconds = monotonic() - begin
         elif self.final_state is not None:
             self.final_state.save(self, path, weights_only=weights_only)
         else:
             raise nothing_to_save_error(self)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which a module is created at once in the run's precision, and on its device.
+        """Return a context in which modules are created in the run's precision and on its device.
 
-        Where the run happens in other processes it is created on the CPU, from which they take it.
+        If the run happens in other processes, modules are created on the CPU, and sent to these.
 
         Args:
-            empty_init: Whether parameters are left as the memory was, for a module whose weights are loaded anyway.
+            empty_init: Whether parameters stay uninitialized, for a module whose weights are loaded later.
         """
         from dstrat.training.contexts import creating_modules
 
@@ -405,10 +442,10 @@ class Trainer(RunState):
         if self.is_global_zero and not repeats:
             print(*args, **kwargs)
 
-    # What strategies, loops and callbacks call
+    # Methods for strategies, loops and callbacks
 
     def configure_optimizers(self) -> Optimization:
-        """Create the module's optimizers; called by the strategy when the module is on its device."""
+        """Create the module's optimizers; called by the strategy after it has moved the module to its device."""
         assert self.module is not None  # noqa: S101 - there is one in every run
         returned = self.module.configure_optimizers()
         optimization = read_optimizers(returned, steps_schedulers=self.module.automatic_optimization)
@@ -416,16 +453,16 @@ class Trainer(RunState):
         return optimization
 
     def profiled(self, name: str, function: Callable[..., R]) -> Callable[..., R]:
-        """Return the function, measured where a profiler was asked for."""
+        """Return a function that the profiler measures; without a profiler the function itself."""
         return function if self.profiler is None else self.profiler.timed(name, function)
 
     def profiled_batches(self, batches: Iterable[B]) -> Iterable[B]:
-        """Return the batches; the wait for each is measured where a profiler was asked for."""
+        """Return batches whose fetching the profiler measures; without a profiler the batches themselves."""
         return batches if self.profiler is None else _each(self.profiled("next_batch", iter(batches).__next__))
 
     @property
     def writing_loggers(self) -> list[Logger]:
-        """The loggers, in the process that writes; none in the others."""
+        """The loggers on global rank 0, which writes; none on other ranks."""
         return self.loggers if self.is_global_zero else []
 
     # Launching
@@ -456,13 +493,13 @@ class Trainer(RunState):
         sources = DataSources(module, datamodule, {source: dataloaders})
         sources.require(source, step)
         requested = Search.BEST_OF_LAST_FIT if model is None and ckpt_path is None else ckpt_path
-        return self._launch(stage, module, sources, requested, **settings)
+        return self._launch(stage, sources.module, sources, requested, **settings)
 
     def _shown(self, stage: str, results: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Show what an evaluation came to, and return it."""
+        """Print the results of an evaluation, and return them."""
         from dstrat.training.results import show_results
 
-        if self.is_global_zero and not self.barebones and results:  # there are none on a machine without rank 0
+        if self.is_global_zero and not self.barebones and results:  # empty on a machine without global rank 0
             show_results(stage, results)
         return results
 
@@ -507,14 +544,14 @@ class Trainer(RunState):
         if launcher.runs_here:
             return launcher.launch(execute, self, module, sources, ckpt_path).result
         if self.node_rank == 0 and not launcher.reruns_the_script:
-            # Here rather than in rank 0, so that this process knows the folder afterwards.
+            # Choosing the folders here, not in rank 0, lets this process know them after the run.
             folders = [logger.log_dir for logger in self.loggers]
             self.context.log_dir = next(filter(None, folders), None)
         try:
             outcome: RunResult | None = launcher.launch(
                 execute_elsewhere, RandomState.capture(), self, module, sources, ckpt_path
             )
-        except (KeyboardInterrupt, SystemExit) as error:  # at once, so that there is no outcome
+        except (KeyboardInterrupt, SystemExit) as error:  # the job was ended at once, without a result
             self.context.interrupted = is_by_signal(error)
             raise
         if outcome is None:  # on machines without global rank 0
@@ -529,7 +566,8 @@ class Trainer(RunState):
 
 
 def _each(following: Callable[[], B]) -> Iterator[B]:
-    """Yield what a function returns until it raises StopIteration."""
+    """Yield the results of a function until it raises StopIteration."""
+    # iter(function, sentinel) would compare each batch with the sentinel.
     while True:
         try:
             item = following()

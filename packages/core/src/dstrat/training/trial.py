@@ -1,4 +1,4 @@
-"""Trial runs: short runs of a copy of the module, which leave no trace."""
+"""Trial runs: short runs of a copy of the module, without side effects."""
 
 from __future__ import annotations
 
@@ -52,13 +52,11 @@ _log = logging.getLogger(__name__)
 
 
 class TrialTrainer(Trainer):
-    """A Trainer that runs a module as another Trainer would, without what that shows and writes.
-
-    Learning-rate schedulers are left out, as a trial ends before they matter.
+    """A Trainer with the settings of another Trainer, but without its output, files and learning-rate schedulers.
 
     Args:
-        trainer: Whose strategy, devices, precision and settings are used.
-        callback: Watches the trial.
+        trainer: The Trainer with the strategy, devices, precision and settings.
+        callback: Observes the trial.
         **settings: Arguments of :class:`Trainer` that differ.
     """
 
@@ -72,16 +70,17 @@ class TrialTrainer(Trainer):
 
     @override
     def configure_optimizers(self) -> Optimization:
+        # A trial sets the learning rate itself, or ends before a scheduler matters.
         return dataclasses.replace(super().configure_optimizers(), schedulers=())
 
 
 def _copy_precision(plugin: Any) -> Any:
-    """Return a copy of a precision, which may have a state such as a loss scale; anything else as it is."""
+    """Return a copy of a precision, which may have state such as a loss scale; anything else itself."""
     return copy.deepcopy(plugin) if isinstance(plugin, Precision) else plugin
 
 
 class _DeviceRandomState(Callback):
-    """The random state of the device, which is put back after a run; in each process."""
+    """Save the random state of the device before a run, and restore it afterwards, in each process."""
 
     def __init__(self) -> None:
         self._state: Tensor | None = None
@@ -99,7 +98,7 @@ class _DeviceRandomState(Callback):
 
 @contextlib.contextmanager
 def restored_random_state(loaders: Any) -> Iterator[None]:
-    """Let this process and the loaders draw the same random numbers afterwards as if nothing had been drawn."""
+    """Restore the random state of this process and of the loaders at the end of a ``with`` block."""
     random = RandomState.capture()
     generators = [(loader, generator_states(loader)) for loader in leaves(loaders)]
     try:
@@ -108,23 +107,23 @@ def restored_random_state(loaders: Any) -> Iterator[None]:
         random.restore()
         for loader, states in generators:
             set_generator_states(loader, states)
-            if getattr(loader, "_iterator", None) is not None:  # persistent workers, which have drawn a seed
-                loader._iterator = None  # noqa: SLF001 - torch has no public name for it
+            if getattr(loader, "_iterator", None) is not None:  # persistent workers, whose seed was drawn in the block
+                loader._iterator = None  # noqa: SLF001 - torch has no public name
 
 
 def copy_module(module: TrainModule, caller: str) -> TrainModule:
     """Return a deep copy of a module without its Trainer.
 
     Args:
-        module: What to copy.
-        caller: Needs the copy, for the message.
+        module: The module to copy.
+        caller: Name of the feature that needs the copy, for the message.
 
     Raises:
-        MisuseError: It cannot be copied.
+        MisuseError: The module cannot be copied.
     """
     attached = module.__dict__.get("_trainer")
     try:
-        return copy.deepcopy(module, {id(attached): None})
+        return copy.deepcopy(module, {id(attached): None})  # the memo replaces the Trainer by None
     except Exception as error:
         raise MisuseError(
             f"{caller} tries a copy of {type(module).__name__}, which cannot be copied "
@@ -133,25 +132,25 @@ def copy_module(module: TrainModule, caller: str) -> TrainModule:
 
 
 def attribute_holders(name: str, *owners: Any) -> list[Any]:
-    """Return the owners and hyperparameters that have an attribute of a name."""
+    """Return the owners and their ``hparams`` that have an attribute."""
     candidates = [candidate for owner in owners if owner is not None for candidate in (owner, owner.hparams)]
     return [candidate for candidate in candidates if hasattr(candidate, name)]
 
 
 def set_attribute(name: str, value: Any, *owners: Any) -> None:
-    """Set an attribute wherever :func:`attribute_holders` finds it."""
+    """Set an attribute of all its :func:`attribute_holders`."""
     for holder in attribute_holders(name, *owners):
         setattr(holder, name, value)
 
 
 def run_trial(trainer: TrialTrainer, stage: str, module: TrainModule, sources: DataSources) -> None:
-    """Run a stage of a trial over a run's data.
+    """Run a stage of a trial with the data of a run.
 
     Args:
-        trainer: Runs it.
+        trainer: The Trainer of the trial.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        module: What is tried.
-        sources: The data of the run that the trial is for.
+        module: The copy of the module.
+        sources: The sources of the run's loaders.
     """
     arguments: Mapping[str, Any] = sources.arguments(stage)
     getattr(trainer, stage)(module, **arguments, **({"verbose": False} if stage in ("validate", "test") else {}))

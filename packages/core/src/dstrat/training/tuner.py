@@ -1,4 +1,4 @@
-"""Tuner: searches for a learning rate and a batch size before a training."""
+"""Tuner: search for a learning rate or a batch size before a training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Tuner:
-    """Searches for a learning rate and a batch size, by short runs of a copy of the module.
+    """Search for a learning rate or a batch size, by short runs of a copy of the module.
 
-    A search uses the Trainer's strategy, devices and settings, without its callbacks and loggers.  Afterwards random
-    numbers, the Trainer and the module are as they were, but for the attribute that gets the value; the hooks of a data
-    module have been called.
+    A search uses the Trainer's strategy, devices and settings, without its callbacks and loggers.  It changes nothing
+    but the attribute with the result: random state, Trainer and module stay the same.  Hooks of a data module are
+    called.
 
     Args:
-        trainer: Runs the training that follows.
+        trainer: The Trainer of the training that follows.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -47,37 +47,36 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> learning_rate_finder.LearningRateCurve | None:
-        """Train with growing learning rates, and set the one at which the loss falls most steeply.
+        """Train with increasing learning rates, and set the one at which the loss decreases fastest.
 
         Args:
             model: The module.
             train_dataloaders: As for ``fit``.
             val_dataloaders: As for ``fit``; a search validates nothing.
-            dataloaders: Not for a fit.
+            dataloaders: Must be None, as it is for other methods.
             datamodule: As for ``fit``.
-            method: ``"fit"``, as nothing else has a learning rate.
+            method: ``"fit"``, the only method with a learning rate.
             min_lr: The first rate.
             max_lr: The last rate.
             num_training: Number of optimizer steps.
-            mode: Whether the rate grows by a factor or by a summand.
-            early_stop_threshold: The search ends where the smoothed loss is so many times as large as the best one;
-                None never ends it.
-            update_attr: Whether the module gets the suggested rate.
+            mode: ``"exponential"`` or ``"linear"`` increase.
+            early_stop_threshold: Ratio of the smoothed loss to the best one at which the search ends; None is no limit.
+            update_attr: Whether to set the module's attribute to the suggested rate.
             attr_name: The attribute of the module or of its ``hparams``; by default ``lr`` or ``learning_rate``.
 
         Returns:
             Losses and rates, with ``suggestion()`` and ``plot()``; None with ``fast_dev_run``.
 
         Raises:
-            MisuseError: There is no attribute for the rate, or not exactly one optimizer.
-            RequestError: An argument is not possible.
+            MisuseError: The module has no attribute for the rate, or not exactly one optimizer.
+            RequestError: An argument is out of range.
         """
         if method != "fit":
             raise MisuseError(f"method={method!r} has no learning rate: lr_find works with method='fit'")
         sources = self._sources(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         return find_learning_rate(
             self._trainer,
-            model,
+            sources.module,
             sources,
             min_lr=min_lr,
             max_lr=max_lr,
@@ -104,35 +103,36 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Run with growing batch sizes, and set the largest one that fits into memory.
+        """Run with increasing batch sizes, and set the largest one that fits into memory.
 
         Args:
             model: The module.
-            train_dataloaders: A loader that was passed has a fixed size, which is an error.
-            val_dataloaders: Likewise.
-            dataloaders: Likewise.
-            datamodule: Makes loaders by its batch size, if the module does not.
-            method: What runs: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            mode: ``"power"`` doubles the size until memory is exhausted, ``"binsearch"`` searches between the last two.
+            train_dataloaders: An error, as a loader's batch size cannot change.
+            val_dataloaders: An error too.
+            dataloaders: An error too.
+            datamodule: Makes loaders from its batch size, if the module does not.
+            method: The method to run: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            mode: ``"power"`` doubles the size until memory is exhausted; ``"binsearch"`` then searches between the last
+                two.
             steps_per_trial: Number of steps with each size.
             init_val: The first size.
-            max_trials: Largest number of sizes that are tried.
+            max_trials: Maximal number of sizes to try.
             batch_arg_name: The attribute of the module, the data module or the ``hparams`` of either.
-            margin: Share by which ``"binsearch"`` reduces what it found.
-            max_val: The largest size that is tried.
+            margin: Fraction by which ``"binsearch"`` reduces its result.
+            max_val: The largest size to try.
 
         Returns:
             The size; None with ``fast_dev_run``.
 
         Raises:
             ConflictError: The run has several processes, or its loaders do not depend on the size.
-            MisuseError: There is no attribute for the size, or nothing fits into memory.
-            RequestError: An argument is not possible.
+            MisuseError: There is no attribute for the size, or no size fits into memory.
+            RequestError: An argument is out of range.
         """
         sources = self._sources(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         return find_batch_size(
             self._trainer,
-            model,
+            sources.module,
             sources,
             stage=method,
             mode=mode,

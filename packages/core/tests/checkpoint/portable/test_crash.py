@@ -12,7 +12,7 @@ import torch
 from tests.warm_program import WarmProgram
 
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.checkpoint.portable.local_files import UnfinishedFolder, remove_leftovers
+from dstrat.checkpoint.portable.local_files import UnfinishedFolder, remove_stale
 from dstrat.checkpoint.portable.newest import newest_checkpoint
 
 NUMBERS = 400_000
@@ -90,9 +90,9 @@ def test_leftovers_of_a_crash_are_removed_and_those_of_a_writer_are_not(tmp_path
     os.close(dead._lock)  # as the system does when a process ends
     (tmp_path / "mine.tmp").mkdir()
     (tmp_path / ".dstrat-file.tmp").write_text("no folder")
-    assert remove_leftovers(tmp_path) == [dead.path]
+    assert remove_stale(tmp_path) == [dead.path]
     assert live.path.exists()
-    assert remove_leftovers(tmp_path) == []
+    assert remove_stale(tmp_path) == []
     live.close()
     assert names(tmp_path) == [".dstrat-file.tmp", "mine.tmp"]
 
@@ -108,7 +108,7 @@ def test_a_path_that_was_taken_meanwhile_is_not_written_over(tmp_path, refusal):
 def test_a_link_that_looks_like_a_leftover_is_not_followed(tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / ".dstrat-0123.tmp").symlink_to(tmp_path / "precious")
-    assert remove_leftovers(tmp_path) == []
+    assert remove_stale(tmp_path) == []
     assert (tmp_path / "precious").exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dstrat.checkpoint.portable.ranks import Ranks
-from dstrat.checkpoint.portable.write_plan import plan
+from dstrat.checkpoint.portable.write_plan import make_write_plan
 from dstrat.errors import CheckpointError
 
 SIZE = 3
@@ -32,7 +32,7 @@ class Threads(Ranks):
         self.told += len(message)
         return heard
 
-    def tell(self, message):
+    def broadcast(self, message):
         return self.exchange(message)[0]
 
 
@@ -41,7 +41,7 @@ def planned(tensors):
     messages, barrier = [b""] * SIZE, threading.Barrier(SIZE)
     everyone = [Threads(rank, messages, barrier) for rank in range(SIZE)]
     with ThreadPoolExecutor(SIZE) as threads:
-        plans = list(threads.map(plan, tensors, [{}] * SIZE, everyone))
+        plans = list(threads.map(make_write_plan, tensors, [{}] * SIZE, everyone))
     return [[payload.name for payload in found.payloads] for found in plans], [ranks.told for ranks in everyone]
 
 

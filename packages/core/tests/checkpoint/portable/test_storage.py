@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.newest import is_zip
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import CheckpointError
@@ -12,7 +12,7 @@ from dstrat.errors import CheckpointError
 
 @pytest.fixture(params=["disk", "store"])
 def folder(request, tmp_path):
-    path = place(tmp_path if request.param == "disk" else f"memory://{tmp_path.name}")
+    path = as_path(tmp_path if request.param == "disk" else f"memory://{tmp_path.name}")
     storage_of(path).write_file(path / "first", b"PK\x03\x04 first")
     return path
 
@@ -20,7 +20,7 @@ def folder(request, tmp_path):
 def test_files_are_written_and_read(folder):
     storage = storage_of(folder)
     storage.replace_file(folder / "first", b"again")
-    with storage.write_whole(folder / "second") as path:
+    with storage.atomic_write(folder / "second") as path:
         path.write_bytes(b"whole")
     bucket = memoryview(b"in buckets")
     assert len(storage.write_buckets(folder / "third", 10, lambda begin: [bucket[begin:]])) == 1
@@ -28,8 +28,8 @@ def test_files_are_written_and_read(folder):
     assert storage.file_size(folder / "third") == 10
     assert [storage.read_start(folder / name, 3) for name in ("first", "second", "third")] == [b"aga", b"who", b"in "]
     assert abs(storage.modified_ns(folder / "third") - time.time_ns()) < 600 * 10**9
-    assert storage.is_taken(folder / "third")
-    assert not storage.is_taken(folder / "fourth")
+    assert storage.is_occupied(folder / "third")
+    assert not storage.is_occupied(folder / "fourth")
 
 
 def test_files_are_worked_on_on_this_machine(folder):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.checkpoint.async_io import AsyncCheckpointIO
-from dstrat.checkpoint.paths import RemotePath, place
+from dstrat.checkpoint.paths import RemotePath, as_path
 from dstrat.checkpoint.portable import remote_files
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.portable.newest import newest_checkpoint
@@ -30,7 +30,7 @@ DAY = 24 * 3600 * 10**9
 @pytest.fixture(params=["memory", "s3"])
 def folder(request):
     store = "memory://checkpoints" if request.param == "memory" else request.getfixturevalue("s3")
-    return place(request.getfixturevalue("new_folder")(store))
+    return as_path(request.getfixturevalue("new_folder")(store))
 
 
 def large():
@@ -218,7 +218,7 @@ def test_ranks_write_to_one_store_together(io, s3, new_folder):
     fsspec.filesystem("s3").exists(path)  # so that a forked process inherits a connection that is open
     message = LocalLauncher(num_processes=2, start_method="fork").launch(sharded, path)
     assert message.startswith("rank 0 could not create checkpoint")
-    assert names(place(path)) == [
+    assert names(as_path(path)) == [
         "manifest.json", "rank-00000.json", "rank-00000.safetensors",
         "rank-00001.json", "rank-00001.safetensors", "state.json", "tensors.json",
     ]  # fmt: skip
@@ -265,7 +265,7 @@ def test_the_root_of_a_store_has_checkpoints_too(io, monkeypatch, tmp_path):
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     for seed, name in enumerate("ab"):
         io.save_checkpoint(content(seed), f"memory://{name}")
-    root = place("memory://")
+    root = as_path("memory://")
     assert names(root) == ["a", "b", "last"]
     assert newest_checkpoint(root) == root / "b"
     io.remove_checkpoint(str(root / "b"))
@@ -274,5 +274,5 @@ def test_the_root_of_a_store_has_checkpoints_too(io, monkeypatch, tmp_path):
 
 
 def test_a_url_of_a_file_is_a_path(tmp_path):
-    assert place(f"file://{tmp_path}/a") == tmp_path / "a"
-    assert place("s3 is a name") == place(place("s3 is a name"))
+    assert as_path(f"file://{tmp_path}/a") == tmp_path / "a"
+    assert as_path("s3 is a name") == as_path(as_path("s3 is a name"))

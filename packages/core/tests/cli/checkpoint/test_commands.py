@@ -12,7 +12,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.cli.checkpoint.group import readable_size
@@ -362,6 +362,6 @@ def test_all_of_them_take_urls(invoke, model, tmp_path):
         assert invoke("consolidate", f"{url}/a", f"{url}/{name}")[0] == 0
         with pytest.raises(CheckpointError, match="exists already"):
             invoke("consolidate", f"{url}/a", f"{url}/{name}")
-    file = place(url) / "a" / "state.json"
+    file = as_path(url) / "a" / "state.json"
     file.write_bytes(file.read_bytes().replace(b"ddp", b"dpd"))
     assert "state.json has wrong bytes" in invoke("verify", f"{url}/a")[1]

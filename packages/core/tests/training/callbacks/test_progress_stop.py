@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.training.callbacks.progress_bar import newest_checkpoint
 
 
@@ -26,7 +26,7 @@ def older(tmp_path):
 
 
 def test_one_in_a_store_is_the_newest(older):
-    newer = place(f"memory://{uuid.uuid4().hex}/newer.ckpt")
+    newer = as_path(f"memory://{uuid.uuid4().hex}/newer.ckpt")
     newer.write_bytes(b"2")
     assert newest_checkpoint(trainer(best_model_path=newer, last_model_path=older)) == str(newer)
 

@@ -272,6 +272,35 @@ def test_rows_wait_for_others_where_that_is_asked_for(open_logger):
         CSVLogger(flush_logs_every_n_steps=0)
 
 
+def test_rows_after_a_bookmark_are_removed_by_another_attempt(open_logger, tmp_path):
+    logger = open_logger()
+    logger.log_metrics({"loss": 0.5}, 1)
+    bookmark = logger.bookmark()
+    logger.log_metrics({"loss": 0.25}, 2)
+    logger.log_metrics({"val_loss": 0.25}, 2)
+    logger.finalize("failed")
+    another = CSVLogger(tmp_path)
+    another.join(logger.log_dir)
+    another.rewind(bookmark)
+    another.log_metrics({"loss": 0.75}, 2)
+    another.finalize("success")
+    assert [(row["step"], row["loss"]) for row in rows_of(another)] == [("1", "0.5"), ("2", "0.75")]
+
+
+def test_table_is_empty_after_a_return_to_its_beginning(open_logger, tmp_path):
+    logger = open_logger()
+    assert logger.bookmark() == 0
+    logger.log_metrics({"loss": 0.5}, 1)
+    logger.finalize("failed")
+    another = CSVLogger(tmp_path)
+    another.join(logger.log_dir)
+    another.rewind(0)
+    assert another.bookmark() == 0
+    another.log_metrics({"other": 0.75}, 1)
+    another.finalize("success")
+    assert rows_of(another) == [{"step": "1", "other": "0.75"}]
+
+
 def test_later_settings_join_the_earlier_ones(logger):
     logger.log_hyperparams({"lr": 0.1, "width": 8})
     logger.log_hyperparams({"lr": 0.2})

@@ -31,6 +31,29 @@ def logger(tmp_path):
     return TensorBoardLogger(tmp_path)
 
 
+def test_values_after_a_bookmark_are_purged_by_another_attempt(logger, tmp_path):
+    logger.log_metrics({"loss": 0.5}, step=10)
+    bookmark = logger.bookmark()
+    logger.log_metrics({"loss": 0.25}, step=20)
+    logger.finalize("failed")
+    another = TensorBoardLogger(tmp_path)
+    another.join(logger.log_dir)
+    another.rewind(bookmark)
+    another.log_metrics({"loss": 0.75}, step=15)
+    another.finalize("success")
+    assert scalars_of(another.log_dir, "loss") == [(10, 0.5), (15, 0.75)]
+    another.log_metrics({"test_loss": 1.0}, step=12)  # as a test does after the fit, in a file of its own
+    another.finalize("success")
+    assert scalars_of(another.log_dir, "loss") == [(10, 0.5), (15, 0.75)]
+
+
+def test_a_restart_before_the_first_value_hides_nothing_of_an_earlier_job(logger, tmp_path):
+    logger.log_metrics({"loss": 0.5}, step=10)
+    logger.finalize("success")
+    assert TensorBoardLogger(tmp_path).bookmark() == 0
+    assert TensorBoardLogger(tmp_path, version=0).bookmark() is None
+
+
 def test_values_are_written_by_step(logger):
     logger.log_metrics({"loss": 0.5, "epoch": 0}, step=10)
     logger.log_metrics({"loss": 0.25, "epoch": 1}, step=20)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dstrat import Logger, ModelCheckpoint, Trainer
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.training.loggers.logger import Uploads
 
 
@@ -32,7 +32,7 @@ def saved(*paths, best):
 
 def test_what_is_in_a_store_is_uploaded_as_what_is_on_the_disk(sent, upload, tmp_path):
     url = f"memory://{uuid.uuid4().hex}"
-    for where in (place(url), tmp_path):
+    for where in (as_path(url), tmp_path):
         if where is tmp_path:
             (where / "folder.ckpt").mkdir()
         for name in ("one.ckpt", "folder.ckpt/a", "folder.ckpt/b"):

@@ -118,5 +118,7 @@ def test_a_vote_gives_the_largest_wish_of_all_processes():
 
 def test_votes_are_at_most_500_batches_apart():
     votes = Votes(FakeJob((0,)))
+    votes.take(0, 0)
+    assert votes.next_at == 1  # as the first step may take any time
     votes.take(10_000, 0)
     assert 10_000 < votes.next_at <= 10_500

@@ -50,6 +50,9 @@ class CUDAAccelerator(Accelerator):
             "memory_reserved": float(torch.cuda.memory_reserved(device)),
         }
 
+    def memory_summary(self, device: torch.device) -> str:
+        return torch.cuda.memory_summary(device, abbreviated=True)
+
     def get_random_state(self, device: torch.device) -> Tensor | None:
         return torch.cuda.get_rng_state(device)
 

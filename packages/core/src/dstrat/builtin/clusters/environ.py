@@ -22,11 +22,11 @@ class Variables:
 
     Attributes:
         environ: The variables.
-        cure: How to set them, such as ``"start the script with torchrun"``.
+        hint: How to set them, such as ``"start the script with torchrun"``.
     """
 
     environ: Mapping[str, str]
-    cure: str
+    hint: str
 
     def text(self, name: str) -> str:
         """Return a variable that must be set.
@@ -37,7 +37,7 @@ class Variables:
         value = self.environ.get(name, "")
         if not value:
             state = f"is {value!r}" if name in self.environ else "is not set"
-            raise ClusterError(f"{name} {state}: {self.cure}")
+            raise ClusterError(f"{name} {state}: {self.hint}")
         return value
 
     def integer(self, name: str, *, minimum: int = 0) -> int:
@@ -48,7 +48,7 @@ class Variables:
         """
         value = self.text(name)
         if not _INTEGER.fullmatch(value) or int(value) < minimum:
-            raise ClusterError(f"{name} is {value!r}, and must be a whole number from {minimum} upwards: {self.cure}")
+            raise ClusterError(f"{name} is {value!r}, and must be a whole number from {minimum} upwards: {self.hint}")
         return int(value)
 
     def port(self, name: str = "MASTER_PORT") -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -41,15 +40,15 @@ class ExternalEnvironment(ClusterEnvironment):
 
     Attributes:
         names: Names of the variables.
-        cure: How a user sets the variables, for messages.
+        hint: How a user sets the variables, for messages.
     """
 
     names: RankNames
-    cure: ClassVar[str]
+    hint: ClassVar[str]
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         super().__init__(environ)
-        self.variables = Variables(environ=environ, cure=self.cure)
+        self.variables = Variables(environ=self.environ, hint=self.hint)
 
     @abstractmethod
     def start_command(self, *, num_devices: int, num_nodes: int) -> str:
@@ -124,7 +123,7 @@ class ExternalEnvironment(ClusterEnvironment):
             return  # with a variable for the machine, ranks may be in any order
         if num_nodes > 1 and self.local_size is None:
             missing = names.node_rank or names.local_size
-            raise ClusterError(f"{missing} is not set, and num_nodes={num_nodes} needs it: {self.cure}")
+            raise ClusterError(f"{missing} is not set, and num_nodes={num_nodes} needs it: {self.hint}")
         if self.global_rank % num_devices != self.local_rank:
             raise ClusterError(
                 f"{names.global_rank} is {self.global_rank} and {names.local_rank} is {self.local_rank}, and ranks "
@@ -134,4 +133,4 @@ class ExternalEnvironment(ClusterEnvironment):
 
     def _check_rank(self, name: str, rank: int, size: int) -> None:
         if rank >= size:
-            raise ClusterError(f"{name} is {rank}, and the ranks of {size} go from 0 to {size - 1}: {self.cure}")
+            raise ClusterError(f"{name} is {rank}, and the ranks of {size} go from 0 to {size - 1}: {self.hint}")

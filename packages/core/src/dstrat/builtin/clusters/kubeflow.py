@@ -17,7 +17,9 @@ class KubeflowEnvironment(ExternalEnvironment):
     """
 
     names = RankNames(world_size="WORLD_SIZE", global_rank="RANK", local_rank="RANK", node_rank="RANK")
-    cure = "start the script in a pod of a PyTorchJob, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    hint = "start the script in a pod of a PyTorchJob, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+
+    restart_option = "restartPolicy: OnFailure of the PyTorchJob"
 
     @classmethod
     def evidence(cls, environ: Mapping[str, str]) -> str | None:

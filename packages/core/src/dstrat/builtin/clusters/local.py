@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from dstrat.builtin.clusters.environ import Variables
 from dstrat.errors import ClusterError
 from dstrat.interfaces.cluster import ClusterEnvironment
-from dstrat.launch.job import JOB_VARIABLE, LOOPBACK, PID_VARIABLE, STOP_FILE, STORE_FILE
+from dstrat.launch.job import JOB_VARIABLE, LOOPBACK, PID_VARIABLE, RESTART_VARIABLE, STOP_FILE, STORE_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_CURE = "with num_nodes above 1, set MASTER_ADDR, MASTER_PORT and NODE_RANK on each machine"
+_HINT = "with num_nodes above 1, set MASTER_ADDR, MASTER_PORT and NODE_RANK on each machine"
 
 
 class LocalEnvironment(ClusterEnvironment):
@@ -32,12 +32,14 @@ class LocalEnvironment(ClusterEnvironment):
     def evidence(cls, environ: Mapping[str, str]) -> str | None:
         return "dstrat has started this process" if JOB_VARIABLE in environ else None
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         super().__init__(environ)
-        self._variables = Variables(environ=environ, cure=_CURE)
+        self._variables = Variables(environ=self.environ, hint=_HINT)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), ()) if self.environ is os.environ else (type(self), (dict(self.environ),))
+
+    restart_option = None  # dstrat itself restarts these ranks
 
     @property
     def is_rank(self) -> bool:
@@ -79,6 +81,10 @@ class LocalEnvironment(ClusterEnvironment):
     def store_file(self) -> str | None:
         is_one_machine = self.is_rank and self.environ["LOCAL_WORLD_SIZE"] == self.environ["WORLD_SIZE"]
         return os.path.join(self.environ[JOB_VARIABLE], STORE_FILE) if is_one_machine else None  # noqa: PTH118 - a text
+
+    @property
+    def attempt(self) -> int:
+        return int(self.environ.get(RESTART_VARIABLE, 0)) if self.is_rank else 0
 
     @property
     def stop_signal(self) -> int | None:

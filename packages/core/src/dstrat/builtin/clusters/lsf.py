@@ -25,7 +25,9 @@ class LSFEnvironment(ExternalEnvironment):
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
         local_size="JSM_NAMESPACE_LOCAL_SIZE",
     )
-    cure = "start the script with jsrun in a job of LSF"
+    hint = "start the script with jsrun in a job of LSF"
+
+    restart_option = "bsub -r"
 
     @classmethod
     def evidence(cls, environ: Mapping[str, str]) -> str | None:

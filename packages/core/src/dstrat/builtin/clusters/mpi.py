@@ -30,7 +30,7 @@ class MPIEnvironment(ExternalEnvironment):
     mpirun does not set the address of rank 0: on several machines ``MASTER_ADDR`` must be set.
     """
 
-    cure = "start the script with mpirun"
+    hint = "start the script with mpirun"
 
     @classmethod
     def evidence(cls, environ: Mapping[str, str]) -> str | None:

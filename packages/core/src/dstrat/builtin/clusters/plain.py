@@ -24,7 +24,7 @@ class PlainEnvironment(ExternalEnvironment):
         local_size="LOCAL_WORLD_SIZE",
         node_rank="NODE_RANK",
     )
-    cure = (
+    hint = (
         "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process "
         "(NODE_RANK too on several machines), or none of them"
     )

@@ -28,7 +28,9 @@ class SLURMEnvironment(ExternalEnvironment):
     names = RankNames(
         world_size="SLURM_NTASKS", global_rank="SLURM_PROCID", local_rank="SLURM_LOCALID", node_rank="SLURM_NODEID"
     )
-    cure = "start the script with srun"
+    hint = "start the script with srun"
+
+    restart_option = "sbatch --requeue"
 
     @classmethod
     def evidence(cls, environ: Mapping[str, str]) -> str | None:

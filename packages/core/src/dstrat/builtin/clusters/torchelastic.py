@@ -20,7 +20,9 @@ class TorchElasticEnvironment(ExternalEnvironment):
         local_size="LOCAL_WORLD_SIZE",
         node_rank="GROUP_RANK",
     )
-    cure = "start the script with torchrun, and leave the variables that it sets as they are"
+    hint = "start the script with torchrun, and leave the variables that it sets as they are"
+
+    restart_option = "torchrun --max-restarts"
 
     @classmethod
     def evidence(cls, environ: Mapping[str, str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Checkpoint io of the portable format, with the memory that stages a save in the background."""
+"""Checkpoint io of the portable format, with the staging memory of background saves."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.format import BUCKET
-from dstrat.checkpoint.portable.ranks import GroupRanks, Ranks
+from dstrat.checkpoint.portable.ranks import ChannelRanks, GroupRanks, Ranks
 from dstrat.checkpoint.portable.shards import LocalBox, Payload, as_bytes
 from dstrat.checkpoint.portable.storage import map_in_threads
 from dstrat.interfaces.checkpoint_io import CheckpointIO
-from dstrat.parallel.process_group import group_timeout
+from dstrat.parallel.process_group import channel_factory, group_timeout, rank_and_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,17 +29,17 @@ if TYPE_CHECKING:
 
 
 class PortableCheckpointIO(CheckpointIO):
-    """A directory that any strategy on any number of ranks can load.
+    """Checkpoints in folders that any strategy on any number of ranks can load.
 
-    Saving is collective: every rank calls it with nested values.  A plain tensor is the same on every rank and is
-    written by one of them; a ``DTensor`` is written by the ranks that hold its shards; other values are rank 0's; what
-    is under the key ``"per_rank"`` each rank keeps for itself; a text under ``"saved_with"`` is in the manifest too.
-    Loading is not collective.  A path may be a URL of a store that fsspec reaches, such as ``s3://bucket/folder``.  The
-    format is described in ``docs/checkpoint-format.md``.
+    Saving is collective: every rank passes nested values.  A plain tensor is equal on every rank, and one of them
+    writes it; a ``DTensor`` is written by the ranks that hold its shards; other values are rank 0's.  The values under
+    ``"per_rank"`` are saved for each rank.  A str under ``"saved_with"`` is in the manifest too.  Loading is not
+    collective.  A path may be a URL of a store that fsspec supports, such as ``s3://bucket/folder``.
+    ``docs/checkpoint-format.md`` describes the format.
 
     Args:
-        verify: Whether checksums are compared while loading.
-        timeout: How long a rank waits for the others while they save; None is as long as in the strategy's collectives.
+        verify: Whether loading verifies checksums.
+        timeout: How long a rank waits for the others while they save; None is the timeout of the process group.
     """
 
     is_collective = True
@@ -52,35 +51,35 @@ class PortableCheckpointIO(CheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: str | Path) -> None:
-        """Write the checkpoint; collective.
+        """Write a checkpoint; collective.
 
         Raises:
-            CheckpointError: It failed on some rank; then there is nothing under the path.
+            CheckpointError: A rank failed; then all ranks raise, and nothing is at the path.
         """
         self.write(self._prepare(checkpoint), path)
 
     def stage(self, checkpoint: Mapping[str, Any]) -> Prepared:
-        """Copy what this rank is going to write to the host; collective.
+        """Copy the tensors that this rank writes to host memory; collective.
 
         Raises:
-            CheckpointError: Something in it cannot be saved, on whichever rank.
+            CheckpointError: A value cannot be saved, on any rank.
         """
         prepared = self._prepare(checkpoint)
-        with prepared.ranks.together("copy its tensors"):
+        with prepared.ranks.on_all_ranks("copy its tensors"):
             return dataclasses.replace(prepared, shard=self._memory.copy(prepared.shard))
 
     def write(self, staged: Prepared, path: str | Path) -> None:
-        """Write what was staged; collective, in any thread.
+        """Write a staged checkpoint; collective, in any thread.
 
         Raises:
-            CheckpointError: It failed on some rank; then there is nothing under the path.
+            CheckpointError: A rank failed; then all ranks raise, and nothing is at the path.
         """
         from dstrat.checkpoint.portable.newest import point_to
         from dstrat.checkpoint.portable.save import write
 
-        target = place(path)
+        target = as_path(path)
         write(staged, target)
-        with staged.ranks.together("point to the newest checkpoint"):
+        with staged.ranks.on_all_ranks("point to the newest checkpoint"):
             if staged.ranks.rank == 0:
                 point_to(target)
 
@@ -91,25 +90,26 @@ class PortableCheckpointIO(CheckpointIO):
 
     @override
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint with whole tensors; ``"per_rank"`` is there where as many ranks saved it."""
+        """Return the checkpoint with full tensors, and ``"per_rank"`` if as many ranks saved it."""
         from dstrat.checkpoint.portable.load import load
 
-        rank, world_size = self._place()
+        rank, world_size = rank_and_size()
         with self._open(path) as folder:
             return load(folder, rank=rank, world_size=world_size)
 
     @override
     def load_into(self, path: str | Path, template: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill the template's tensors, whatever their placements, and return the checkpoint with them in it.
+        """Read into the template's tensors, of any placements, and return the checkpoint with them in it.
 
-        Tensors that the template lacks are returned whole; below a place where it has None none is read.
+        Tensors that the template lacks are returned in full; below a None of the template no tensor is read.
 
         Raises:
-            CheckpointError: It is damaged, lacks a tensor of the template, or has it in another shape or dtype.
+            CheckpointError: The checkpoint is damaged, lacks a tensor of the template, or has it in another shape or
+                dtype.
         """
         from dstrat.checkpoint.portable.load import load_into
 
-        rank, world_size = self._place()
+        rank, world_size = rank_and_size()
         with self._open(path) as folder:
             return load_into(folder, template, rank=rank, world_size=world_size)
 
@@ -123,20 +123,20 @@ class PortableCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, if it is there."""
+        """Remove a checkpoint, if it exists; the pointer beside it then names another one."""
         from dstrat.checkpoint.portable.newest import forget
         from dstrat.checkpoint.portable.storage import storage_of
 
-        folder = place(path)
+        folder = as_path(path)
         if folder.is_dir():
             storage_of(folder).remove_checkpoint(folder)
             forget(folder)
 
     def _open(self, path: str | Path) -> CheckpointReader:
-        from dstrat.checkpoint.portable.newest import resolved
+        from dstrat.checkpoint.portable.newest import resolve
         from dstrat.checkpoint.portable.reader import CheckpointReader
 
-        return CheckpointReader(resolved(place(path)), verifies=self.verify)
+        return CheckpointReader(resolve(as_path(path)), verifies=self.verify)
 
     @override
     def teardown(self) -> None:
@@ -146,40 +146,41 @@ class PortableCheckpointIO(CheckpointIO):
             self._ranks = None
 
     def _current_ranks(self) -> Ranks:
-        """Return the ranks of the job that there is now."""
-        if isinstance(self._ranks, GroupRanks) and not self._ranks.is_current:
-            self._ranks = None
+        """Return the ranks of the current job."""
+        if self._ranks is not None and not self._ranks.is_current:
+            self._ranks = None  # another fit has opened another process group or channel
         if self._ranks is None:
-            self._ranks = GroupRanks(self.timeout or group_timeout()) if self._place()[1] > 1 else Ranks()
+            self._ranks = self._open_ranks()
         return self._ranks
 
-    @staticmethod
-    def _place() -> tuple[int, int]:
-        """Return rank and world size."""
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank(), dist.get_world_size()
-        return 0, 1
+    def _open_ranks(self) -> Ranks:
+        rank, size = rank_and_size()
+        if size == 1:
+            return Ranks()
+        open_channel = channel_factory()
+        if open_channel is not None:
+            return ChannelRanks(open_channel, rank, size)
+        return GroupRanks(self.timeout or group_timeout())
 
 
-# The copy of what is to be written, taken while the training stands still, in memory that is used again.
+# Host memory for the copy of a background save, reused from save to save
 
 
 class StagingMemory:
-    """Memory of the host for one copy at a time; pinned where the tensors are on an accelerator that gains by it.
+    """Host memory for one staged save at a time, pinned if the tensors are on a GPU."""
 
-    It is kept, because taking memory from the system costs more than copying.
-    """
+    # It is reused: allocating (and pinning) memory takes longer than the copy itself.
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, shard: ShardFile) -> ShardFile:
-        """Return the same file with its payloads copied; the copies before are gone."""
+        """Return the same file with copies of its payloads; these overwrite the copies of the previous call."""
         devices = {payload.tensor.device for payload in shard.payloads}
         is_pinned = any(device.type == "cuda" for device in devices)
         self._reserve(shard.size, is_pinned=is_pinned)
         copies, moves, reached = [], [], 0
-        for payload in shard.payloads:  # in descending size of elements, so each is aligned
+        for payload in shard.payloads:  # ordered by descending element size, so each view is aligned
             target = self._memory[reached : reached + payload.num_bytes].view(payload.dtype).view(payload.shape)
             reached += payload.num_bytes
             copies.append(Payload(payload.name, LocalBox(tensor=target, starts=payload.starts)))
@@ -191,17 +192,17 @@ class StagingMemory:
         return replace(shard, payloads=copies)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _reserve(self, size: int, *, is_pinned: bool) -> None:
         if self._memory.numel() < size or (is_pinned and not self._memory.is_pinned()):
-            self.release()
+            self.release()  # before the allocation, or both buffers would exist at a time
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
 
 
 def _moves(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the copy in buckets, so that the threads share the large tensors."""
+    """Yield pairs of tensors to copy: buckets of the two, so that the threads share a large tensor."""
     if not source.is_contiguous() or source.is_conj() or source.is_neg() or not source.is_cpu:
         yield source, target
         return

@@ -1,4 +1,4 @@
-"""Values that the JSON of a checkpoint stands for; nothing in it can name code to run."""
+"""Decoding of the JSON of a checkpoint, which cannot name code to run; names of values."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ _FLOATS = ("nan", "inf", "-inf")
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return the nested value that :func:`~dstrat.checkpoint.portable.encode.encode` was given.
+    """Decode the JSON of :func:`~dstrat.checkpoint.portable.encode.encode` to the nested value.
 
     Args:
-        value: What a JSON document held.
+        value: The parsed JSON document.
         tensor: Returns the tensor of a name.
 
     Raises:
-        ValueError: It holds a mark that is not known, or one with a content that makes no sense.
+        ValueError: A tag is unknown, or its content is not valid.
     """
     try:
         return _Decoder(tensor).decode(value)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:  # missing fields, values of other types
         raise ValueError(f"a marked value in it makes no sense ({error})") from error
 
 
 class _Decoder:
-    """Walks through a value once."""
+    """Decoding of one document."""
 
     def __init__(self, tensor: Callable[[str], Any]) -> None:
         self._kinds: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "tensor": lambda mark: tensor(_text(mark["name"])),
-            "int": lambda mark: int(_text(mark["hex"]), 16),
+            "tensor": lambda tagged: tensor(_text(tagged["name"])),
+            "int": lambda tagged: int(_text(tagged["hex"]), 16),
             "float": _float,
             "complex": self._complex,
-            "bytes": lambda mark: base64.b64decode(_text(mark["base64"]), validate=True),
-            "tuple": lambda mark: tuple(self._items(mark)),
-            "set": lambda mark: set(self._items(mark)),
-            "frozenset": lambda mark: frozenset(self._items(mark)),
-            "dict": lambda mark: dict(self._pairs(mark)),
-            "ordered": lambda mark: OrderedDict(self._pairs(mark)),
-            "counter": lambda mark: Counter(dict(self._pairs(mark))),
-            "dtype": lambda mark: dtype_named(_known_dtype(mark["name"])),
+            "bytes": lambda tagged: base64.b64decode(_text(tagged["base64"]), validate=True),
+            "tuple": lambda tagged: tuple(self._items(tagged)),
+            "set": lambda tagged: set(self._items(tagged)),
+            "frozenset": lambda tagged: frozenset(self._items(tagged)),
+            "dict": lambda tagged: dict(self._pairs(tagged)),
+            "ordered": lambda tagged: OrderedDict(self._pairs(tagged)),
+            "counter": lambda tagged: Counter(dict(self._pairs(tagged))),
+            "dtype": lambda tagged: dtype_named(_known_dtype(tagged["name"])),
             "device": _device,
             "size": self._size,
-            "numpy": lambda mark: _array(mark)[()],
+            "numpy": lambda tagged: _array(tagged)[()],
             "ndarray": _array,
         }
 
@@ -64,33 +64,33 @@ class _Decoder:
             return [self.decode(item) for item in value]
         if type(value) is not dict:
             return value
-        if MARK not in value:
+        if TAG not in value:
             return {key: self.decode(item) for key, item in value.items()}
-        kind = value[MARK]
+        kind = value[TAG]
         if type(kind) is not str or kind not in self._kinds:
             raise ValueError(f"it holds a value of the kind {kind!r:.80}, which this dstrat does not know")
         return self._kinds[kind](value)
 
-    def _items(self, mark: dict[str, Any]) -> list[Any]:
-        items = mark["items"]
+    def _items(self, tagged: dict[str, Any]) -> list[Any]:
+        items = tagged["items"]
         if type(items) is not list:
-            raise ValueError(f"the items of a {mark[MARK]} are {items!r:.80} and no list")
+            raise ValueError(f"the items of a {tagged[TAG]} are {items!r:.80} and no list")
         return [self.decode(item) for item in items]
 
-    def _pairs(self, mark: dict[str, Any]) -> list[tuple[Any, Any]]:
-        pairs = [(key, item) for key, item in self._items(mark)]
+    def _pairs(self, tagged: dict[str, Any]) -> list[tuple[Any, Any]]:
+        pairs = [(key, item) for key, item in self._items(tagged)]
         if len({key for key, _ in pairs}) != len(pairs):
             raise ValueError("a dict in it has a key twice")
         return pairs
 
-    def _complex(self, mark: dict[str, Any]) -> complex:
-        real, imaginary = (self.decode(part) for part in mark["parts"])
+    def _complex(self, tagged: dict[str, Any]) -> complex:
+        real, imaginary = (self.decode(number) for number in tagged["parts"])
         return complex(real, imaginary)
 
-    def _size(self, mark: dict[str, Any]) -> Any:
+    def _size(self, tagged: dict[str, Any]) -> Any:
         import torch
 
-        return torch.Size(self._items(mark))
+        return torch.Size(self._items(tagged))
 
 
 def _text(value: Any) -> str:
@@ -99,8 +99,8 @@ def _text(value: Any) -> str:
     return value
 
 
-def _float(mark: dict[str, Any]) -> float:
-    name = _text(mark["name"])
+def _float(tagged: dict[str, Any]) -> float:
+    name = _text(tagged["name"])
     if name not in _FLOATS:
         raise ValueError(f"{name[:80]!r} is none of {', '.join(_FLOATS)}")
     return float(name)
@@ -113,10 +113,10 @@ def _known_dtype(name: Any) -> str:
     return str(name)
 
 
-def _device(mark: dict[str, Any]) -> Any:
-    import torch
+def _device(tagged: dict[str, Any]) -> Any:
+    import torch  # here, since checkpoints are inspected without torch
 
-    name = _text(mark["name"])
+    name = _text(tagged["name"])
     if _DEVICE.fullmatch(name) is None:
         raise ValueError(f"{name[:80]!r} is no device")
     try:
@@ -125,46 +125,47 @@ def _device(mark: dict[str, Any]) -> Any:
         raise ValueError(f"{name!r} is no device: {error}") from error
 
 
-def _array(mark: dict[str, Any]) -> Any:
+def _array(tagged: dict[str, Any]) -> Any:
     import numpy as np
 
-    name = _text(mark["dtype"])
+    name = _text(tagged["dtype"])
     if _NUMPY_DTYPE.fullmatch(name) is None:
         raise ValueError(f"{name[:80]!r} is no dtype of numbers")
-    shape = mark["shape"]
+    shape = tagged["shape"]
     if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{shape!r:.80} is no shape")
-    data = base64.b64decode(_text(mark["base64"]), validate=True)
+    data = base64.b64decode(_text(tagged["base64"]), validate=True)
     return np.frombuffer(data, dtype=np.dtype(name)).reshape(shape).copy()
 
 
-# Names in the JSON of a checkpoint: how a value that JSON lacks is marked, and what a place in it is called.
+# Tags of types that JSON lacks, and names of values
 
 
-MARK = "$"
-"""The key of an object that stands for a value that JSON lacks; its value says of which kind."""
+TAG = "$"
+"""The key of an object that encodes a value of a type that JSON lacks; its value is the name of the type."""
 
 SEPARATOR = "/"
 
-_MARKED_DICTS = ("dict", "ordered", "counter")
+_TAGGED_DICTS = ("dict", "ordered", "counter")
 
 
-def joined(path: str, key: object) -> str:
-    """Return the name of a place below another, such as ``state_dict/layers.0.weight``."""
-    part = str(key).replace("~", "~0").replace(SEPARATOR, "~1")
-    return f"{path}{SEPARATOR}{part}" if path else part
+def join_name(path: str, key: object) -> str:
+    """Return the name of a value below another one, such as ``state_dict/layers.0.weight``."""
+    # The escapes of JSON Pointer (RFC 6901).
+    key_text = str(key).replace("~", "~0").replace(SEPARATOR, "~1")
+    return f"{path}{SEPARATOR}{key_text}" if path else key_text
 
 
-def split(path: str) -> list[str]:
-    """Return the keys that lead to a place."""
-    return [part.replace("~1", SEPARATOR).replace("~0", "~") for part in path.split(SEPARATOR)]
+def split_name(path: str) -> list[str]:
+    """Return the keys of a name."""
+    return [key_text.replace("~1", SEPARATOR).replace("~0", "~") for key_text in path.split(SEPARATOR)]
 
 
 def insert(tree: Any, keys: list[str], value: Any) -> None:
-    """Put a value into nested dicts, at a place that a name led to.
+    """Set a value in nested dicts, at the end of a path of keys.
 
     Raises:
-        ValueError: There is something else on the way.
+        ValueError: The path leads through a value that is not a dict, or its end is occupied.
     """
     for key in keys[:-1]:
         if isinstance(tree, dict):
@@ -175,16 +176,16 @@ def insert(tree: Any, keys: list[str], value: Any) -> None:
 
 
 def without_tensors(value: Any, *, keep: Container[str]) -> Any:
-    """Return the content of a JSON document without the tensors whose names are not to be kept."""
+    """Return the content of a JSON document without tensors, except those whose names are in ``keep``."""
     if isinstance(value, list):
         return [without_tensors(item, keep=keep) for item in value if _stays(item, keep)]
     if not isinstance(value, dict):
         return value
-    if value.get(MARK) in _MARKED_DICTS and isinstance(value.get("items"), list):
+    if value.get(TAG) in _TAGGED_DICTS and isinstance(value.get("items"), list):
         pairs = [pair for pair in value["items"] if not isinstance(pair, list) or _stays(pair[-1], keep)]
         return {**value, "items": [without_tensors(pair, keep=keep) for pair in pairs]}
     return {key: without_tensors(item, keep=keep) for key, item in value.items() if _stays(item, keep)}
 
 
 def _stays(item: Any, keep: Container[str]) -> bool:
-    return not (isinstance(item, dict) and item.get(MARK) == "tensor" and item.get("name") not in keep)
+    return not (isinstance(item, dict) and item.get(TAG) == "tensor" and item.get("name") not in keep)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
 
 
 FORMAT = "dstrat-checkpoint"
@@ -31,25 +31,26 @@ LAST = "last"
 """The pointer beside the checkpoints: a file that holds the name of the newest one."""
 
 PER_RANK = "per_rank"
-"""The key of a checkpoint under which each rank keeps what is only its own."""
+"""The key of a checkpoint under which each rank has its own values."""
 SAVED_WITH = "saved_with"
-"""The key under which a checkpoint names the strategy that it was saved with; the manifest names it too."""
+"""The key of a checkpoint for the alias of the strategy that saves it; the manifest has it too."""
 
 MEBIBYTE = 1024 * 1024
 BLOCK = MEBIBYTE
-"""Bytes that share one checksum."""
+"""Bytes with one checksum."""
 BUCKET = 8 * MEBIBYTE
-"""Bytes that one thread handles at a time; a multiple of :data:`BLOCK`."""
+"""Bytes that a thread reads or writes at a time; a multiple of :data:`BLOCK`."""
 THREADS = 4
 LARGEST_JSON = 256 * MEBIBYTE
 DEEPEST_NESTING = 100
 LARGEST_DIMENSIONS = 64
 
+# Nothing else may be in a manifest, so that none can name a path outside its folder.
 _FILE_NAME = re.compile(r"state\.json|tensors\.json|rank-[0-9]{5,7}\.(json|safetensors)")
 
 
 def rank_file(rank: int, kind: str) -> str:
-    """Return the name of a file that one rank writes; the kind is ``"json"`` or ``"safetensors"``."""
+    """Return the name of a rank's file of a kind: ``"json"`` or ``"safetensors"``."""
     return f"rank-{rank:05d}.{kind}"
 
 
@@ -58,20 +59,21 @@ def is_file_name(name: object) -> bool:
     return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
 
 
-# The manifest of a checkpoint: what wrote it, and size and checksums of each file.
+# Manifest: versions, strategy, and the size and checksums of each file
 
 
+# The checksum of the manifest comes first, over exactly the bytes that follow: no need to dump JSON in the same form.
 _ENVELOPE = re.compile(rb'\{"xxh3":"([0-9a-f]{16})","manifest":(\{.*\})\}\n', re.DOTALL)
 _CHECKSUMS = re.compile(r"([0-9a-f]{16})*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """What a file must look like.
+    """Size and checksums of a file.
 
     Attributes:
         size: In bytes.
-        checksums: Of its blocks, sixteen hexadecimal digits each.
+        checksums: Of the file's blocks, :data:`DIGITS` hexadecimal digits each.
     """
 
     size: int
@@ -80,15 +82,15 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The contents and origin of a checkpoint.
 
     Attributes:
-        files: Every file but the manifest, by name.
-        strategy: Alias of the strategy that wrote it; empty where it was not said.
-        world_size: Number of ranks that wrote it.
-        created_ns: When it was completed, in nanoseconds since the epoch.
-        dstrat: Version of dstrat.
-        torch: Version of torch.
+        files: Every file except the manifest, by name.
+        strategy: Alias of the strategy that saved the checkpoint; empty if it is not known.
+        world_size: Number of ranks that saved it.
+        created_ns: Time of its completion, in nanoseconds since the epoch.
+        dstrat: Version of dstrat that saved it.
+        torch: Version of torch that saved it.
     """
 
     files: Mapping[str, FileRecord]
@@ -99,7 +101,7 @@ class Manifest:
     torch: str
 
     def to_bytes(self) -> bytes:
-        """Return the content of the manifest's file, its own checksum first."""
+        """Return the content of the manifest file, which begins with the manifest's own checksum."""
         body = dump_json(
             {
                 "format": FORMAT,
@@ -117,10 +119,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Return the manifest that a file holds.
+        """Return the manifest of a file's content.
 
         Raises:
-            ValueError: It is not one, is damaged, or comes from a newer version.
+            ValueError: The content is not a manifest, is damaged, or has another version of the format.
         """
         envelope = _ENVELOPE.fullmatch(data)
         if envelope is None:
@@ -179,50 +181,50 @@ def _record(name: str, record: Any) -> FileRecord:
     return FileRecord(size=size, checksums=checksums)
 
 
-# Checksums of a file, one for each block, so that a part of it can be verified too.
+# Checksums, one for each block, so that a shard of a file can be verified without reading the rest
 #
-# XXH3 (64 bits) takes a tenth of a second for 1 GiB on one core; an accident to a block goes unnoticed once in 2^64.
-# It is no protection against somebody who changes file and checksum together.
+# XXH3 (64 bits) takes a tenth of a second for 1 GiB on one core, and misses a damaged block once in 2^64.  It protects
+# against accidents, not against an attacker, who can change the checksum too.
 
 
 DIGITS = 16
-"""Hexadecimal digits of one checksum."""
+"""Hexadecimal digits of a checksum."""
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
-    """Return the checksum of one block."""
+    """Return the checksum of a block."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def block_checksums(views: Iterable[memoryview]) -> str:
-    """Return the checksums of the blocks of consecutive views that begin at the start of a block."""
-    found: list[str] = []
+    """Return the checksums of consecutive views, of which the first begins at the start of a block."""
+    digests: list[str] = []
     current, filled = xxhash.xxh3_64(), 0
     for view in views:
         done = 0
         while done < len(view):
-            part = view[done : done + BLOCK - filled]
-            current.update(part)
-            done, filled = done + len(part), filled + len(part)
+            chunk = view[done : done + BLOCK - filled]
+            current.update(chunk)
+            done, filled = done + len(chunk), filled + len(chunk)
             if filled == BLOCK:
-                found.append(current.hexdigest())
+                digests.append(current.hexdigest())
                 current, filled = xxhash.xxh3_64(), 0
     if filled:
-        found.append(current.hexdigest())
-    return "".join(found)
+        digests.append(current.hexdigest())
+    return "".join(digests)
 
 
 def num_blocks(size: int) -> int:
-    """Return how many blocks a file of so many bytes has."""
+    """Return the number of blocks of a file, from its size in bytes."""
     return -(-size // BLOCK)
 
 
-def expected(checksums: str, block: int) -> str:
-    """Return the checksum of one block."""
+def checksum_of_block(checksums: str, block: int) -> str:
+    """Return the checksum of a block from those of its file."""
     return checksums[block * DIGITS : (block + 1) * DIGITS]
 
 
-# JSON as the format uses it: no constants that are not JSON, no infinite numbers, no key twice, no endless nesting.
+# Strict JSON: no NaN or Infinity, no duplicate keys, no numbers beyond a float, no unlimited nesting
 
 
 def dump_json(value: Any) -> bytes:
@@ -234,7 +236,7 @@ def parse_json(data: bytes | bytearray | memoryview) -> Any:
     """Return the value of a document.
 
     Raises:
-        ValueError: It is no JSON, has a key twice or a number that no float holds, or is nested too deeply.
+        ValueError: The document is not JSON, has a duplicate key, a number beyond a float, or too deep a nesting.
     """
     try:
         text = str(data, "utf-8")
@@ -246,12 +248,12 @@ def parse_json(data: bytes | bytearray | memoryview) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"it has the key {twice[:80]!r} twice in one object")
-    return found
+    return result
 
 
 def _refuse_constant(name: str) -> Any:
@@ -265,25 +267,25 @@ def _finite_float(digits: str) -> float:
     return number
 
 
-# The error about a checkpoint that is not as it was written.
+# Errors
 
 
-def damaged_error(folder: Place, what: str) -> CheckpointError:
-    """Return the error; what is wrong is the end of a sentence."""
-    return CheckpointError(f"checkpoint {str(folder)!r} is damaged: {what}; load another one")
+def damaged_error(folder: CheckpointPath, problem: str) -> CheckpointError:
+    """Return the error about a damaged checkpoint; the problem completes its sentence."""
+    return CheckpointError(f"checkpoint {str(folder)!r} is damaged: {problem}; load another one")
 
 
-# The dtypes of tensors in a checkpoint, by their names in torch; known without importing it.
+# Dtypes of tensors, by their names in torch; without importing torch, as inspection works without it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DTypeFacts:
-    """What a file's header says about a dtype.
+    """The representation of a dtype in a safetensors file.
 
     Attributes:
         size: Bytes of one element.
-        code: Name of the dtype in a safetensors header; the nearest one where safetensors does not know it.
-        columns: Elements of the code that make up one element; more than one adds a last dimension to the header.
+        code: Name of the dtype in the header; one of the same size for dtypes that safetensors lacks.
+        columns: Elements of the code in one element; if more than 1, the header has another dimension of this size.
     """
 
     size: int
@@ -327,7 +329,7 @@ def dtype_named(name: str) -> torch.dtype:
     """Return the dtype of a name.
 
     Raises:
-        ValueError: There is none in this version of torch.
+        ValueError: This version of torch has no such dtype.
     """
     import torch
 

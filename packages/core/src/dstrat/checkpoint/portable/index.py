@@ -1,4 +1,4 @@
-"""The index of a checkpoint's tensors: dtype, shape, and which bytes of which file hold each part."""
+"""Index of a checkpoint's tensors: dtype, shape, and the files and bytes of their pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A box of a tensor, stored in one run of bytes, the last dimension varying fastest.
+    """A box of a tensor that is stored in consecutive bytes of a file, in row-major order.
 
     Attributes:
         file: Name of the file.
@@ -35,10 +35,10 @@ class TensorEntry:
     """A tensor of the checkpoint.
 
     Attributes:
-        dtype: Its name in torch, such as ``"float32"``.
-        shape: Of the whole tensor.
-        pieces: They cover it exactly once, in ascending order.
-        same_as: Name of the tensor whose memory this one shares (tied weights); it has no pieces then.
+        dtype: Name of the dtype in torch, such as ``"float32"``.
+        shape: Of the full tensor.
+        pieces: Cover the tensor exactly once, in ascending order.
+        same_as: Name of the tensor of which this one is an alias (tied weights); an alias has no pieces.
     """
 
     dtype: str
@@ -48,7 +48,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its elements."""
+        """Size of the full tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].size
 
 
@@ -66,6 +66,7 @@ def _to_json(entry: TensorEntry, numbers: Mapping[str, int]) -> dict[str, Any]:
     return {
         **facts,
         "pieces": [
+            # Most tensors are one piece, whose box is the full tensor: the short form keeps the index small.
             [numbers[piece.file], piece.begin, list(piece.starts), list(piece.shape)]
             if piece.shape != entry.shape
             else [numbers[piece.file], piece.begin]
@@ -75,14 +76,14 @@ def _to_json(entry: TensorEntry, numbers: Mapping[str, int]) -> dict[str, Any]:
 
 
 def index_from_json(value: Any, sizes: Mapping[str, int]) -> dict[str, TensorEntry]:
-    """Return the tensors that an index file lists.
+    """Return the validated entries of an index file, by name.
 
     Args:
-        value: The content of the file.
-        sizes: Bytes of each file of the checkpoint.
+        value: The parsed content of the file.
+        sizes: Size in bytes of each file of the checkpoint.
 
     Raises:
-        ValueError: It contradicts itself or the files: then no memory is taken for any tensor.
+        ValueError: The index contradicts itself or the files.  It is raised before memory is allocated for tensors.
     """
     try:
         files = [_known_file(name, sizes) for name in value["files"]]
@@ -134,7 +135,7 @@ def _piece(value: Any, shape: tuple[int, ...], files: Sequence[str]) -> Piece:
 
 
 def _covers(pieces: Sequence[Piece], shape: tuple[int, ...]) -> bool:
-    """Return whether the boxes fill the shape without a gap or an overlap, slab by slab along each dimension."""
+    """Return whether the boxes of the pieces cover the shape without gaps and overlaps."""
     if math.prod(shape) == 0:
         return not pieces
     if len(pieces) == 1:
@@ -145,6 +146,10 @@ def _covers(pieces: Sequence[Piece], shape: tuple[int, ...]) -> bool:
 
 
 def _fills(pieces: Iterable[Piece], shape: tuple[int, ...], dimension: int) -> bool:
+    """Return whether pieces cover a shape: their slabs along a dimension follow each other, and each slab is covered.
+
+    This refuses exact covers that are not made of slabs; the boxes of shards always are.
+    """
     if dimension == len(shape):
         return len(list(pieces)) == 1
     reached = 0
@@ -170,7 +175,7 @@ def _check_shared(name: str, entry: TensorEntry, entries: Mapping[str, TensorEnt
 
 
 def _check_bytes(entries: Mapping[str, TensorEntry], sizes: Mapping[str, int]) -> None:
-    """No two pieces share a byte, and none reaches beyond its file: so tensors take no more memory than files."""
+    """Check that pieces share no byte and end within their files, so that tensors need no more memory than files."""
     extents: dict[str, list[tuple[int, int, str]]] = {}
     for name, entry in entries.items():
         for piece in entry.pieces:

@@ -1,4 +1,4 @@
-"""Load: nested values with whole tensors, or into tensors that exist already."""
+"""Loading: nested values with full tensors, or into the tensors of a template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dstrat.checkpoint.portable.decode import decode, insert, joined, split, without_tensors
+from dstrat.checkpoint.portable.decode import decode, insert, join_name, split_name, without_tensors
 from dstrat.checkpoint.portable.format import (
     BLOCK,
     BUCKET,
@@ -35,162 +35,169 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.portable.shards import LocalBox
 
 
-_PER_RANK_PREFIX = joined(PER_RANK, "")
+_PER_RANK_PREFIX = join_name(PER_RANK, "")
 
 
 def load(
-    folder: CheckpointReader, *, rank: int, world_size: int, advance: Callable[[int], None] | None = None
+    reader: CheckpointReader, *, rank: int, world_size: int, advance: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
-    """Return the whole checkpoint, its tensors on the CPU, and this rank's own values if the world is as large.
-
-    Raises:
-        CheckpointError: It is damaged.
-    """
-    index = folder.index()
-    tensors = read_tensors(folder, _of_the_job(index), advance)
-    checkpoint = _decoded(folder, STATE, tensors)
-    return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
-
-
-def load_into(folder: CheckpointReader, template: Mapping[str, Any], *, rank: int, world_size: int) -> dict[str, Any]:
-    """Fill the tensors of a template, each process what it holds, and return the checkpoint with them in it.
+    """Return a checkpoint with full tensors on the CPU, and with this rank's values if the world size is the same.
 
     Args:
-        folder: The checkpoint.
-        template: Nested dicts and lists with tensors at the places where the checkpoint has them; of any placements.
-            Tensors of the checkpoint that it does not have are returned whole; below a place where it has None none
-            is read, and the result has none.
+        reader: The checkpoint.
+        rank: Of this process.
+        world_size: Of this job.
+        advance: Called with the bytes of each read, in any thread.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
+    index = reader.index()
+    tensors = read_tensors(reader, _job_names(index), advance)
+    checkpoint = _decoded(reader, STATE, tensors)
+    return _with_rank_values(checkpoint, reader, index, rank=rank, world_size=world_size)
+
+
+def load_into(reader: CheckpointReader, template: Mapping[str, Any], *, rank: int, world_size: int) -> dict[str, Any]:
+    """Read into the tensors of a template, each process its shards, and return the checkpoint with them in it.
+
+    Args:
+        reader: The checkpoint.
+        template: Nested dicts and lists with tensors, of any placements, under the names of the checkpoint's.  Other
+            tensors of the checkpoint are returned in full, except those below a None of the template: these are
+            neither read nor returned.
         rank: Of this process.
         world_size: Of this job.
 
     Raises:
-        CheckpointError: It is damaged, lacks a tensor of the template, or has it in another shape or dtype.
+        CheckpointError: The checkpoint is damaged, lacks a tensor of the template, or has it in another shape or dtype.
     """
-    index = folder.index()
+    index = reader.index()
     targets, optional, skipped = _targets(template)
     targets = {name: tensor for name, tensor in targets.items() if name in index or name not in optional}
-    check_fits(folder, index, targets, converted=optional)
-    read_into(folder, [(_stored(index, name), local_boxes(tensor, name)) for name, tensor in targets.items()])
-    rest = [name for name in _of_the_job(index) if name not in targets and not name.startswith(skipped)]
-    tensors = {**read_tensors(folder, rest), **targets}
-    checkpoint = _decoded(folder, STATE, tensors, skips=bool(skipped))
-    return _with_own(checkpoint, folder, index, rank=rank, world_size=world_size)
+    check_fits(reader, index, targets, converted=optional)
+    read_into(reader, [(_stored(index, name), local_boxes(tensor, name)) for name, tensor in targets.items()])
+    remaining = [name for name in _job_names(index) if name not in targets and not name.startswith(skipped)]
+    tensors = {**read_tensors(reader, remaining), **targets}
+    checkpoint = _decoded(reader, STATE, tensors, skips=bool(skipped))
+    return _with_rank_values(checkpoint, reader, index, rank=rank, world_size=world_size)
 
 
-def _of_the_job(index: Mapping[str, TensorEntry]) -> list[str]:
+def _job_names(index: Mapping[str, TensorEntry]) -> list[str]:
+    """Return the names of the tensors that do not belong to one rank."""
     return [name for name in index if not name.startswith(_PER_RANK_PREFIX)]
 
 
 def _targets(template: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], tuple[str, ...]]:
-    """Return the tensors of a template by name, which are optional, and what the names begin with that are unwanted."""
+    """Return a template's tensors by name, the names of optional ones, and the prefixes of names that are skipped."""
     targets: dict[str, Any] = {}
     optional: set[str] = set()
     skipped = []
-    places: list[tuple[str, Any, bool]] = [("", template, False)]
-    while places:
-        path, value, is_optional = places.pop()
+    pending: list[tuple[str, Any, bool]] = [("", template, False)]
+    while pending:
+        path, value, is_optional = pending.pop()
         is_optional = is_optional or isinstance(value, OptionalTensors)
         if isinstance(value, (Tensor, FlatShard)):
             targets[path] = value
             if is_optional:
                 optional.add(path)
         elif value is None:
-            skipped.append(joined(path, ""))
+            skipped.append(join_name(path, ""))
         elif isinstance(value, dict | list | tuple):
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            places += [(joined(path, key), item, is_optional) for key, item in items]
+            pending += [(join_name(path, key), item, is_optional) for key, item in items]
     return targets, optional, tuple(skipped)
 
 
 def check_fits(
-    folder: CheckpointReader,
+    reader: CheckpointReader,
     index: Mapping[str, TensorEntry],
     targets: Mapping[str, Any],
     *,
     converted: Container[str] = (),
 ) -> None:
-    """Raise :class:`CheckpointError` where tensors are missing from the checkpoint, or are of another kind in it.
+    """Raise a :class:`CheckpointError` unless a checkpoint has the tensors of a template in their shapes and dtypes.
 
     Args:
-        folder: The checkpoint.
-        index: Its tensors.
-        targets: Where they are wanted.
-        converted: Names of targets that may have another dtype.
+        reader: The checkpoint.
+        index: Of the checkpoint.
+        targets: The tensors of the template, by name.
+        converted: Names of targets that may have another dtype; the values are converted.
     """
     missing = sorted(name for name in targets if name not in index)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise CheckpointError(f"checkpoint {str(folder.path)!r} has no tensor {', '.join(missing[:5])}{more}")
+        raise CheckpointError(f"checkpoint {str(reader.path)!r} has no tensor {', '.join(missing[:5])}{more}")
     for name, tensor in targets.items():
         entry = index[name]
         fits = name in converted or entry.dtype == dtype_name(tensor.dtype)
         if not fits or entry.shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"tensor {name!r} is {entry.dtype} of shape {entry.shape} in checkpoint {str(folder.path)!r}, and "
+                f"tensor {name!r} is {entry.dtype} of shape {entry.shape} in checkpoint {str(reader.path)!r}, and "
                 f"{dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)} here"
             )
 
 
-def load_rank_values(folder: CheckpointReader, rank: int) -> Any:
-    """Return what one rank of the job that saved had under ``"per_rank"``.
+def load_rank_values(reader: CheckpointReader, rank: int) -> Any:
+    """Return the ``"per_rank"`` values of one rank of the job that saved the checkpoint.
 
     Raises:
-        CheckpointError: It is damaged, or was saved by fewer ranks.
+        CheckpointError: The checkpoint is damaged, or was saved by fewer ranks.
     """
-    if not 0 <= rank < folder.manifest.world_size:
+    if not 0 <= rank < reader.manifest.world_size:
         raise CheckpointError(
-            f"checkpoint {str(folder.path)!r} was saved by {folder.manifest.world_size} ranks: it has no rank {rank}"
+            f"checkpoint {str(reader.path)!r} was saved by {reader.manifest.world_size} ranks: it has no rank {rank}"
         )
-    return _rank_values(folder, folder.index(), rank)
+    return _rank_values(reader, reader.index(), rank)
 
 
-def _with_own(
+def _with_rank_values(
     checkpoint: dict[str, Any],
-    folder: CheckpointReader,
+    reader: CheckpointReader,
     index: Mapping[str, TensorEntry],
     *,
     rank: int,
     world_size: int,
 ) -> dict[str, Any]:
-    if world_size == folder.manifest.world_size:
-        checkpoint[PER_RANK] = _rank_values(folder, index, rank)
+    if world_size == reader.manifest.world_size:
+        checkpoint[PER_RANK] = _rank_values(reader, index, rank)
     return checkpoint
 
 
-def _rank_values(folder: CheckpointReader, index: Mapping[str, TensorEntry], rank: int) -> Any:
-    prefix = joined(joined(PER_RANK, rank), "")
-    tensors = read_tensors(folder, [name for name in index if name.startswith(prefix)])
-    return _decoded(folder, rank_file(rank, "json"), tensors, below=prefix)
+def _rank_values(reader: CheckpointReader, index: Mapping[str, TensorEntry], rank: int) -> Any:
+    prefix = join_name(join_name(PER_RANK, rank), "")
+    tensors = read_tensors(reader, [name for name in index if name.startswith(prefix)])
+    return _decoded(reader, rank_file(rank, "json"), tensors, below=prefix)
 
 
 def read_tensors(
-    folder: CheckpointReader, names: Iterable[str], advance: Callable[[int], None] | None = None
+    reader: CheckpointReader, names: Iterable[str], advance: Callable[[int], None] | None = None
 ) -> dict[str, Tensor]:
-    """Return whole tensors by name; those that share their memory are one.
+    """Return full tensors by name; aliases are the same tensor.
 
     Args:
-        folder: The checkpoint.
-        names: Of tensors that it has.
-        advance: Is told how many bytes more were read, in any thread.
+        reader: The checkpoint.
+        names: Of tensors of the checkpoint.
+        advance: Called with the bytes of each read, in any thread.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: The checkpoint is damaged.
     """
-    index, names = folder.index(), list(names)
+    index, names = reader.index(), list(names)
     stored: dict[str, Tensor] = {}
     for name in names:
         first = index[name].same_as or name
         if first not in stored:
-            stored[first] = _memory(folder, first, index[first])
-    read_into(folder, [(index[name], local_boxes(tensor)) for name, tensor in stored.items()], advance)
+            stored[first] = _allocate(reader, first, index[first])
+    read_into(reader, [(index[name], local_boxes(tensor)) for name, tensor in stored.items()], advance)
     return {name: stored[index[name].same_as or name] for name in names}
 
 
-def _memory(folder: CheckpointReader, name: str, entry: TensorEntry) -> Tensor:
+def _allocate(reader: CheckpointReader, name: str, entry: TensorEntry) -> Tensor:
     try:
         return empty_tensor(entry)
     except (RuntimeError, ValueError) as error:
-        raise damaged_error(folder.path, f"{INDEX}: tensor {name[:200]!r}: {str(error).splitlines()[0]}") from error
+        raise damaged_error(reader.path, f"{INDEX}: tensor {name[:200]!r}: {str(error).splitlines()[0]}") from error
 
 
 def _stored(index: Mapping[str, TensorEntry], name: str) -> TensorEntry:
@@ -198,19 +205,19 @@ def _stored(index: Mapping[str, TensorEntry], name: str) -> TensorEntry:
 
 
 def _decoded(
-    folder: CheckpointReader, name: str, tensors: Mapping[str, Tensor], *, below: str = "", skips: bool = False
+    reader: CheckpointReader, name: str, tensors: Mapping[str, Tensor], *, below: str = "", skips: bool = False
 ) -> Any:
-    """Return the values of a JSON file.
+    """Return the decoded values of a JSON file.
 
     Args:
-        folder: The checkpoint.
+        reader: The checkpoint.
         name: Of the file.
-        tensors: What they refer to.  Those that they do not refer to (other ranks have them) are put where their
-            names say.
-        below: What the names of the tensors begin with.
-        skips: Whether the file may refer to more tensors, which are then left out.
+        tensors: The tensors by name.  Those without a reference in the file, which only other ranks had, are inserted
+            under their names.
+        below: Common prefix of the tensors' names.
+        skips: Whether references to other tensors are dropped; otherwise they are damage.
     """
-    value = folder.document(name)
+    value = reader.document(name)
     used = set()
 
     def tensor(name: str) -> Tensor:
@@ -224,26 +231,26 @@ def _decoded(
         if not isinstance(decoded, dict):
             raise ValueError(f"its values are a {type(decoded).__name__} and no dict")  # noqa: TRY004, TRY301 - about the file, as decode's
         for unused in tensors.keys() - used:
-            insert(decoded, split(unused.removeprefix(below)), tensors[unused])
+            insert(decoded, split_name(unused.removeprefix(below)), tensors[unused])
     except (ValueError, RecursionError) as error:
-        raise damaged_error(folder.path, f"{name}: {error}") from error
+        raise damaged_error(reader.path, f"{name}: {error}") from error
     return decoded
 
 
-# Reading tensors of a checkpoint into memory: whole, or only what this process holds of them.
+# Reads of tensors, in full or only the boxes that this process holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Read:
-    """Some rows of a piece, and where they go.
+    """A read of consecutive rows of a piece.
 
     Attributes:
         file: Name of the file.
         begin: Position of the first byte.
-        dtype: Of what is stored there; the target's may be another.
-        shape: Likewise.
-        box: What of it is wanted, one slice per dimension.
-        target: Where that goes, of the box's shape.
+        dtype: Of the stored rows; the target's may differ.
+        shape: Of the stored rows.
+        box: The selection of them that is copied to the target, one slice per dimension.
+        target: Memory of the box's shape.
     """
 
     file: str
@@ -255,35 +262,35 @@ class _Read:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the bytes can be read to where they belong."""
+        """Whether the file can be read straight into the target, without a copy."""
         target = self.target
         same = target.numel() == math.prod(self.shape) and target.dtype == self.dtype
         return same and target.is_contiguous() and target.is_cpu
 
 
 def read_into(
-    folder: CheckpointReader,
+    reader: CheckpointReader,
     wanted: Iterable[tuple[TensorEntry, Sequence[LocalBox]]],
     advance: Callable[[int], None] | None = None,
 ) -> None:
-    """Read parts of tensors into the memory that the parts refer to.
+    """Read boxes of tensors into their memory.
 
     Args:
-        folder: The checkpoint.
-        wanted: Tensors of the checkpoint, each with the parts that this process holds of it.
-        advance: Is told how many bytes more were read, in any thread.
+        reader: The checkpoint.
+        wanted: Pairs of an index entry and this process's boxes of the tensor.
+        advance: Called with the bytes of each read, in any thread.
 
     Raises:
         CheckpointError: The checkpoint is damaged.
     """
-    reads = [read for entry, parts in wanted for part in parts for read in _reads(entry, part)]
-    for name in sorted({read.file for read in reads}):
-        folder.file(name)
-    map_in_threads(lambda batch: _read_all(folder, batch, advance), list(_batches(reads)))
+    reads = [read for entry, boxes in wanted for local in boxes for read in _reads(entry, local)]
+    for name in sorted({read.file for read in reads}):  # opened here: CheckpointReader.file is not thread-safe
+        reader.file(name)
+    map_in_threads(lambda batch: _read_all(reader, batch, advance), list(_batches(reads)))
 
 
 def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Yield reads that are near each other, so that small tensors do not cost a task each."""
+    """Yield groups of adjacent reads of about a bucket, so that small tensors do not cost a task each."""
     batch: list[_Read] = []
     size = 0
     for read in sorted(reads, key=lambda read: (read.file, read.begin)):
@@ -295,22 +302,22 @@ def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
     yield batch
 
 
-def _read_all(folder: CheckpointReader, batch: list[_Read], advance: Callable[[int], None] | None) -> None:
+def _read_all(reader: CheckpointReader, batch: list[_Read], advance: Callable[[int], None] | None) -> None:
     for read in batch:
         if read.is_direct:
-            folder.file(read.file).read_into(as_bytes(read.target).numpy().data, read.begin)
+            reader.file(read.file).read_into(as_bytes(read.target).numpy().data, read.begin)
         else:
             stored = torch.empty(read.shape, dtype=read.dtype)
-            folder.file(read.file).read_into(as_bytes(stored).numpy().data, read.begin)
+            reader.file(read.file).read_into(as_bytes(stored).numpy().data, read.begin)
             read.target.copy_(stored[read.box])
         if advance is not None:
             advance(read.target.nbytes)
 
 
-def _reads(entry: TensorEntry, part: LocalBox) -> Iterator[_Read]:
-    """Yield what to read for a part, from each piece that overlaps it."""
-    target = part.tensor if part.tensor.dim() else part.tensor.reshape(1)
-    starts, dtype = part.starts or (0,), dtype_named(entry.dtype)
+def _reads(entry: TensorEntry, local: LocalBox) -> Iterator[_Read]:
+    """Yield the reads of a box, from each piece that overlaps it."""
+    target = local.tensor if local.tensor.dim() else local.tensor.reshape(1)
+    starts, dtype = local.starts or (0,), dtype_named(entry.dtype)
     for piece in entry.pieces:
         first, shape = piece.starts or (0,), piece.shape or (1,)
         low = tuple(map(max, starts, first))
@@ -327,7 +334,11 @@ def _reads(entry: TensorEntry, part: LocalBox) -> Iterator[_Read]:
 def _rows(
     piece: Piece, dtype: torch.dtype, shape: tuple[int, ...], box: tuple[slice, ...], target: Tensor
 ) -> Iterator[_Read]:
-    """Yield reads of whole rows: rows of at most a block where that is possible, at most a bucket of them at once."""
+    """Yield reads of consecutive rows of a piece, of about a bucket each.
+
+    A row is the slice of the first dimension whose slices have at most a block, so that a narrow box of a wide tensor
+    does not read much more than its own bytes.
+    """
     strides = [math.prod(shape[dimension + 1 :]) * dtype.itemsize for dimension in range(len(shape))]
     split = next(
         dimension for dimension, stride in enumerate(strides) if stride <= BLOCK or dimension == len(shape) - 1
@@ -349,5 +360,5 @@ def _rows(
 
 
 def empty_tensor(entry: TensorEntry) -> Tensor:
-    """Return memory for a whole tensor on the CPU."""
+    """Return an uninitialized full tensor on the CPU."""
     return torch.empty(entry.shape, dtype=dtype_named(entry.dtype))

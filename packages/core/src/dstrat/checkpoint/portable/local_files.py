@@ -1,4 +1,4 @@
-"""Folders on a disk that are complete or absent: temporary names, locks, buffered output."""
+"""Atomic writes of folders and files on a disk, with locks against other jobs; direct input and output."""
 
 from __future__ import annotations
 
@@ -26,65 +26,66 @@ if TYPE_CHECKING:
 
 
 _PREFIX, _SUFFIX, _CLAIM_SUFFIX = ".dstrat-", ".tmp", ".claim"
-_LEFTOVER_SECONDS = 24 * 3600
+_STALE_SECONDS = 24 * 3600
 
 
 class UnfinishedFolder:
-    """A folder beside its target, invisible to readers until :meth:`commit`.
+    """A temporary folder beside its target, invisible to readers until :meth:`commit`.
 
-    Its writer holds a lock on it that the system takes away when the process ends, however it ends; so a folder of
-    that name without a lock is a leftover of a crash.
+    Its writer holds a lock on it, which the system releases when the process ends for any reason.  So a folder with
+    such a name but no lock is stale: its writer has crashed.
 
     Args:
-        target: The path that it will have.
+        target: The final path.
 
     Raises:
-        CheckpointError: The target exists already.
+        CheckpointError: The target exists.
         OSError: The folder cannot be created.
     """
 
     def __init__(self, target: Path) -> None:
         check_free(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(target.parent)
+        remove_stale(target.parent)
         self.target = target
         self.path, self._lock = _create_locked(target.parent)
 
     def commit(self, manifest: bytes) -> None:
-        """Write the manifest, give the folder, whose files are flushed, its final name, and flush that."""
-        check_free(self.target)
+        """Write the manifest, and rename the folder, whose other files are flushed already, to its target."""
+        check_free(self.target)  # again: rename would replace an empty folder that appeared meanwhile
         write_flushed(self.path / MANIFEST, manifest)
+        # Before the rename, or a power failure could leave the final name with missing files.
         flush_folder(self.path)
         self.path.rename(self.target)
         flush_folder(self.target.parent)
 
     def close(self) -> None:
-        """Remove the folder where it was not committed, and let go of the lock."""
+        """Remove the folder unless it was committed, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 class Claim:
-    """Keeps a path for a checkpoint that is going to be written, so that no other job chooses it meanwhile.
+    """A reservation of a path, so that no other job chooses it before the checkpoint is written.
 
-    It is a file beside the path, with a lock that the system takes away when the process ends, however it ends.  On a
-    file system without locks nothing is kept.
+    It is a locked file beside the path; the system releases the lock when the process ends for any reason.  On a file
+    system without locks it reserves nothing.
 
     Args:
-        path: Where the checkpoint will be.
+        path: Of the checkpoint to be written.
     """
 
     def __init__(self, path: Path) -> None:
-        # A digest, as the name of a checkpoint may be as long as a name can be.
+        # A digest: a checkpoint's name may have the maximal length already, without room for a prefix.
         name = hashlib.sha256(path.name.encode(errors="surrogateescape")).hexdigest()[:16]
         self._file = path.with_name(f"{_PREFIX}{name}{_CLAIM_SUFFIX}")
         self._descriptor: int | None = None
 
     def take(self) -> bool:
-        """Return whether the path is this process's now; otherwise another one is going to write there."""
+        """Reserve the path; return False if another process has reserved it."""
         try:
             return self._take()
-        except OSError:  # of which the save that follows says more
+        except OSError:  # no access, or a full disk: the save that follows raises a better error
             return True
 
     def _take(self) -> bool:
@@ -98,10 +99,10 @@ class Claim:
                 if _is_at(descriptor, self._file):
                     self._descriptor = descriptor
                     return True
-                os.close(descriptor)  # of a file that its owner has removed in between
+                os.close(descriptor)  # its owner has removed the file in between: try again with a new one
 
     def release(self) -> None:
-        """Give the path back, when the checkpoint is there or is not going to be."""
+        """Release the path, after the save has succeeded or failed."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             self._file.unlink(missing_ok=True)
@@ -116,7 +117,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def check_free(target: Path) -> None:
-    """Raise :class:`CheckpointError` where there is something already."""
+    """Raise a :class:`CheckpointError` if the target exists."""
     if os.path.lexists(target):
         raise CheckpointError(
             f"checkpoint {str(target)!r} exists already, and none is ever written over: "
@@ -132,13 +133,16 @@ def _create_locked(parent: Path) -> tuple[Path, int]:
         if descriptor is not None and path.exists():
             return path, descriptor
         if descriptor is not None:
-            os.close(descriptor)  # somebody who cleans up was faster than the lock
+            os.close(descriptor)  # another job's remove_stale was faster than the lock
 
 
 def _locked(path: Path, *, needs_lock: bool = False) -> int | None:
-    """Return a descriptor that holds the lock of a folder; None where another one holds it, or it is gone.
+    """Lock a file or folder, and return its descriptor; None if another process holds the lock, or it does not exist.
 
-    On a file system without locks it is one without, unless that is needed: then nobody removes leftovers.
+    Args:
+        path: Of the file or folder.
+        needs_lock: Whether the result is None, too, on a file system without locks; otherwise it is an unlocked
+            descriptor there.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -153,8 +157,9 @@ def _locked(path: Path, *, needs_lock: bool = False) -> int | None:
     return descriptor
 
 
-def remove_leftovers(parent: Path) -> list[Path]:
-    """Remove what crashed writers have left in a folder, and return it; what is still being written stays."""
+def remove_stale(parent: Path) -> list[Path]:
+    """Remove the stale files and folders of crashed writers in a folder, and return the folders."""
+    # needs_lock: without locks a stale folder cannot be told from one that is being written.
     removed = []
     for path in sorted(parent.glob(f"{_PREFIX}*{_CLAIM_SUFFIX}")):
         descriptor = _locked(path, needs_lock=True) if _is_old(path) else None
@@ -171,13 +176,13 @@ def remove_leftovers(parent: Path) -> list[Path]:
 
 
 def _is_old(claim: Path) -> bool:
-    """Return whether a claim may be a leftover; a new one is not to be locked by others than its owner."""
+    """Return whether a claim may be stale; locking a new one could make its owner's attempt fail."""
     status = claim.lstat()
-    return stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime > _LEFTOVER_SECONDS
+    return stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime > _STALE_SECONDS
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush what was created, renamed and removed in a folder."""
+    """Flush a folder, which makes creations, renames and removals in it durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -186,7 +191,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def write_flushed(path: Path, data: bytes) -> None:
-    """Write a new file and flush it to the disk."""
+    """Write a new file, and flush it to the disk."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -194,16 +199,16 @@ def write_flushed(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file that takes the place of an older one at once."""
-    with written_whole(path) as temporary:
+    """Replace a file atomically, or write a new one."""
+    with atomic_write(path) as temporary:
         write_flushed(temporary, data)
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Yield where to write a file, which gets its own path when the block has ended well.
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write a file to, which is renamed to its own path at the end of the block.
 
-    What is left where the process is killed in the block is for :func:`remove_leftovers`.
+    If the process is killed in the block, :func:`remove_stale` removes the temporary folder.
     """
     folder, lock = _create_locked(path.parent)
     try:
@@ -216,29 +221,29 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, so that a crash in between leaves nothing that looks like one."""
-    doomed = path.parent / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Remove a checkpoint's folder; a crash meanwhile leaves a stale temporary folder, not a damaged checkpoint."""
+    temporary = path.parent / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
+    path.rename(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
-# A regular file of this machine, opened without trusting what is there.
+# Input: regular files only, as a checkpoint from elsewhere may contain links or pipes
 
 
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link is refused, a pipe does not wait
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link is refused, a pipe does not block
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
-"""What the system says where there is no regular file; anything else may be over when it is read again."""
+"""Errors that mean that there is no regular file; others, of the disk or the permissions, may be temporary."""
 
 
 class DiskFile:
-    """A file that is read in any order by several threads.
+    """A file that several threads read in any order.
 
     Args:
-        path: Where it is.
+        path: Of the file.
 
     Raises:
-        CheckpointError: It is not there, or is a link, a pipe or the like.
-        StoreError: The disk fails, or the file may not be read.
+        CheckpointError: The file does not exist, or is not a regular file.
+        StoreError: The disk fails, or access is denied.
     """
 
     def __init__(self, path: Path) -> None:
@@ -246,11 +251,11 @@ class DiskFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         os.close(self._descriptor)
 
     def read_into(self, view: memoryview, position: int) -> int:
-        """Fill the beginning of a view with the bytes from a position on; return how many, 0 at the end."""
+        """Read from a position into a view, and return the number of bytes; 0 at the end of the file."""
         return os.preadv(self._descriptor, [view], position)
 
 
@@ -258,17 +263,17 @@ def _open_regular(path: Path) -> int:
     try:
         descriptor = os.open(path, _FLAGS)
     except OSError as error:
-        what = "is a link, and a checkpoint has none" if path.is_symlink() else (error.strerror or str(error)).lower()
+        reason = "is a link, and a checkpoint has none" if path.is_symlink() else (error.strerror or str(error)).lower()
         if error.errno in _DAMAGE:
-            raise damaged_error(path.parent, f"{path.name}: {what}") from error
-        raise StoreError(f"{str(path)!r} cannot be read: {what}") from error
+            raise damaged_error(path.parent, f"{path.name}: {reason}") from error
+        raise StoreError(f"{str(path)!r} cannot be read: {reason}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise damaged_error(path.parent, f"{path.name} is no regular file")
     return descriptor
 
 
-# A new file that several threads fill, past the system's cache where the file system allows it.
+# Output in several threads, with direct I/O if the file system supports it
 
 
 _PAGE = 4096
@@ -276,17 +281,17 @@ _NOT_ALIGNED = (errno.EINVAL, errno.ENOTSUP)
 
 
 class OutputFile:
-    """A file that is written once, in buckets at any positions that are multiples of a bucket.
+    """A new file that several threads write, in buckets at multiples of the bucket size.
 
-    Writing directly from memory to the disk leaves the cache to those who need it, takes no memory but one bucket for
-    each thread, and is faster where several threads write to one file.
+    Direct I/O leaves the page cache to other files, needs one bucket of memory per thread only, and is faster when
+    several threads write one file.
 
     Args:
-        path: Where there is nothing yet.
-        size: Bytes that it will have.
+        path: Of the file, which does not exist.
+        size: Of the file in bytes.
 
     Raises:
-        OSError: It cannot be created.
+        OSError: The file cannot be created.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -307,7 +312,7 @@ class OutputFile:
         """Write a bucket.
 
         Raises:
-            OSError: The disk is full, or the like.
+            OSError: The bucket cannot be written, for example because the disk is full.
         """
         if self._direct is not None and self._write_directly(self._direct, views, position):
             return
@@ -316,12 +321,13 @@ class OutputFile:
             position += len(view)
 
     def flush(self) -> None:
-        """Give the file its size, and let all of it reach the disk."""
-        os.ftruncate(self._cached, self._size)  # the last page that was written directly is a whole one
+        """Truncate the file to its size, and flush it to the disk."""
+        os.ftruncate(self._cached, self._size)  # direct I/O writes full pages, also at the end
         os.fsync(self._cached)
 
     def _write_directly(self, descriptor: int, views: Sequence[memoryview], position: int) -> bool:
-        """Write what is copied to aligned memory; return whether the file system could."""
+        """Write a bucket with direct I/O; return False if the file system refuses it."""
+        # Direct I/O needs page-aligned memory, which mmap returns.
         if not hasattr(self._threads, "bucket"):
             self._threads.bucket = memoryview(mmap.mmap(-1, BUCKET))
         bucket, filled = self._threads.bucket, 0
@@ -341,12 +347,12 @@ class OutputFile:
 
 
 def _open_direct(path: Path) -> int | None:
-    with contextlib.suppress(OSError):  # not every file system can
+    with contextlib.suppress(OSError):  # some file systems, such as tmpfs, have no direct I/O
         return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC) if hasattr(os, "O_DIRECT") else None
     return None
 
 
 def _write_all(descriptor: int, view: memoryview, position: int) -> None:
     done = 0
-    while done < len(view):  # a disk that is nearly full takes a part, and says why with the next call
+    while done < len(view):  # a nearly full disk writes fewer bytes, and raises in the next call
         done += os.pwrite(descriptor, view[done:], position + done)

@@ -1,4 +1,4 @@
-"""Finding the newest complete checkpoint of a folder."""
+"""The newest complete checkpoint of a folder, and the pointer to it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from dstrat.errors import CheckpointError, StoreError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.checkpoint.portable.format import Manifest
 
 _LONGEST_NAME = 1024
 _ZIP = b"PK\x03\x04"
 _SUFFIX = ".ckpt"
-"""What a folder that cannot be looked into is called, if it is likely to be a checkpoint; others have folders too."""
+"""The suffix of a folder that is probably a checkpoint, even if this process has no access to it."""
 
 
-def newest_checkpoint(folder: Place) -> Place | None:
-    """Return the checkpoint of a folder that was completed last; None where there is no complete one.
+def newest_checkpoint(folder: CheckpointPath) -> CheckpointPath | None:
+    """Return the complete checkpoint of a folder that was saved last; None if there is none.
 
-    It is what the pointer names, or a later one by its steps and the clock, where a crash came between that and the
-    pointer.  Where the pointer names nothing that is complete, it is the one with the most steps, and of those with as
-    many the latest.  So nothing goes by the clock alone, which may have been set back.
+    That is the one that the pointer names, or a later one with more steps, if a crash came before the pointer was
+    updated.  Without a valid pointer it is the one with the most steps, and of equal ones the latest.  The clock alone
+    does not decide, since it may have been set back.
 
     Raises:
-        OSError: The store or disk fails, so that nobody knows which one it is.
+        OSError: The store or disk fails, so that the newest checkpoint is not known.
     """
     created = {path: manifest.created_ns for path in _candidates(folder) if (manifest := _complete(path)) is not None}
     pointer = folder / LAST
@@ -43,48 +43,53 @@ def newest_checkpoint(folder: Place) -> Place | None:
     return max([pointed, *later], key=lambda path: (step_of(path) or 0, path in later, created[path], str(path)))
 
 
-def step_of(path: Place) -> int | None:
-    """Return after how many optimizer steps a checkpoint was saved; None where it does not say."""
+def step_of(path: CheckpointPath) -> int | None:
+    """Return the number of optimizer steps before a checkpoint was saved; None if it has no ``global_step``."""
     try:
-        with CheckpointReader(path) as opened:
-            step = opened.document(STATE).get("global_step")
-    except StoreError:
+        with CheckpointReader(path) as reader:
+            step = reader.document(STATE).get("global_step")
+    except StoreError:  # a CheckpointError too, but about the store: the checkpoint may be complete
         raise
     except CheckpointError:
         return None
     return step if isinstance(step, int) else None
 
 
-def _candidates(folder: Place) -> list[Place]:
+def _candidates(folder: CheckpointPath) -> list[CheckpointPath]:
     if not folder.is_dir():
         return []
-    found: Iterable[Place] = folder.iterdir()
-    return [path for path in found if not path.name.startswith(".") and path.is_dir()]
+    paths: Iterable[CheckpointPath] = folder.iterdir()
+    return [path for path in paths if not path.name.startswith(".") and path.is_dir()]
 
 
-def _complete(path: Place) -> Manifest | None:
-    """Return the manifest of a checkpoint whose files are all there in their size; None where there is none."""
+def is_complete(path: CheckpointPath) -> bool:
+    """Return whether all files of a checkpoint exist with their sizes."""
+    return _complete(path) is not None
+
+
+def _complete(path: CheckpointPath) -> Manifest | None:
+    """Return the manifest of a checkpoint if all its files exist with their sizes; otherwise None."""
     try:
         sizes, manifest = storage_of(path).file_sizes(path), read_manifest(path)
     except StoreError:
         raise
     except (CheckpointError, FileNotFoundError, NotADirectoryError):
         return None
-    except PermissionError:  # of the folder
+    except PermissionError:  # other people's folders may be beside the checkpoints
         if path.suffix == _SUFFIX:
             raise
         return None
-    is_whole = all(sizes.get(name) == record.size for name, record in manifest.files.items())
-    return manifest if is_whole else None
+    is_complete = all(sizes.get(name) == record.size for name, record in manifest.files.items())
+    return manifest if is_complete else None
 
 
-def point_to(path: Place) -> None:
-    """Let the pointer beside a checkpoint name it."""
+def point_to(path: CheckpointPath) -> None:
+    """Write the checkpoint's name into the pointer beside it."""
     storage_of(path).replace_file(path.parent / LAST, path.name.encode() + b"\n")
 
 
-def forget(path: Place) -> None:
-    """Let the pointer beside a checkpoint that was removed name the newest that is left."""
+def forget(path: CheckpointPath) -> None:
+    """Update the pointer beside a removed checkpoint: it names the newest one that remains, or is removed too."""
     pointer = path.parent / LAST
     if not _is_pointer(pointer) or _target(pointer) != path:
         return
@@ -95,40 +100,38 @@ def forget(path: Place) -> None:
         point_to(newest)
 
 
-def resolved(path: Place) -> Place:
-    """Return the checkpoint that a path means: itself, or what the pointer at that path names.
-
-    Where the pointer is missing, because of a crash between a checkpoint and it, the newest checkpoint is meant.
+def resolve(path: CheckpointPath) -> CheckpointPath:
+    """Return the checkpoint at a path: the path itself, or the target of the pointer at that path.
 
     Raises:
         CheckpointError: The pointer does not name a checkpoint beside it.
     """
     if _is_pointer(path):
         return _target(path)
-    if path.name == LAST and not path.exists():
+    if path.name == LAST and not path.exists():  # a crash came after the first checkpoint, before its pointer
         return newest_checkpoint(path.parent) or path
     return path
 
 
-def is_portable(path: Place) -> bool:
-    """Return whether a path is a checkpoint's folder, or the pointer to the newest one beside it."""
+def is_portable(path: CheckpointPath) -> bool:
+    """Return whether a path is the folder of a portable checkpoint, or the pointer to one."""
     if path.is_dir():
         return True
     return path.name == LAST and not is_zip(path)
 
 
-def is_zip(path: Place) -> bool:
-    """Return whether a file is a zip archive, as those of torch.save are."""
+def is_zip(path: CheckpointPath) -> bool:
+    """Return whether a file is a zip archive, which is the format of torch.save."""
     with contextlib.suppress(OSError):
         return storage_of(path).read_start(path, len(_ZIP)) == _ZIP
     return False
 
 
-def _is_pointer(path: Place) -> bool:
+def _is_pointer(path: CheckpointPath) -> bool:
     return path.name == LAST and path.is_file()
 
 
-def _target(pointer: Place) -> Place:
+def _target(pointer: CheckpointPath) -> CheckpointPath:
     name = storage_of(pointer).read_start(pointer, _LONGEST_NAME).removesuffix(b"\n").decode(errors="replace")
     if not name or name in (".", "..") or "/" in name or "\0" in name or "\\" in name:
         raise CheckpointError(f"{str(pointer)!r} does not name a checkpoint beside it: give the checkpoint's own path")

@@ -1,4 +1,4 @@
-"""The ranks of a job while they save a checkpoint together: what they tell each other, and how they fail together."""
+"""Communication between ranks that save a checkpoint together: messages and errors."""
 
 from __future__ import annotations
 
@@ -9,70 +9,80 @@ import torch
 import torch.distributed as dist
 
 from dstrat.errors import CheckpointError
+from dstrat.parallel.process_group import channel_factory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from datetime import timedelta
+
+    from dstrat.parallel.process_group import Channel
 
 _LONGEST_MESSAGE = 4000
 
 
 class Ranks:
-    """One process alone; what it tells others it hears itself."""
+    """A job of one process, and the interface for jobs of several."""
 
     rank = 0
     size = 1
+
+    @property
+    def is_current(self) -> bool:
+        """Whether these are still the ranks of the job."""
+        return True
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, on each of them."""
         return [message]
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks on rank 0, and nothing on the others."""
+        """Return the messages of all ranks on rank 0, and an empty list on the others."""
         return [message]
 
-    def tell(self, message: bytes) -> bytes:
-        """Return the message of rank 0, on each rank; those of the others are not looked at."""
+    def broadcast(self, message: bytes) -> bytes:
+        """Return the message of rank 0 on each of them; the messages of other ranks are ignored."""
         return message
 
     def close(self) -> None:
-        """Free what the talking needed."""
+        """Free the resources of the communication."""
 
     @contextlib.contextmanager
-    def together(self, doing: str) -> Iterator[None]:
-        """Run a block on every rank; where it fails on one it fails on all.
+    def on_all_ranks(self, doing: str) -> Iterator[None]:
+        """Run a block on every rank, and raise on all of them if it raises on one; collective.
+
+        Without it, ranks that succeed would wait in the next collective for the one that failed.
 
         Args:
-            doing: What the block does, after "could not".
+            doing: The purpose of the block; completes "could not ..." in the message.
 
         Raises:
-            CheckpointError: It failed somewhere; the message names the first rank that failed.
+            CheckpointError: The block raised on some rank; the message names the first one.
         """
         failure: BaseException | None = None
         try:
             yield
-        except BaseException as error:  # noqa: BLE001 - raised again below, when the others know
+        except BaseException as error:  # noqa: BLE001 - raised again below, after the other ranks have its message
             failure = error
-        told = self.exchange(b"" if failure is None else _described(failure))
-        if failure is not None and not isinstance(failure, Exception):
+        messages = self.exchange(b"" if failure is None else _described(failure))
+        if failure is not None and not isinstance(failure, Exception):  # KeyboardInterrupt stays one
             raise failure
         if self.size == 1 and isinstance(failure, CheckpointError):
             raise failure
-        for rank, message in enumerate(told):
+        for rank, message in enumerate(messages):
             if message:
                 who = f"rank {rank} could not" if self.size > 1 else "could not"
                 raise CheckpointError(f"{who} {doing}: {message.decode(errors='replace')}") from failure
 
 
 class GroupRanks(Ranks):
-    """The ranks of a job, over a process group of their own that works on the CPU and in any thread.
+    """The ranks of a job, with a process group of their own that works on the CPU and in any thread.
 
     Args:
         timeout: How long a rank waits for the others.
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        # Its own group, because a save in the background must not come between the collectives of the training.
+        # A separate group: collectives of a background save must not interleave with those of the training.
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._parent = dist.group.WORLD
         self.rank = dist.get_rank()
@@ -80,11 +90,11 @@ class GroupRanks(Ranks):
 
     @property
     def is_current(self) -> bool:
-        """Whether the job's process group is still the one that this group came from."""
         return dist.is_initialized() and dist.group.WORLD is self._parent
 
     def exchange(self, message: bytes) -> list[bytes]:
         with _losses():
+            # Collectives need equal shapes: sizes first, then messages padded to the longest.
             sizes = self._sizes(message)
             gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
             if max(sizes):
@@ -98,14 +108,14 @@ class GroupRanks(Ranks):
             dist.gather(_padded(message, max(sizes)), gathered, dst=0, group=self._group)
         return _cut(gathered, sizes) if gathered else []
 
-    def tell(self, message: bytes) -> bytes:
+    def broadcast(self, message: bytes) -> bytes:
         with _losses():
             size = torch.tensor([len(message)])
             dist.broadcast(size, src=0, group=self._group)
-            told = _padded(message, int(size)) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            received = _padded(message, int(size)) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
             if int(size):
-                dist.broadcast(told, src=0, group=self._group)
-        return told.numpy().tobytes()
+                dist.broadcast(received, src=0, group=self._group)
+        return received.numpy().tobytes()
 
     def _sizes(self, message: bytes) -> list[int]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -118,10 +128,39 @@ class GroupRanks(Ranks):
                 dist.destroy_process_group(self._group)
 
 
+class ChannelRanks(Ranks):
+    """The ranks of a job without a process group, over a channel of their own.
+
+    Args:
+        open_channel: Returns a new channel of the job.
+        rank: The rank of this process.
+        size: Number of ranks.
+    """
+
+    def __init__(self, open_channel: Callable[[], Channel], rank: int, size: int) -> None:
+        self._open_channel, self._channel = open_channel, open_channel()
+        self.rank, self.size = rank, size
+
+    @property
+    def is_current(self) -> bool:
+        return channel_factory() is self._open_channel
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        with _losses():
+            return self._channel.all_gather(message)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        messages = self.exchange(message)
+        return messages if self.rank == 0 else []
+
+    def broadcast(self, message: bytes) -> bytes:
+        return self.exchange(message if self.rank == 0 else b"")[0]
+
+
 def _described(error: BaseException) -> bytes:
     if isinstance(error, OSError) and error.strerror:
-        place = f" ({error.filename!r})" if error.filename else ""
-        text = error.strerror.lower() + place
+        file = f" ({error.filename!r})" if error.filename else ""
+        text = error.strerror.lower() + file
     elif isinstance(error, CheckpointError):
         text = str(error)
     else:
@@ -133,7 +172,7 @@ def _described(error: BaseException) -> bytes:
 def _losses() -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ValueError) as error:  # a group that was closed is a wrong value
+    except (RuntimeError, ValueError) as error:  # torch raises ValueError for a group that was destroyed
         raise CheckpointError(
             "another rank was lost while the ranks saved a checkpoint together, so it is not there; "
             f"the ones before are untouched ({str(error).splitlines()[0][:200]})"

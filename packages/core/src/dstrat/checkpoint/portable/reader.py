@@ -1,4 +1,4 @@
-"""Reader of a checkpoint folder that trusts none of its files."""
+"""Reader of a checkpoint folder, which validates everything before use; needs no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dstrat.checkpoint.portable.format import (
     MANIFEST,
     Manifest,
     checksum,
+    checksum_of_block,
     damaged_error,
-    expected,
     num_blocks,
     parse_json,
 )
@@ -27,26 +27,29 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.checkpoint.portable.format import FileRecord
-    from dstrat.checkpoint.portable.storage import ReadFile
+    from dstrat.checkpoint.portable.storage import InputFile
 
 
-class OpenedFile:
-    """A file whose blocks are verified when they are read, each once.
+class VerifiedFile:
+    """A file whose blocks are verified on their first read.
 
     Args:
-        path: Where it is.
-        record: What the manifest says of it.
-        verifies: Whether checksums are compared.
+        path: Of the file.
+        record: Size and checksums from the manifest.
+        verifies: Whether checksums are verified.
 
     Raises:
-        CheckpointError: It is not there, no regular file, or of another size.
+        CheckpointError: The file does not exist, is not a regular file, or has another size than its record.
     """
 
-    def __init__(self, path: Place, record: FileRecord, *, verifies: bool) -> None:
+    def __init__(self, path: CheckpointPath, record: FileRecord, *, verifies: bool) -> None:
         self._path, self._record = path, record
-        self._file = _opened(path)
+        try:
+            self._file: InputFile = storage_of(path).open_file(path)
+        except FileNotFoundError as error:
+            raise damaged_error(path.parent, f"{path.name}: no such file or directory") from error
         self._verified = bytearray(b"\x00" if verifies else b"\x01") * num_blocks(record.size)
         self._scratch = threading.local()
         if self._file.size != record.size:
@@ -54,41 +57,42 @@ class OpenedFile:
             raise self._damaged(f"has {self._file.size} bytes, and the manifest says {record.size}")
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         self._file.close()
 
     def read_into(self, view: memoryview, begin: int) -> None:
-        """Fill a view with the bytes from a position on; may be called in several threads.
+        """Fill a view with the bytes from position ``begin`` on; may be called in several threads.
 
         Raises:
-            CheckpointError: A block that they are in is not what it was when it was written.
+            CheckpointError: The checksum of a block does not match.
         """
+        # Only whole blocks have checksums.  They are read straight into the view; the rest goes through a buffer.
         done = 0
         while done < len(view):
             block, offset = divmod(begin + done, BLOCK)
             rest = view[done:]
             if self._verified[block]:
-                part = rest[: self._end_of_verified(block) - begin - done]
-                self._read(part, begin + done)
+                chunk = rest[: self._end_of_verified(block) - begin - done]
+                self._read(chunk, begin + done)
             elif offset == 0 and len(rest) >= self._size_of(block):
-                part = rest[: self._size_of(block)]
-                self._read(part, begin + done)
-                self._verify(part, block)
+                chunk = rest[: self._size_of(block)]
+                self._read(chunk, begin + done)
+                self._verify(chunk, block)
             else:
-                part = rest[: BLOCK - offset]
-                part[:] = self._block(block)[offset : offset + len(part)]
-            done += len(part)
+                chunk = rest[: BLOCK - offset]
+                chunk[:] = self._block(block)[offset : offset + len(chunk)]
+            done += len(chunk)
 
     def _size_of(self, block: int) -> int:
         return min(BLOCK, self._record.size - block * BLOCK)
 
     def _end_of_verified(self, block: int) -> int:
-        """Return where the run of verified blocks ends that a block is in."""
+        """Return the position at which the run of verified blocks around a block ends."""
         end = self._verified.find(0, block)
         return (end if end >= 0 else len(self._verified)) * BLOCK
 
     def _block(self, block: int) -> memoryview:
-        """Return a whole block, verified, in a buffer of this thread."""
+        """Return a verified block, in a buffer of this thread that the next call overwrites."""
         if not hasattr(self._scratch, "buffer"):
             self._scratch.buffer = memoryview(bytearray(BLOCK))
         view: memoryview = self._scratch.buffer[: self._size_of(block)]
@@ -108,43 +112,33 @@ class OpenedFile:
             done += count
 
     def _verify(self, view: memoryview, block: int) -> None:
-        if checksum(view) != expected(self._record.checksums, block):
+        if checksum(view) != checksum_of_block(self._record.checksums, block):
             raise self._damaged(f"has wrong bytes between {block * BLOCK} and {block * BLOCK + len(view)}")
-        self._verified[block] = 1
+        self._verified[block] = 1  # without a lock: two threads would verify the block twice, which does no harm
 
-    def _damaged(self, what: str) -> CheckpointError:
-        return damaged_error(self._path.parent, f"{self._path.name} {what}")
-
-
-def _opened(path: Place) -> ReadFile:
-    try:
-        return storage_of(path).open_file(path)
-    except FileNotFoundError as error:
-        raise damaged_error(path.parent, f"{path.name}: no such file or directory") from error
-
-
-# A checkpoint that is there, opened without trusting it; torch is not needed to look at one.
+    def _damaged(self, problem: str) -> CheckpointError:
+        return damaged_error(self._path.parent, f"{self._path.name} {problem}")
 
 
 class CheckpointReader:
-    """A checkpoint whose manifest was read, and whose other files are opened when they are needed.
+    """A checkpoint folder: its manifest, and its other files, which are opened on first use.
 
     Args:
         path: The folder.
-        verifies: Whether checksums are compared.
+        verifies: Whether checksums are verified.
 
     Raises:
-        CheckpointError: It is not there, its manifest is none, or it is of another program.
+        CheckpointError: The folder does not exist, its manifest is not valid, or another program wrote it.
     """
 
-    def __init__(self, path: Place, *, verifies: bool = True) -> None:
+    def __init__(self, path: CheckpointPath, *, verifies: bool = True) -> None:
         self.path, self._verifies = path, verifies
         try:
             self.manifest = read_manifest(path)
         except CheckpointError:
-            check_not_foreign(str(path))
+            check_not_foreign(str(path))  # raises a better error for a checkpoint of another program
             raise
-        self._files: dict[str, OpenedFile] = {}
+        self._files: dict[str, VerifiedFile] = {}
         self._index: dict[str, TensorEntry] | None = None
 
     def __enter__(self) -> Self:
@@ -157,20 +151,28 @@ class CheckpointReader:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Bytes of each file but the manifest."""
+        """Size in bytes of each file except the manifest."""
         return {name: record.size for name, record in self.manifest.files.items()}
 
-    def file(self, name: str) -> OpenedFile:
-        """Return a file of the checkpoint."""
+    def file(self, name: str) -> VerifiedFile:
+        """Return a file of the checkpoint.
+
+        Raises:
+            CheckpointError: The manifest does not list it, or it does not match its record.
+        """
         if name not in self._files:
             if name not in self.manifest.files:
                 raise damaged_error(self.path, f"its manifest does not list {name}")
             record = self.manifest.files[name]
-            self._files[name] = OpenedFile(self.path / name, record, verifies=self._verifies)
+            self._files[name] = VerifiedFile(self.path / name, record, verifies=self._verifies)
         return self._files[name]
 
     def document(self, name: str) -> Any:
-        """Return the content of a JSON file."""
+        """Return the content of a JSON file.
+
+        Raises:
+            CheckpointError: The file is damaged or too large.
+        """
         file = self.file(name)
         size = self.manifest.files[name].size
         if size > LARGEST_JSON:
@@ -183,7 +185,7 @@ class CheckpointReader:
             raise damaged_error(self.path, f"{name}: {error}") from error
 
     def index(self) -> dict[str, TensorEntry]:
-        """Return the tensors, by name.
+        """Return the index: the entry of each tensor, by name.
 
         Raises:
             CheckpointError: The index is damaged.
@@ -196,21 +198,21 @@ class CheckpointReader:
         return self._index
 
 
-def read_manifest(folder: Place) -> Manifest:
+def read_manifest(folder: CheckpointPath) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: There is none, or none that makes sense.
+        CheckpointError: The folder or the manifest does not exist, or the manifest is damaged.
     """
-    if not folder.is_dir() or not storage_of(folder).is_taken(folder / MANIFEST):
-        raise CheckpointError(f"checkpoint {str(folder)!r} {_absence(folder)}")
+    if not folder.is_dir() or not storage_of(folder).is_occupied(folder / MANIFEST):
+        raise CheckpointError(f"checkpoint {str(folder)!r} {_why_no_manifest(folder)}")
     try:
-        return Manifest.from_bytes(_content(folder))
+        return Manifest.from_bytes(_read_manifest_bytes(folder))
     except ValueError as error:
         raise damaged_error(folder, f"{MANIFEST}: {error}") from error
 
 
-def _content(folder: Place) -> bytes:
+def _read_manifest_bytes(folder: CheckpointPath) -> bytes:
     file = storage_of(folder).open_file(folder / MANIFEST)
     try:
         if file.size > LARGEST_JSON:
@@ -224,9 +226,9 @@ def _content(folder: Place) -> bytes:
         file.close()
 
 
-def _absence(folder: Place) -> str:
+def _why_no_manifest(folder: CheckpointPath) -> str:
     if folder.is_dir():
         return f"is a folder without {MANIFEST}: it is no checkpoint, or one that was never completed"
-    if storage_of(folder).is_taken(folder):
+    if storage_of(folder).is_occupied(folder):
         return "is a file, and a folder was expected: give the path of the folder, or use TorchCheckpointIO"
     return "does not exist: check the path"

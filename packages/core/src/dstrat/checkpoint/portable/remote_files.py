@@ -1,7 +1,5 @@
-"""Checkpoints in a store, which has neither renames nor locks: complete with the manifest, written last.
-
-A part of a manifest, as a file server may have after a crash, is none: it cannot be read.
-"""
+"""Writes to stores, which have neither renames nor locks: a checkpoint is complete with its manifest."""
+# The manifest is written last.  A truncated one, which a file server may have after a crash, fails its checksum.
 
 from __future__ import annotations
 
@@ -21,67 +19,67 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import RemotePath
 
 _PREFIX, _SUFFIX = ".dstrat-", ".writing"
-_LEFTOVER_NS = 24 * 3600 * 10**9
-"""Age of a claim from which on nobody can be writing there any more."""
-_MOST_PARTS = 9000
-"""Parts of one upload; S3 takes 10000."""
+_STALE_NS = 24 * 3600 * 10**9
+"""Age after which a claim is stale."""
+_MAX_CHUNKS = 9000
+"""Chunks of a multipart upload; the limit of S3 is 10,000."""
 
 
 class UnfinishedUpload:
-    """A folder of a store that is no checkpoint until :meth:`commit`.
+    """A folder of a store that is not a checkpoint until :meth:`commit`.
 
-    A claim, an object beside it, says that somebody writes there.  The store lets one process create it, so two
-    writers never mix their files; a claim older than a day is a leftover of a crash.
+    A claim, an object beside the folder, reserves it.  Only one process can create the claim, so that two writers never
+    mix their files; a claim older than a day is stale: its writer has crashed.
 
     Args:
-        target: Where nothing is.
+        target: The folder, which does not exist.
 
     Raises:
-        CheckpointError: Something is there, or is being written.
+        CheckpointError: The folder exists, or is being written.
     """
 
     def __init__(self, target: RemotePath) -> None:
         self.path, self._claim = target, _claim(target)
         self._is_to_be_removed = False
-        remove_left_uploads(target.parent)
+        remove_stale_uploads(target.parent)
         try:
             self._claim.create(b"")
         except FileExistsError as error:
-            raise _taken(target) from error
+            raise _occupied_error(target) from error
         try:
-            _check_free(target)  # with the claim, as another writer may have come to its end until then
+            _check_free(target)  # after the claim: another writer may have finished just before it
         except BaseException:
             self.close()
             raise
         self._is_to_be_removed = True
 
     def commit(self, manifest: bytes) -> None:
-        """Write the manifest, and so make the checkpoint complete."""
+        """Write the manifest, which completes the checkpoint."""
         try:
             (self.path / MANIFEST).create(manifest)
         except FileExistsError as error:
-            self._is_to_be_removed = False  # it is another writer's
-            raise _exists(self.path) from error
+            self._is_to_be_removed = False  # the folder is another writer's
+            raise _exists_error(self.path) from error
         self._is_to_be_removed = False
 
     def close(self) -> None:
-        """Remove the claim, and what was written where it was not committed."""
-        with contextlib.suppress(CheckpointError):  # it is a leftover then
+        """Remove the claim, and the files unless they were committed."""
+        with contextlib.suppress(CheckpointError):  # the store fails: a later save removes the stale upload
             if self._is_to_be_removed:
                 self.path.remove_below()
             self._claim.unlink(missing_ok=True)
 
 
 class UploadedFile:
-    """A file of a store that is written in one go, and is whole when the block has ended well.
+    """A new file of a store, written from its beginning to its end; discarded if the block raises.
 
     Args:
-        path: Where nothing is.
-        size: Bytes that it will have.
+        path: Of the file, which does not exist.
+        size: Of the file in bytes, which determines the size of chunks.
     """
 
     def __init__(self, path: RemotePath, size: int) -> None:
-        self._file: Any = path.open_writer(max(BUCKET, -(-size // _MOST_PARTS)))
+        self._file: Any = path.open_writer(max(BUCKET, -(-size // _MAX_CHUNKS)))
 
     def __enter__(self) -> Self:
         return self
@@ -91,68 +89,66 @@ class UploadedFile:
             self._file.close()
             return
         self._file.discard()
-        with contextlib.suppress(AttributeError):  # which files in memory raise
-            self._file.closed = True  # or it would try again when it is collected
+        with contextlib.suppress(AttributeError):  # read-only in files of fsspec's memory store
+            self._file.closed = True  # or its finalizer would upload it after all
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """Write the bytes that follow."""
+        """Append bytes."""
         for view in views:
             self._file.write(view)
 
 
 class RemoteFile:
-    """A file of a store, read in any order by several threads.
-
-    Each thread keeps the bucket that it read last, as what is asked for next is mostly in it.
+    """A file of a store that several threads read in any order.
 
     Args:
-        path: Where it is.
+        path: Of the file.
     """
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
-        self._last = threading.local()
+        self._last = threading.local()  # each thread caches its last bucket, which mostly has the next bytes too
         self.size = path.size()
 
     def close(self) -> None:
-        """Let go of it."""
+        """Do nothing: no connection is open between reads."""
 
     def read_into(self, view: memoryview, position: int) -> int:
-        """Fill the beginning of a view with the bytes from a position on; return how many, 0 at the end."""
+        """Read from a position into a view, and return the number of bytes; 0 at the end of the file."""
         begin = position - position % BUCKET
         if getattr(self._last, "begin", None) != begin:
             self._last.data = self._path.read_bytes(begin, min(begin + BUCKET, self.size))
             self._last.begin = begin
-        found = memoryview(self._last.data)[position - begin :][: len(view)]
-        view[: len(found)] = found
-        return len(found)
+        data = memoryview(self._last.data)[position - begin :][: len(view)]
+        view[: len(data)] = data
+        return len(data)
 
 
 def is_claimed(target: RemotePath) -> bool:
-    """Return whether somebody writes there, or did not come to an end with it."""
+    """Return whether a folder has a claim, of a running writer or a stale one."""
     return _claim(target).exists()
 
 
 def remove_upload(path: RemotePath) -> None:
-    """Remove a checkpoint, so that a crash in between leaves nothing that looks like one."""
+    """Remove a checkpoint; a crash meanwhile leaves a stale upload, not a damaged checkpoint."""
     claim = _claim(path)
     claim.write_bytes(b"")
-    (path / MANIFEST).unlink(missing_ok=True)
+    (path / MANIFEST).unlink(missing_ok=True)  # first: without it the folder is not a checkpoint
     path.remove_below()
     claim.unlink(missing_ok=True)
 
 
-def remove_left_uploads(parent: RemotePath) -> list[RemotePath]:
-    """Remove what crashed writers have left in a folder long ago, and return it."""
+def remove_stale_uploads(parent: RemotePath) -> list[RemotePath]:
+    """Remove the stale uploads of crashed writers in a folder, and return their paths."""
     removed = []
     for name in parent.file_sizes():
         if not (name.startswith(_PREFIX) and name.endswith(_SUFFIX)):
             continue
         claim, path = parent / name, parent / name[len(_PREFIX) : -len(_SUFFIX)]
         try:
-            if time.time_ns() - claim.modified_ns() < _LEFTOVER_NS:
+            if time.time_ns() - claim.modified_ns() < _STALE_NS:
                 continue
-        except (CheckpointError, FileNotFoundError):  # a store that does not say, or the writer has just ended
+        except (CheckpointError, FileNotFoundError):  # the store has no times, or the writer has just finished
             continue
         if not (path / MANIFEST).exists():
             path.remove_below()
@@ -167,19 +163,19 @@ def _claim(target: RemotePath) -> RemotePath:
 
 def _check_free(target: RemotePath) -> None:
     if target.exists():
-        raise _exists(target)
+        raise _exists_error(target)
 
 
-def _taken(target: RemotePath) -> CheckpointError:
+def _occupied_error(target: RemotePath) -> CheckpointError:
     if (target / MANIFEST).exists() or not is_claimed(target):
-        return _exists(target)
+        return _exists_error(target)
     return CheckpointError(
         f"checkpoint {str(target)!r} is being written, or was left by a crash less than a day ago: choose another "
         "path, or remove it first"
     )
 
 
-def _exists(target: RemotePath) -> CheckpointError:
+def _exists_error(target: RemotePath) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {str(target)!r} exists already, and none is ever written over: choose another path, or remove it "
         "first"

@@ -1,4 +1,4 @@
-"""Save: first what needs the training to stand still, then what writes."""
+"""Saving: preparation while the training waits, and writing, in the background if wanted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.checkpoint.portable.decode import joined
-from dstrat.checkpoint.portable.encode import Encoded, encode
+from dstrat.checkpoint.portable.decode import join_name
+from dstrat.checkpoint.portable.encode import encode
 from dstrat.checkpoint.portable.format import (
     BUCKET,
     DTYPES,
@@ -31,36 +31,37 @@ from dstrat.checkpoint.portable.format import (
 )
 from dstrat.checkpoint.portable.index import Piece, TensorEntry, index_from_json, index_to_json
 from dstrat.checkpoint.portable.storage import storage_of
-from dstrat.checkpoint.portable.write_plan import plan
+from dstrat.checkpoint.portable.write_plan import make_write_plan
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.checkpoint.portable.ranks import Ranks
     from dstrat.checkpoint.portable.shards import Payload
     from dstrat.checkpoint.portable.storage import Unfinished
 
 
-_installed_version = cache(importlib.metadata.version)  # it reads and parses a file
+_installed_version = cache(importlib.metadata.version)  # reads and parses a file in each call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What this rank is going to write.
+    """The files of this rank, before they are written.
 
     Attributes:
-        state: The job's plain values; only rank 0 writes them.
-        own: This rank's plain values.
-        shard: Its parts of tensors.
-        entries: The tensors that it knows, without pieces.
+        state: The job's plain values as JSON; only rank 0 writes them.
+        rank_state: This rank's plain values as JSON.
+        shard: This rank's boxes of tensors.
+        entries: Index entries of the tensors that this rank has, without pieces.
         strategy: Alias of the strategy.
-        ranks: The job that prepared it; it is what writes it, whatever has become of the process group.
+        ranks: The ranks that prepared the save.  The same ones write it, since a background write may go on after the
+            job has opened another process group.
     """
 
     state: bytes
-    own: bytes
+    rank_state: bytes
     shard: ShardFile
     entries: Mapping[str, TensorEntry]
     strategy: str
@@ -68,70 +69,69 @@ class Prepared:
 
 
 def prepare(checkpoint: Mapping[str, Any], ranks: Ranks) -> Prepared:
-    """Encode the plain values, and decide with the other ranks who writes which tensors; collective.
+    """Encode the plain values, and assign each tensor to the ranks that write it; collective.
 
     Args:
-        checkpoint: Nested values; what is under ``"per_rank"`` is this rank's own.
-        ranks: The job.
+        checkpoint: Nested values; each rank has its own ones under ``"per_rank"``.
+        ranks: The ranks of the job.
 
     Raises:
-        CheckpointError: Something in it cannot be saved, on whichever rank.
+        CheckpointError: A value cannot be saved, on any rank.
     """
-    with ranks.together("save its checkpoint"):
+    with ranks.on_all_ranks("save its checkpoint"):
         job = encode({key: value for key, value in checkpoint.items() if key != PER_RANK})
-        own = encode(checkpoint.get(PER_RANK, {}), path=joined(PER_RANK, ranks.rank))
-        state, own_state = _document(job, "plain values"), _document(own, "plain values of this rank")
-    decided = plan(job.tensors, own.tensors, ranks)
+        rank = encode(checkpoint.get(PER_RANK, {}), path=join_name(PER_RANK, ranks.rank))
+        state = _limited(dump_json(job.value), "plain values")
+        rank_state = _limited(dump_json(rank.value), "plain values of this rank")
+    write_plan = make_write_plan(job.tensors, rank.tensors, ranks)
     return Prepared(
         state=state,
-        own=own_state,
-        shard=arrange(decided.payloads),
-        entries=decided.entries,
+        rank_state=rank_state,
+        shard=arrange(write_plan.payloads),
+        entries=write_plan.entries,
         strategy=strategy if isinstance(strategy := checkpoint.get(SAVED_WITH), str) else "",
         ranks=ranks,
     )
 
 
-def _document(encoded: Encoded, what: str) -> bytes:
-    return _limited(dump_json(encoded.value), what)
-
-
-def _limited(data: bytes, what: str) -> bytes:
+def _limited(data: bytes, content: str) -> bytes:
+    # The reader has the same limit: a damaged manifest must not make it allocate any amount of memory.
     if len(data) > LARGEST_JSON:
         raise CheckpointError(
-            f"its {what} take {len(data)} bytes as JSON, and {LARGEST_JSON} is the limit: use tensors"
+            f"its {content} take {len(data)} bytes as JSON, and {LARGEST_JSON} is the limit: use tensors"
         )
     return data
 
 
-def write(prepared: Prepared, target: Place) -> None:
-    """Write what every rank has prepared, and let it appear under the target's path; collective.
+def write(prepared: Prepared, target: CheckpointPath) -> None:
+    """Write the prepared files of every rank, then give the checkpoint its path; collective.
 
     Raises:
-        CheckpointError: It failed on some rank; then it is not there on any, and nothing is left of it.
+        CheckpointError: A rank failed; then all ranks raise, and the unfinished checkpoint is removed.
     """
     ranks = prepared.ranks
     folder: Unfinished | None = None
     try:
-        with ranks.together(f"create checkpoint {str(target)!r}"):
+        with ranks.on_all_ranks(f"create checkpoint {str(target)!r}"):
             folder = storage_of(target).begin_checkpoint(target) if ranks.rank == 0 else None
-        name = ranks.tell(b"" if folder is None else folder.path.name.encode()).decode()
-        with ranks.together(f"write checkpoint {str(target)!r}"):
-            report = _write_own(prepared, target.parent / name, ranks.rank)
+        # A disk has a temporary name until the commit; only rank 0 knows it.
+        name = ranks.broadcast(b"" if folder is None else folder.path.name.encode()).decode()
+        with ranks.on_all_ranks(f"write checkpoint {str(target)!r}"):
+            report = _write_rank_files(prepared, target.parent / name, ranks.rank)
         reports = ranks.gather(report)
-        with ranks.together(f"complete checkpoint {str(target)!r}"):
-            if folder is not None:
+        with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
+            if folder is not None:  # the manifest is written last: a checkpoint with one is complete
                 folder.commit(_complete(prepared, folder.path, [parse_json(report) for report in reports]))
     finally:
         if folder is not None:
             folder.close()
 
 
-def _write_own(prepared: Prepared, folder: Place, rank: int) -> bytes:
-    """Write this rank's files, and return what rank 0 has to know about them."""
+def _write_rank_files(prepared: Prepared, folder: CheckpointPath, rank: int) -> bytes:
+    """Write this rank's files, and return the report for rank 0's index and manifest."""
     if storage_of(folder).is_local and not folder.is_dir():
         raise CheckpointError(f"rank 0 created {str(folder)!r}, which is not here: all ranks must see the same files")
-    files = {rank_file(rank, "json"): _write_document(folder / rank_file(rank, "json"), prepared.own)}
+    files = {rank_file(rank, "json"): _write_document(folder / rank_file(rank, "json"), prepared.rank_state)}
     if prepared.shard.payloads:
         name = rank_file(rank, "safetensors")
         files[name] = write_shard_file(prepared.shard, folder / name)
@@ -141,6 +141,7 @@ def _write_own(prepared: Prepared, folder: Place, rank: int) -> bytes:
     return dump_json(
         {
             "files": {name: [record.size, record.checksums] for name, record in files.items()},
+            # Rank 0 reports all its tensors; the others only those that they write, and those without bytes to write.
             "entries": {
                 name: [entry.dtype, entry.shape, entry.same_as]
                 for name, entry in prepared.entries.items()
@@ -151,13 +152,13 @@ def _write_own(prepared: Prepared, folder: Place, rank: int) -> bytes:
     )
 
 
-def _write_document(path: Place, data: bytes) -> FileRecord:
+def _write_document(path: CheckpointPath, data: bytes) -> FileRecord:
     storage_of(path).write_file(path, data)
     return FileRecord(size=len(data), checksums=block_checksums([memoryview(data)]))
 
 
-def _complete(prepared: Prepared, folder: Place, reports: list[dict[str, Any]]) -> bytes:
-    """Write what rank 0 writes for all, plain values and index, and return the manifest."""
+def _complete(prepared: Prepared, folder: CheckpointPath, reports: list[dict[str, Any]]) -> bytes:
+    """Write the plain values and the index of all ranks, and return the manifest."""
     files = {
         name: FileRecord(size=size, checksums=checksums)
         for report in reports
@@ -165,7 +166,8 @@ def _complete(prepared: Prepared, folder: Place, reports: list[dict[str, Any]]) 
     }
     index = _index(reports)
     files[STATE] = _write_document(folder / STATE, prepared.state)
-    index_from_json(index, {name: record.size for name, record in files.items()})  # or it could not be read back
+    # Raises if the ranks' pieces do not fit together: such a checkpoint could not be loaded.
+    index_from_json(index, {name: record.size for name, record in files.items()})
     files[INDEX] = _write_document(folder / INDEX, _limited(dump_json(index), "tensors' names"))
     manifest = Manifest(
         files=files,
@@ -197,17 +199,17 @@ def _index(reports: list[dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-# Writing one rank's parts of tensors as a safetensors file, in parallel, with checksums on the way.
+# A rank's boxes of tensors as one safetensors file, written in several threads that compute the checksums too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardFile:
-    """Where everything goes in a file.
+    """The layout of a safetensors file.
 
     Attributes:
-        header: The file's first bytes.
-        payloads: What follows, without gaps.
-        begins: Position of the first byte of each.
+        header: The first bytes of the file.
+        payloads: Follow the header, without gaps.
+        begins: Position of the first byte of each payload.
     """
 
     header: bytes
@@ -216,24 +218,25 @@ class ShardFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return self.begins[-1] + self.payloads[-1].num_bytes if self.payloads else len(self.header)
 
     def views(self, begin: int, end: int) -> list[memoryview]:
-        """Return the bytes of the file between two positions."""
-        found = [memoryview(self.header)[begin:end]] if begin < len(self.header) else []
+        """Return the bytes of the file from ``begin`` to ``end``, in consecutive views."""
+        views = [memoryview(self.header)[begin:end]] if begin < len(self.header) else []
         position = max(0, bisect.bisect_right(self.begins, begin) - 1)
         for payload, first in zip(self.payloads[position:], self.begins[position:], strict=True):
             if first >= end:
                 break
             low, high = max(begin - first, 0), min(end - first, payload.num_bytes)
             if low < high:
-                found.append(payload.view(low, high))
-        return found
+                views.append(payload.view(low, high))
+        return views
 
 
 def arrange(payloads: Sequence[Payload]) -> ShardFile:
-    """Return where each part goes; parts with larger elements come first, so that all are aligned."""
+    """Return the layout of the file for some payloads."""
+    # Larger elements first, so that every payload is aligned to its element size without padding.
     ordered = sorted(
         payloads, key=lambda payload: (-DTYPES[dtype_name(payload.dtype)].size, payload.name, payload.starts)
     )
@@ -244,15 +247,15 @@ def arrange(payloads: Sequence[Payload]) -> ShardFile:
         reached += payload.num_bytes
         ends.append(reached)
     text = dump_json(entries)
-    text += b" " * (-len(text) % 64)
+    text += b" " * (-len(text) % 64)  # aligns the first payload; safetensors allows trailing spaces
     header = len(text).to_bytes(8, "little") + text
     begins = [len(header) + end - payload.num_bytes for payload, end in zip(ordered, ends, strict=True)]
     return ShardFile(header=header, payloads=ordered, begins=begins)
 
 
-def _key(payload: Payload, taken: dict[str, Any]) -> str:
-    """Return the name in the header: the tensor's, and where in the tensor a part begins that is not its first."""
-    if not any(payload.starts) and payload.name not in taken:
+def _key(payload: Payload, used: dict[str, Any]) -> str:
+    """Return the payload's unique name in the header: that of the tensor, with the start of the box if necessary."""
+    if not any(payload.starts) and payload.name not in used:
         return payload.name
     return f"{payload.name}[{','.join(map(str, payload.starts))}]"
 
@@ -263,11 +266,11 @@ def _header_entry(payload: Payload, begin: int) -> dict[str, Any]:
     return {"dtype": facts.code, "shape": shape, "data_offsets": [begin, begin + payload.num_bytes]}
 
 
-def write_shard_file(file: ShardFile, path: Place) -> FileRecord:
-    """Write the file so that it survives a crash, and return what the manifest says of it.
+def write_shard_file(file: ShardFile, path: CheckpointPath) -> FileRecord:
+    """Write and flush the file, and return its record for the manifest.
 
     Raises:
-        OSError: The disk is full, or the like.
+        OSError: The file cannot be written, for example because the disk is full.
     """
     checksums = storage_of(path).write_buckets(
         path, file.size, lambda begin: file.views(begin, min(begin + BUCKET, file.size))

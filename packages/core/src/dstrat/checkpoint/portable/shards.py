@@ -1,4 +1,4 @@
-"""Local boxes of tensors, sharded or whole."""
+"""Local boxes of tensors: the elements that this process holds, and their bytes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 Run = tuple[int, int]
-"""The first index of some that follow each other, and how many they are."""
+"""Consecutive indices of a dimension: the first one, and their number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalBox:
-    """A box of a tensor that is in this process's memory.
+    """A box of a tensor in this process's memory.
 
     Attributes:
-        tensor: Its elements, a view of the memory; of the box's shape.
-        starts: Its first element in the whole tensor, one number per dimension.
+        tensor: The elements, as a view of the memory, of the box's shape.
+        starts: Index of the first element in the full tensor, one number per dimension.
     """
 
     tensor: Tensor
@@ -37,16 +37,17 @@ class LocalBox:
 
 def is_distributed(tensor: Tensor | FlatShard) -> bool:
     """Return whether the tensor is a ``DTensor``."""
+    # By its attributes: importing torch.distributed.tensor takes half a second, also for a save on one device.
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def is_sharded(tensor: Tensor | FlatShard) -> bool:
-    """Return whether each process has its own part of the tensor."""
+    """Return whether the tensor is a ``DTensor`` or a :class:`FlatShard`."""
     return isinstance(tensor, FlatShard) or is_distributed(tensor)
 
 
 def check_kind(tensor: Tensor | FlatShard, name: str) -> None:
-    """Raise :class:`CheckpointError` for a tensor that no checkpoint can hold: sparse, quantized, without memory ..."""
+    """Raise a :class:`CheckpointError` for a tensor that cannot be saved: sparse, quantized, on meta ..."""
     if isinstance(tensor, FlatShard):
         tensor = tensor.local
     kind = type(tensor)
@@ -66,10 +67,10 @@ def check_kind(tensor: Tensor | FlatShard, name: str) -> None:
 
 
 def local_boxes(tensor: Tensor | FlatShard, name: str = "") -> list[LocalBox]:
-    """Return the boxes of the tensor that this process holds; none of them is empty.
+    """Return the boxes of a tensor that this process holds, without empty ones.
 
     Raises:
-        CheckpointError: It is a DTensor with partial sums, or its local tensor is not what its placements say.
+        CheckpointError: The tensor is a DTensor with partial sums, or its local shape contradicts its placements.
     """
     if isinstance(tensor, FlatShard):
         return _flat_boxes(tensor)
@@ -79,7 +80,7 @@ def local_boxes(tensor: Tensor | FlatShard, name: str = "") -> list[LocalBox]:
     with torch.no_grad():
         local: Tensor = distributed.to_local()
     coordinate = distributed.device_mesh.get_coordinate()
-    if coordinate is None:
+    if coordinate is None:  # this rank is not in the tensor's mesh
         return []
     runs = _runs(distributed, coordinate, name)
     if tuple(local.shape) != tuple(sum(size for _, size in dimension) for dimension in runs):
@@ -91,24 +92,24 @@ def local_boxes(tensor: Tensor | FlatShard, name: str = "") -> list[LocalBox]:
 
 
 def _flat_boxes(shard: FlatShard) -> list[LocalBox]:
-    """Return the boxes that a run of elements consists of: ends of rows, whole rows between them."""
-    parts, passed, local = [], 0, shard.local.detach()
+    """Return the boxes of a run of flattened elements: incomplete rows at both ends, complete rows between them."""
+    boxes, passed, local = [], 0, shard.local.detach()
     for starts, sizes in _flat_extents(shard.shape, shard.start, shard.start + local.numel()):
         size = math.prod(sizes)
-        parts.append(LocalBox(tensor=local[passed : passed + size].view(sizes), starts=starts))
+        boxes.append(LocalBox(tensor=local[passed : passed + size].view(sizes), starts=starts))
         passed += size
-    return parts
+    return boxes
 
 
 def _flat_extents(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield first index and size of the boxes that elements ``begin`` to ``end`` fill, in their order."""
+    """Yield start and shape of the boxes that the flattened elements ``begin`` to ``end`` fill, in order."""
     if begin == end:
         return
     if len(shape) < 2:
         yield ((begin,), (end - begin,)) if shape else ((), ())
         return
     row = math.prod(shape[1:])
-    if begin % row or end - begin < row:  # a part of one row
+    if begin % row or end - begin < row:  # an incomplete row: boxes of one dimension less
         stop = min(end, (begin // row + 1) * row)
         for starts, sizes in _flat_extents(shape[1:], begin % row, begin % row + stop - begin):
             yield (begin // row, *starts), (1, *sizes)
@@ -119,22 +120,22 @@ def _flat_extents(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[
 
 
 def _boxes(local: Tensor, runs: Sequence[Sequence[Run]]) -> list[LocalBox]:
-    """Return one view of the local tensor for each combination of the dimensions' runs."""
+    """Return a view of the local tensor for each combination of the dimensions' runs."""
     if local.numel() == 0:
         return []
     offsets = [[0, *itertools.accumulate(size for _, size in dimension)] for dimension in runs]
-    parts = []
+    boxes = []
     for combination in itertools.product(*(range(len(dimension)) for dimension in runs)):
         view = local
         for dimension, position in enumerate(combination):
             view = view.narrow(dimension, offsets[dimension][position], runs[dimension][position][1])
         starts = tuple(runs[dimension][position][0] for dimension, position in enumerate(combination))
-        parts.append(LocalBox(tensor=view, starts=starts))
-    return parts
+        boxes.append(LocalBox(tensor=view, starts=starts))
+    return boxes
 
 
 def _runs(tensor: Any, coordinate: Sequence[int], name: str) -> list[list[Run]]:
-    """Return, for each dimension, which indices this process holds."""
+    """Return this process's indices in each dimension."""
     runs: list[list[Run]] = [[(0, size)] for size in tensor.shape]
     for placement, position, count in zip(tensor.placements, coordinate, tensor.device_mesh.mesh.shape, strict=True):
         if placement.is_replicate():
@@ -151,29 +152,30 @@ def _runs(tensor: Any, coordinate: Sequence[int], name: str) -> list[list[Run]]:
 
 
 def _shard(runs: Sequence[Run], position: int, count: int, factor: int) -> list[Run]:
-    """Return one of ``count`` shards of the indices, cut as ``torch.chunk`` does.
+    """Return one of ``count`` shards of the indices, with the sizes of ``torch.chunk``.
 
-    With a factor they are first cut into so many chunks, each of which is sharded: two meshes share a dimension.
+    With a factor (``_StridedShard``, for two mesh dimensions that shard one tensor dimension) the indices are cut into
+    that many chunks first, and each chunk is sharded.
     """
     total = sum(size for _, size in runs)
     chunk = max(1, -(-total // factor))
-    taken: list[Run] = []
+    selected: list[Run] = []
     for begin in range(0, total, chunk):
         end = min(total, begin + chunk)
         step = -(-(end - begin) // count)
-        taken += _slice(runs, min(end, begin + position * step), min(end, begin + (position + 1) * step))
-    return _merged(taken)
+        selected += _slice(runs, min(end, begin + position * step), min(end, begin + (position + 1) * step))
+    return _merged(selected)
 
 
 def _slice(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """Return the indices between two positions in the sequence of all indices."""
-    taken, passed = [], 0
+    """Return the indices from ``begin`` to ``end`` of the sequence of all indices."""
+    selected, passed = [], 0
     for start, size in runs:
         low, high = max(begin, passed), min(end, passed + size)
         if low < high:
-            taken.append((start + low - passed, high - low))
+            selected.append((start + low - passed, high - low))
         passed += size
-    return taken
+    return selected
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:
@@ -187,7 +189,7 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
 
 
 def holders(tensor: Any) -> list[int]:
-    """Return the ranks that hold the same boxes of a DTensor as this process, this one among them."""
+    """Return the ranks, including this one, that hold the same boxes of a DTensor as this process."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
@@ -199,37 +201,37 @@ def holders(tensor: Any) -> list[int]:
     return ranks
 
 
-# The bytes of a part of a tensor, read bucket by bucket, wherever the tensor lives.
+# Bytes of a box, on any device, bucket by bucket
 
 
 class Payload:
-    """A part that is to be written.
+    """A box of a tensor to be written.
 
-    Bytes on the CPU are handed out without a copy, those of an accelerator one bucket at a time.  A view that is not
-    contiguous is copied as a whole when its first byte is read, and let go after its last.
+    Bytes on the CPU are not copied; those of an accelerator are copied one bucket at a time.  A box that is not
+    contiguous is copied completely on the first read, and the copy is freed after the last.
 
     Args:
         name: Name of the tensor.
-        part: The box and its elements.
+        box: The box.
     """
 
-    def __init__(self, name: str, part: LocalBox) -> None:
+    def __init__(self, name: str, box: LocalBox) -> None:
         self.name = name
-        self.starts = part.starts
-        self.shape = tuple(part.tensor.shape)
-        self.dtype = part.tensor.dtype
-        self.num_bytes = part.tensor.numel() * part.tensor.element_size()
-        self.tensor = part.tensor
+        self.starts = box.starts
+        self.shape = tuple(box.tensor.shape)
+        self.dtype = box.tensor.dtype
+        self.num_bytes = box.tensor.numel() * box.tensor.element_size()
+        self.tensor = box.tensor
         self._copy: Tensor | None = None
-        self._left = self.num_bytes
+        self._remaining = self.num_bytes
         self._lock = threading.Lock()
 
     def view(self, begin: int, end: int) -> memoryview:
-        """Return some of the bytes; each is asked for once."""
+        """Return the bytes from ``begin`` to ``end``; each byte is read once."""
         data = self._bytes()[begin:end]
         with self._lock:
-            self._left -= end - begin
-            if self._left == 0:
+            self._remaining -= end - begin
+            if self._remaining == 0:
                 self._copy = None
         return data.cpu().numpy().data
 
@@ -245,4 +247,5 @@ class Payload:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as a flat tensor of uint8."""
     flat = tensor.detach().reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
+    # view needs a last stride of 1, and a tensor of one element may have any stride.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)

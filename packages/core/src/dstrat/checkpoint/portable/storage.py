@@ -1,4 +1,4 @@
-"""Storage of checkpoints: disks of this machine and stores that fsspec reaches, behind one protocol."""
+"""Storage of checkpoints: local disks, and stores that fsspec supports, behind one protocol."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dstrat.checkpoint.portable.local_files import (
     DiskFile,
     OutputFile,
     UnfinishedFolder,
+    atomic_write,
     remove_folder,
     replace_file,
     write_flushed,
-    written_whole,
 )
 from dstrat.checkpoint.portable.remote_files import (
     RemoteFile,
@@ -35,7 +35,7 @@ from dstrat.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
 
 P = TypeVar("P")
 
@@ -43,112 +43,112 @@ P = TypeVar("P")
 Unfinished: TypeAlias = UnfinishedFolder | UnfinishedUpload
 """A checkpoint that is being written."""
 
-ReadFile: TypeAlias = DiskFile | RemoteFile
-"""A file that is read in several threads."""
+InputFile: TypeAlias = DiskFile | RemoteFile
+"""A file that several threads read."""
 
 
 class Storage(Protocol[P]):
-    """What checkpoints need of where they are; methods take a path that :func:`storage_of` returned it for.
+    """The file operations of checkpoints; :func:`storage_of` returns the storage of a path.
 
     Attributes:
-        is_local: Whether its files are on this machine, with links, locks and memory maps.
+        is_local: Whether the files are in a local file system, with links, locks and memory maps.
     """
 
     is_local: bool
 
     def begin_checkpoint(self, target: P, /) -> Unfinished:
-        """Return a new checkpoint to write.
+        """Return a new unfinished checkpoint.
 
         Raises:
-            CheckpointError: Something is there already.
+            CheckpointError: The target exists, or is being written.
         """
 
     def remove_checkpoint(self, path: P, /) -> None:
-        """Remove a checkpoint, so that a crash in between leaves nothing that looks like one."""
+        """Remove a checkpoint; a crash meanwhile leaves no folder that could be mistaken for a complete one."""
 
     def write_file(self, path: P, data: bytes, /) -> None:
-        """Write a small new file, so that it survives a crash."""
+        """Write a small new file, and flush it."""
 
     def write_buckets(self, path: P, size: int, bucket: Callable[[int], list[memoryview]], /) -> list[str]:
-        """Write a new file so that it survives a crash, and return its checksums.
+        """Write a large new file, flush it, and return the checksums of its buckets.
 
         Args:
-            path: Where nothing is.
-            size: Its bytes.
-            bucket: Returns the bytes of the bucket that begins at a position, in any thread.
+            path: Of the file, which does not exist.
+            size: Bytes of the file.
+            bucket: Returns the bytes of the bucket that begins at a position; called in several threads.
 
         Raises:
-            OSError: The disk is full, or the like.
+            OSError: The file cannot be written, for example because the disk is full.
         """
 
     def replace_file(self, path: P, data: bytes, /) -> None:
-        """Write a file that takes the place of an older one, at once but for stores that are file servers."""
+        """Write a file, replacing an existing one; atomic except on file servers."""
 
-    def write_whole(self, path: P, /) -> AbstractContextManager[P]:
-        """Return a context that yields where to write a file, which is whole when the block has ended well.
+    def atomic_write(self, path: P, /) -> AbstractContextManager[P]:
+        """Return a context that yields the path to write a file to, which gets its own path at the end of the block.
 
-        On a disk and in an object store nothing is at its path before; in a store that is a file server it grows there.
+        On a file server it is not atomic: the file grows under its own path.
         """
 
     def write_local(self, path: P, /) -> AbstractContextManager[Path]:
-        """Return a context that yields where to write a file on this machine, which is then copied to its path."""
+        """Return a context that yields a local path to write a file to; it is copied at the end of the block."""
 
     def read_local(self, path: P, /) -> AbstractContextManager[Path]:
-        """Return a context that yields where a file, or a copy of it, is on this machine.
+        """Return a context that yields the local path of a file, or of a temporary copy.
 
         Raises:
-            CheckpointError: It is not there.
+            CheckpointError: The file does not exist.
         """
 
-    def open_file(self, path: P, /) -> ReadFile:
-        """Return a file to read.
+    def open_file(self, path: P, /) -> InputFile:
+        """Open a file for reading.
 
         Raises:
-            CheckpointError: It is not there, or no regular file.
+            CheckpointError: The file does not exist, or is not a regular file.
         """
 
     def read_start(self, path: P, size: int, /) -> bytes:
-        """Return at most so many bytes from the beginning of a file."""
+        """Return the first bytes of a file, at most ``size``."""
 
     def file_size(self, path: P, /) -> int:
-        """Return the bytes of a file."""
+        """Return the size of a file in bytes."""
 
     def file_sizes(self, folder: P, /) -> dict[str, int]:
-        """Return the bytes of each regular file in a folder, by its name.
+        """Return the size in bytes of each regular file in a folder, by name.
 
         Raises:
-            OSError: It is no folder.
+            OSError: The path is not a folder.
         """
 
     def modified_ns(self, path: P, /) -> int:
-        """Return when a file was written, in nanoseconds since the epoch."""
+        """Return the modification time of a file, in nanoseconds since the epoch."""
 
     def why_not_writable(self, folder: P, /) -> str | None:
-        """Return why no file can be written to a folder, which may be missing, as far as that is known before."""
+        """Return the reason why files cannot be written to a folder, which may not exist yet; None if none is known."""
 
-    def is_taken(self, path: P, /) -> bool:
-        """Return whether something is there, or is being written there."""
+    def is_occupied(self, path: P, /) -> bool:
+        """Return whether a path exists, or is being written."""
 
     def claim(self, path: P, /) -> Claim | None:
-        """Return what keeps a path from other jobs that save into the same folder; None where nothing can."""
+        """Return a claim that reserves a path among jobs with one folder; None if the storage has no locks."""
 
 
-def storage_of(path: Place) -> Storage[Any]:
-    """Return the storage of a path or URL."""
+def storage_of(path: CheckpointPath) -> Storage[Any]:
+    """Return the storage of a local path or URL."""
     return RemoteStorage() if isinstance(path, RemotePath) else LocalStorage()
 
 
 class LocalStorage:
-    """Disks of this machine."""
+    """Local file systems, including network mounts."""
 
     is_local = True
     begin_checkpoint = staticmethod(UnfinishedFolder)
     remove_checkpoint = staticmethod(remove_folder)
     write_file = staticmethod(write_flushed)
     replace_file = staticmethod(replace_file)
-    write_whole = staticmethod(written_whole)
+    atomic_write = staticmethod(atomic_write)
     open_file = staticmethod(DiskFile)
-    is_taken = staticmethod(os.path.lexists)
+    is_occupied = staticmethod(os.path.lexists)
     claim = staticmethod(Claim)
 
     def write_buckets(self, path: Path, size: int, bucket: Callable[[int], list[memoryview]]) -> list[str]:
@@ -158,7 +158,7 @@ class LocalStorage:
             return block_checksums(views)
 
         with OutputFile(path, size) as output:
-            # zlib and the system work without the interpreter's lock.
+            # Threads help, as system calls release the interpreter's lock.
             checksums = map_in_threads(write, range(0, size, BUCKET))
             output.flush()
         return checksums
@@ -191,7 +191,7 @@ class LocalStorage:
         return path.stat().st_mtime_ns
 
     def why_not_writable(self, folder: Path) -> str | None:
-        # Unlike Path.exists it takes a folder that may not be looked into for missing.
+        # os.path.exists is False for a path in a folder without access; Path.exists raises there.
         existing = next((path for path in (folder, *folder.parents) if os.path.exists(path)), folder)  # noqa: PTH110 - as above
         if not existing.is_dir():
             return f"{str(existing)!r} is no folder"
@@ -207,7 +207,7 @@ def _nearby(path: Path) -> str:
 
 
 class RemoteStorage:
-    """Stores that fsspec reaches."""
+    """Stores that fsspec supports."""
 
     is_local = False
     begin_checkpoint = staticmethod(UnfinishedUpload)
@@ -219,6 +219,7 @@ class RemoteStorage:
     modified_ns = staticmethod(RemotePath.modified_ns)
 
     def write_buckets(self, path: RemotePath, size: int, bucket: Callable[[int], list[memoryview]]) -> list[str]:
+        # In order, in one thread: stores have no writes at a position.
         checksums = []
         with UploadedFile(path, size) as output:
             for begin in range(0, size, BUCKET):
@@ -227,7 +228,7 @@ class RemoteStorage:
                 checksums.append(block_checksums(views))
         return checksums
 
-    def write_whole(self, path: RemotePath) -> AbstractContextManager[RemotePath]:
+    def atomic_write(self, path: RemotePath) -> AbstractContextManager[RemotePath]:
         return contextlib.nullcontext(path)
 
     @contextlib.contextmanager
@@ -248,17 +249,17 @@ class RemoteStorage:
     def read_start(self, path: RemotePath, size: int) -> bytes:
         return path.read_bytes(0, size)
 
-    def why_not_writable(self, folder: RemotePath) -> str | None:  # noqa: ARG002 - stores say it when they are written to
+    def why_not_writable(self, folder: RemotePath) -> str | None:  # noqa: ARG002 - known only when a file is written
         return None
 
-    def is_taken(self, path: RemotePath) -> bool:
+    def is_occupied(self, path: RemotePath) -> bool:
         return path.exists() or is_claimed(path)
 
-    def claim(self, path: RemotePath) -> None:  # noqa: ARG002 - of two jobs the slower gets an error
+    def claim(self, path: RemotePath) -> None:  # noqa: ARG002 - no locks: begin_checkpoint fails for the second job
         return None
 
 
-# Work in a few threads, for as long as the process lives.
+# Threads of reads and writes
 
 
 Item = TypeVar("Item")
@@ -266,10 +267,8 @@ Result = TypeVar("Result")
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return what the function returns for each item; the first error ends the work and is raised.
-
-    Unlike an executor it works while the interpreter waits for its last threads, when the last checkpoint is written.
-    """
+    """Return the function's results for some items; the first error stops all threads and is raised."""
+    # Not an executor: it refuses work once the interpreter exits, while the last checkpoint may still be written.
     results: dict[int, Result] = {}
     failures: list[BaseException] = []
     numbered = iter(enumerate(items))

@@ -1,4 +1,4 @@
-"""Write plan: each tensor is written once, and all ranks write as much."""
+"""Write plan: the ranks that write each tensor, with the load balanced between them."""
 
 from __future__ import annotations
 
@@ -27,49 +27,54 @@ if TYPE_CHECKING:
 
     from dstrat.checkpoint.portable.ranks import Ranks
 
-_SHARED_FROM = 64 * MEBIBYTE
-"""Bytes from which a tensor that every rank has is written by several of them."""
+_SPLIT_SIZE = 64 * MEBIBYTE
+"""Least bytes of a box when several ranks share the writing of a replicated tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WritePlan:
-    """What this rank writes.
+    """This rank's share of a save.
 
     Attributes:
-        payloads: The parts.
-        entries: The tensors that this rank knows, without pieces.
+        payloads: The boxes that this rank writes.
+        entries: Index entries of the tensors that this rank has, without pieces.
     """
 
     payloads: Sequence[Payload]
     entries: Mapping[str, TensorEntry]
 
 
-def plan(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], ranks: Ranks) -> WritePlan:
-    """Decide with the other ranks who writes what; collective.
+def make_write_plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], ranks: Ranks) -> WritePlan:
+    """Assign each tensor to the ranks that write it; collective.
 
     Args:
-        tensors: What belongs to the whole job: plain tensors are the same on every rank that has them.
-        own: What belongs to this rank only.
-        ranks: The job.
+        tensors: The job's tensors: DTensors, FlatShards, and plain tensors that are equal on every rank that has them.
+        rank_tensors: This rank's own tensors.
+        ranks: The ranks of the job.
 
     Raises:
         CheckpointError: A tensor cannot be saved, or differs between ranks.
     """
-    with ranks.together("save its tensors"):
-        # Apart: what differs between ranks is no other name for the tensor of all of them with which it shares memory.
-        entries = _entries(tensors) | _entries(own)
+    with ranks.on_all_ranks("save its tensors"):
+        # Two calls: a tensor of one rank may share memory with one of the job, but must not become an alias of it.
+        entries = _entries(tensors) | _entries(rank_tensors)
     leaders = _leaders(tensors, ranks)
-    with ranks.together("save its tensors"):
-        payloads = [Payload(name, box) for name in own if _is_stored(entries[name]) for box in local_boxes(own[name])]
-        payloads += _distributed(tensors, entries, leaders)
+    with ranks.on_all_ranks("save its tensors"):
+        payloads = [
+            Payload(name, box)
+            for name, tensor in rank_tensors.items()
+            if _is_stored(entries[name])
+            for box in local_boxes(tensor)
+        ]
+        payloads += _sharded_payloads(tensors, entries, leaders)
         shared = {name: entries[name] for name, tensor in tensors.items() if not is_sharded(tensor)}
-    everyone = _hear(shared, sum(payload.num_bytes for payload in payloads), ranks)
-    payloads += [Payload(name, part) for name, part in _assigned(tensors, everyone, ranks)]
+    all_ranks = _exchange_entries(shared, sum(payload.num_bytes for payload in payloads), ranks)
+    payloads += [Payload(name, box) for name, box in _assigned_boxes(tensors, all_ranks, ranks)]
     return WritePlan(payloads=payloads, entries=entries)
 
 
 def _entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """Return what the index says of each tensor; of those that share their memory only the first is stored."""
+    """Return the index entry of each tensor; of tensors that share their memory only the first is stored."""
     first: dict[Any, str] = {}
     entries = {}
     for name, tensor in tensors.items():
@@ -77,25 +82,25 @@ def _entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
         dtype = dtype_name(tensor.dtype)
         if dtype not in DTYPES:
             raise CheckpointError(f"tensor {name!r} has the dtype {dtype}, which the format does not know: convert it")
-        same_as = first.setdefault(_memory(tensor, name), name)
+        same_as = first.setdefault(_memory_key(tensor, name), name)
         entries[name] = TensorEntry(
             dtype=dtype, shape=tuple(tensor.shape), same_as=None if same_as == name else same_as
         )
     return entries
 
 
-def _memory(tensor: Any, name: str) -> Any:
-    """Return what two tensors have in common when one is the other."""
+def _memory_key(tensor: Any, name: str) -> Any:
+    """Return a value that is equal for two tensors if they are the same elements of the same memory."""
     if isinstance(tensor, FlatShard):
         return id(tensor)
     local = tensor.to_local() if is_distributed(tensor) else tensor
-    if local.numel() == 0:
+    if local.numel() == 0:  # empty tensors all have the address 0
         return name
-    place = tensor.placements if is_distributed(tensor) else None
+    placements = tensor.placements if is_distributed(tensor) else None
     view = (local.stride(), local.is_conj(), local.is_neg())
-    # Tensors of some backends have no address that torch sees: 0 would make all of one shape the same.
+    # Tensors of some backends have the address 0, which would make all tensors of one shape equal.
     address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())  # noqa: SLF001 - no other id
-    return tensor.dtype, tensor.shape, local.device, address, view, place
+    return tensor.dtype, tensor.shape, local.device, address, view, placements
 
 
 def _is_stored(entry: TensorEntry) -> bool:
@@ -103,26 +108,27 @@ def _is_stored(entry: TensorEntry) -> bool:
 
 
 def _leaders(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, int]:
-    """Return, for each tensor that is distributed over some of the ranks only, which mesh writes it, by its first rank.
+    """Return the first rank of the mesh that writes each DTensor; collective.
 
-    Such a tensor may be there once for each mesh: a layer that is sharded inside of every group of ranks.
+    Only DTensors of a sub-mesh are in the result.  A layer that is sharded within each group of ranks exists once in
+    every group, under the same name, and one group writes it.
     """
-    mine = {
+    first_ranks = {
         name: int(tensor.device_mesh.mesh.min())
         for name, tensor in tensors.items()
         if is_distributed(tensor) and tensor.device_mesh.size() < ranks.size
     }
     leaders: dict[str, int] = {}
-    for told in ranks.exchange(dump_json(mine)):
-        for name, first in parse_json(told).items():
+    for message in ranks.exchange(dump_json(first_ranks)):
+        for name, first in parse_json(message).items():
             leaders[name] = min(first, leaders.get(name, first))
     return leaders
 
 
-def _distributed(
+def _sharded_payloads(
     tensors: Mapping[str, Any], entries: Mapping[str, TensorEntry], leaders: Mapping[str, int]
 ) -> Iterable[Payload]:
-    """Yield this rank's shards; of those that several ranks hold, each rank takes its turn."""
+    """Yield the shards that this rank writes; the ranks that hold equal shards take turns from tensor to tensor."""
     for turn, (name, tensor) in enumerate(tensors.items()):
         if not is_sharded(tensor) or not _is_stored(entries[name]):
             continue
@@ -138,13 +144,13 @@ def _distributed(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Everyone:
-    """What the ranks have told each other.
+class _AllRanks:
+    """The plain tensors of all ranks, as every rank knows them after an exchange.
 
     Attributes:
-        entries: The plain tensors of all ranks.
-        holders: The ranks that have each of them.
-        loads: Bytes that each rank has to write anyway.
+        entries: Index entries, by name.
+        holders: The ranks that have each tensor.
+        loads: Bytes that each rank writes already: shards, and tensors of its own.
     """
 
     entries: Mapping[str, TensorEntry]
@@ -152,45 +158,46 @@ class _Everyone:
     loads: Sequence[int]
 
 
-def _hear(shared: Mapping[str, TensorEntry], load: int, ranks: Ranks) -> _Everyone:
+def _exchange_entries(shared: Mapping[str, TensorEntry], load: int, ranks: Ranks) -> _AllRanks:
+    """Return the plain tensors of all ranks; collective."""
     facts = {name: [entry.dtype, list(entry.shape), entry.same_as] for name, entry in shared.items()}
+    # A digest first: if all ranks have the same tensors, which is common, no list needs to be sent.
     digest = hashlib.blake2b(dump_json(facts), digest_size=16).hexdigest()
-    told = [parse_json(message) for message in ranks.exchange(dump_json([digest, load]))]
-    loads = [load for _, load in told]
-    if all(other == digest for other, _ in told):
-        return _Everyone(entries=shared, holders=dict.fromkeys(shared, range(ranks.size)), loads=loads)
-    lists = _exchanged(facts, ranks)
+    messages = [parse_json(message) for message in ranks.exchange(dump_json([digest, load]))]
+    loads = [load for _, load in messages]
+    if all(other == digest for other, _ in messages):
+        return _AllRanks(entries=shared, holders=dict.fromkeys(shared, range(ranks.size)), loads=loads)
+    lists = _exchange_differences(facts, ranks)
     union = {
         name: TensorEntry(dtype=dtype, shape=tuple(shape), same_as=same_as)
         for listed in lists
         for name, (dtype, shape, same_as) in listed.items()
     }
-    return _Everyone(entries=union, holders=_merged(lists), loads=loads)
+    return _AllRanks(entries=union, holders=_holders_by_name(lists), loads=loads)
 
 
-def _exchanged(facts: Mapping[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
-    """Return what each rank says of its tensors; only rank 0 tells all, and the others how theirs differ; collective.
-
-    Rank 0 alone has buffers, so that there is a difference in most jobs, and a small one.
-    """
-    first: dict[str, Any] = parse_json(ranks.tell(dump_json(facts) if ranks.rank == 0 else b""))
-    missing = [number for number, name in enumerate(first) if facts.get(name) != first[name]]
-    more = {name: fact for name, fact in facts.items() if first.get(name) != fact}
+def _exchange_differences(facts: Mapping[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
+    """Return the dtype, shape and alias of each rank's tensors; collective."""
+    # Rank 0 sends its list, and the others their differences from it: in most jobs rank 0 alone has the buffers, so
+    # that there is a difference, and a small one.
+    first: dict[str, Any] = parse_json(ranks.broadcast(dump_json(facts) if ranks.rank == 0 else b""))
+    removed_numbers = [number for number, name in enumerate(first) if facts.get(name) != first[name]]
+    added_facts = {name: fact for name, fact in facts.items() if first.get(name) != fact}
     lists = []
-    for told in ranks.exchange(dump_json([missing, more])):
-        without, others = parse_json(told)
-        left_out = set(without)
-        lists.append({name: fact for number, (name, fact) in enumerate(first.items()) if number not in left_out})
-        lists[-1].update(others)
+    for message in ranks.exchange(dump_json([removed_numbers, added_facts])):
+        numbers, added = parse_json(message)
+        removed = set(numbers)
+        lists.append({name: fact for number, (name, fact) in enumerate(first.items()) if number not in removed})
+        lists[-1].update(added)
     return lists
 
 
-def _merged(lists: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return which ranks have which tensor, where they do not have the same ones (stages of a pipeline)."""
-    found: dict[str, list[int]] = {}
+def _holders_by_name(lists: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the ranks that have each tensor; they differ between the stages of a pipeline."""
+    holders: dict[str, list[int]] = {}
     for rank, facts in enumerate(lists):
         for name, fact in facts.items():
-            same = found.setdefault(name, [])
+            same = holders.setdefault(name, [])
             if same and lists[same[0]][name] != fact:
                 (one_dtype, one_shape, _), (dtype, shape, _) = lists[same[0]][name], fact
                 raise CheckpointError(
@@ -199,20 +206,23 @@ def _merged(lists: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
                     "differs belongs under 'per_rank' or into a DTensor"
                 )
             same.append(rank)
-    return found
+    return holders
 
 
-def _assigned(tensors: Mapping[str, Tensor], everyone: _Everyone, ranks: Ranks) -> Iterable[tuple[str, LocalBox]]:
-    """Yield this rank's share of the plain tensors: the largest goes first to whoever has least to write."""
+def _assigned_boxes(
+    tensors: Mapping[str, Tensor], all_ranks: _AllRanks, ranks: Ranks
+) -> Iterable[tuple[str, LocalBox]]:
+    """Yield the boxes of plain tensors that this rank writes."""
     boxes = [
         (num_bytes, name, first, count)
-        for name, entry in everyone.entries.items()
+        for name, entry in all_ranks.entries.items()
         if _is_stored(entry) and entry.num_bytes
-        for first, count, num_bytes in _rows(entry, len(everyone.holders[name]))
+        for first, count, num_bytes in _rows(entry, len(all_ranks.holders[name]))
     ]
-    loads = list(everyone.loads)
+    loads = list(all_ranks.loads)
+    # Every rank computes the same assignment: the largest box first, to the rank with the least load.
     for num_bytes, name, first, count in sorted(boxes, key=lambda box: (-box[0], box[1], box[2])):
-        writer = min(everyone.holders[name], key=loads.__getitem__)
+        writer = min(all_ranks.holders[name], key=loads.__getitem__)
         loads[writer] += num_bytes
         if writer == ranks.rank:
             yield name, _box(tensors[name].detach(), first, count)
@@ -225,9 +235,9 @@ def _box(tensor: Tensor, first: int, count: int) -> LocalBox:
 
 
 def _rows(entry: TensorEntry, num_holders: int) -> Iterable[tuple[int, int, int]]:
-    """Yield first row, number of rows and bytes of the boxes that a tensor is written in."""
+    """Yield the first row, the number of rows and the bytes of each box that a tensor is written in."""
     rows = entry.shape[0] if entry.shape else 1
-    boxes = max(1, min(num_holders, rows, entry.num_bytes // _SHARED_FROM))
+    boxes = max(1, min(num_holders, rows, entry.num_bytes // _SPLIT_SIZE))
     step = -(-rows // boxes)
     for first in range(0, rows, step):
         count = min(step, rows - first)

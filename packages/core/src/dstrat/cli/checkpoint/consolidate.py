@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dstrat.checkpoint.portable.newest import resolved
+from dstrat.checkpoint.portable.newest import resolve
 from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.cli.checkpoint.diff import is_single_file
@@ -17,7 +17,7 @@ from dstrat.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
 
 _WEIGHTS = "state_dict/"
 _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
@@ -27,7 +27,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 @click.argument("path", type=CHECKPOINT_PATH)
 @click.argument("output", type=CHECKPOINT_PATH)
 @json_option
-def consolidate(path: Place, output: Place, as_json: bool) -> None:
+def consolidate(path: CheckpointPath, output: CheckpointPath, as_json: bool) -> None:
     """Write a checkpoint as one file.
 
     OUTPUT ends in .safetensors for the module's weights, under their own names; or in .pt, .pth, .ckpt or .bin for
@@ -44,7 +44,7 @@ def consolidate(path: Place, output: Place, as_json: bool) -> None:
             f"{str(output)!r} ends in {output.suffix!r}: choose .safetensors for the weights alone, or one of "
             f"{', '.join(_TORCH_SUFFIXES)} for all"
         )
-    with CheckpointReader(resolved(path)) as folder:
+    with CheckpointReader(resolve(path)) as folder:
         index = folder.index()
         with progress_bar("reading", sum(entry.num_bytes for entry in index.values())) as advance:
             num_tensors = write(folder, output, advance)
@@ -56,13 +56,13 @@ def consolidate(path: Place, output: Place, as_json: bool) -> None:
         click.echo(f"{output}: {num_tensors} tensors, {readable_size(size)}")
 
 
-def check_absent(output: Place) -> None:
+def check_absent(output: CheckpointPath) -> None:
     """Raise :class:`CheckpointError` where there is something already."""
-    if storage_of(output).is_taken(output):
+    if storage_of(output).is_occupied(output):
         raise CheckpointError(f"{str(output)!r} exists already: choose another name, or remove it first")
 
 
-def _write_weights(folder: CheckpointReader, output: Place, advance: Callable[[int], None]) -> int:
+def _write_weights(folder: CheckpointReader, output: CheckpointPath, advance: Callable[[int], None]) -> int:
     from dstrat.checkpoint.portable.load import read_tensors
     from dstrat.checkpoint.portable.save import arrange, write_shard_file
     from dstrat.checkpoint.portable.shards import LocalBox, Payload
@@ -72,12 +72,12 @@ def _write_weights(folder: CheckpointReader, output: Place, advance: Callable[[i
         raise CheckpointError(f"checkpoint {str(folder.path)!r} has no weights: nothing in it is below 'state_dict'")
     weights = {name.removeprefix(_WEIGHTS): tensor for name, tensor in read_tensors(folder, names, advance).items()}
     payloads = [Payload(name, LocalBox(tensor=tensor, starts=(0,) * tensor.dim())) for name, tensor in weights.items()]
-    with storage_of(output).write_whole(output) as temporary:
+    with storage_of(output).atomic_write(output) as temporary:
         write_shard_file(arrange(payloads), temporary)
     return len(weights)
 
 
-def _write_all(folder: CheckpointReader, output: Place, advance: Callable[[int], None]) -> int:
+def _write_all(folder: CheckpointReader, output: CheckpointPath, advance: Callable[[int], None]) -> int:
     from dstrat.checkpoint.portable.load import load
     from dstrat.checkpoint.torch_file import TorchCheckpointIO
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dstrat.checkpoint.portable.decode import joined
+from dstrat.checkpoint.portable.decode import join_name
 from dstrat.checkpoint.portable.format import STATE
 from dstrat.checkpoint.portable.index import TensorEntry
-from dstrat.checkpoint.portable.newest import is_portable, resolved
+from dstrat.checkpoint.portable.newest import is_portable, resolve
 from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.cli.checkpoint.group import CHECKPOINT_PATH, progress_bar
 from dstrat.cli.output import json_option, print_json, print_table
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
 
 
 _ABSENT = "-"
@@ -34,7 +34,7 @@ Difference = tuple[str, str, str, str]
 @click.argument("second", type=CHECKPOINT_PATH)
 @json_option
 @click.pass_context
-def diff(ctx: click.Context, first: Place, second: Place, as_json: bool) -> None:
+def diff(ctx: click.Context, first: CheckpointPath, second: CheckpointPath, as_json: bool) -> None:
     """Show where two checkpoints differ in values and tensors; exit with 1 if they do.
 
     Each is a folder or a single file.
@@ -60,10 +60,10 @@ def _values(name: str, one: Any, other: Any) -> Iterator[Difference]:
     """Yield the places where plain values differ; tensors are marks here, and equal where their names are."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
-            yield from _values(joined(name, key), one.get(key, _NoValue), other.get(key, _NoValue))
+            yield from _values(join_name(name, key), one.get(key, _NoValue), other.get(key, _NoValue))
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for position, (a, b) in enumerate(zip(one, other, strict=True)):
-            yield from _values(joined(name, position), a, b)
+            yield from _values(join_name(name, position), a, b)
     elif type(one) is not type(other) or one != other:
         yield name, _shown(one), _shown(other), _distance(one, other)
 
@@ -131,7 +131,7 @@ class Content:
 
 
 @contextlib.contextmanager
-def content_of(path: Place) -> Iterator[Content]:
+def content_of(path: CheckpointPath) -> Iterator[Content]:
     """Open a checkpoint in a ``with`` block; tensors of a file are read when they are asked for, those of a folder too.
 
     Raises:
@@ -140,16 +140,16 @@ def content_of(path: Place) -> Iterator[Content]:
     if is_single_file(path):
         yield content_of_file(path)
         return
-    with CheckpointReader(resolved(path)) as folder:
+    with CheckpointReader(resolve(path)) as folder:
         yield Content(values=folder.document(STATE), tensors=folder.index(), read=lambda name: _read(folder, name))
 
 
-def is_single_file(path: Place) -> bool:
+def is_single_file(path: CheckpointPath) -> bool:
     """Return whether there is a file, and none that names a folder beside it."""
     return path.is_file() and not is_portable(path)
 
 
-def content_of_file(path: Place) -> Content:
+def content_of_file(path: CheckpointPath) -> Content:
     """Return what a file of torch.save holds, which is read without running code from it.
 
     Raises:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from typing_extensions import override
 
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
 
 
 _NAMES = ("consolidate", "convert", "diff", "inspect", "verify")
@@ -74,8 +74,8 @@ class CheckpointPathType(click.ParamType):  # type: ignore[type-arg]  # older on
     name = "path"
 
     @override
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Place:
-        return place(value)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> CheckpointPath:
+        return as_path(value)
 
 
 CHECKPOINT_PATH = CheckpointPathType()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dstrat.checkpoint.portable.format import MANIFEST, SAVED_WITH, STATE
-from dstrat.checkpoint.portable.newest import resolved
+from dstrat.checkpoint.portable.newest import resolve
 from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.cli.checkpoint.diff import content_of_file, is_single_file
@@ -19,7 +19,7 @@ from dstrat.cli.output import json_option, print_json, print_table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.checkpoint.portable.format import Manifest
     from dstrat.checkpoint.portable.index import TensorEntry
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("path", type=CHECKPOINT_PATH)
 @json_option
-def inspect(path: Place, as_json: bool) -> None:
+def inspect(path: CheckpointPath, as_json: bool) -> None:
     """Show what is in a checkpoint, without loading its tensors."""
     facts = facts_of(path)
     if as_json:
@@ -119,7 +119,7 @@ class CheckpointFacts:
         unknown: The classes of what cannot be read, by the names of the places.
     """
 
-    path: Place
+    path: CheckpointPath
     manifest: Manifest | None
     values: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
@@ -167,7 +167,7 @@ class CheckpointFacts:
         return value if type(value) is int else None
 
 
-def facts_of(path: Place) -> CheckpointFacts:
+def facts_of(path: CheckpointPath) -> CheckpointFacts:
     """Read what a checkpoint says of itself.
 
     Raises:
@@ -183,7 +183,7 @@ def facts_of(path: Place) -> CheckpointFacts:
             num_bytes=storage_of(path).file_size(path),
             unknown=content.unknown,
         )
-    with CheckpointReader(resolved(path)) as folder:
+    with CheckpointReader(resolve(path)) as folder:
         size = sum(folder.sizes.values()) + storage_of(folder.path).file_size(folder.path / MANIFEST)
         return CheckpointFacts(
             path=folder.path,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dstrat.checkpoint.portable.format import BUCKET, MANIFEST, STATE
-from dstrat.checkpoint.portable.newest import is_zip, resolved
+from dstrat.checkpoint.portable.newest import is_zip, resolve
 from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.checkpoint.portable.storage import map_in_threads, storage_of
 from dstrat.cli.checkpoint.diff import is_single_file
@@ -18,21 +18,21 @@ from dstrat.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
 
 
 @click.command()
 @click.argument("path", type=CHECKPOINT_PATH)
 @json_option
 @click.pass_context
-def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
+def verify(ctx: click.Context, path: CheckpointPath, as_json: bool) -> None:
     """Read a checkpoint and compare all checksums; exit with 1 if something is wrong.
 
     A single file has only those that torch.save writes.
     """
     if is_single_file(path):
         _verify_file(ctx, path, as_json=as_json)
-    with CheckpointReader(resolved(path)) as folder:
+    with CheckpointReader(resolve(path)) as folder:
         num_bytes = sum(folder.sizes.values())
         with progress_bar("verifying", num_bytes) as advance:
             problems = [*_damage(folder, advance), *_unlisted_files(folder)]
@@ -47,7 +47,7 @@ def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
     ctx.exit(1 if problems else 0)
 
 
-def _verify_file(ctx: click.Context, path: Place, *, as_json: bool) -> None:
+def _verify_file(ctx: click.Context, path: CheckpointPath, *, as_json: bool) -> None:
     """Read a file of torch, say what is wrong with it, and exit."""
     from dstrat.checkpoint.torch_file import StandInCheckpointIO
 
@@ -81,7 +81,7 @@ def _read(folder: CheckpointReader, name: str, advance: Callable[[int], None]) -
 
 
 def _unlisted_files(folder: CheckpointReader) -> Iterator[str]:
-    entries: Iterable[Place] = folder.path.iterdir()
+    entries: Iterable[CheckpointPath] = folder.path.iterdir()
     for path in sorted(entries, key=str):
         if path.name not in folder.sizes and path.name != MANIFEST:
             yield f"{path}: the manifest does not list it, so it was put there later; it is never read"

@@ -114,6 +114,11 @@ KIND_FACTS: Mapping[Kind, KindFacts] = {
         usage='plugins="{}"',
         more_specific_base="ExternalEnvironment",
     ),
+    "launcher": KindFacts(
+        interface="Launcher",
+        summary="one process of multiprocessing for each rank",
+        usage='strategy="ddp", accelerator="cpu", devices=2, plugins="{}"',
+    ),
 }
 
 

@@ -38,6 +38,8 @@ class StrategyTests(Suite):
             team of ranks, which stays for many tests: such as for the folder of simulated devices that processes hold.
         gives_losses_of_one_device: Whether the training is that of one device with the same global batches; not so for
             an algorithm that lets its ranks drift apart.
+        is_deterministic: Whether the same training gives the same values again; not so for an algorithm whose exchanges
+            depend on time.  It implies that a training that resumes equals one that never stopped.
         tolerance: Largest relative difference of losses.
         seconds: How long a job of a few steps may take.
     """
@@ -49,6 +51,7 @@ class StrategyTests(Suite):
         "devices_per_process",
         "environ",
         "gives_losses_of_one_device",
+        "is_deterministic",
         "seconds",
         "tolerance",
         "world_sizes",
@@ -59,6 +62,7 @@ class StrategyTests(Suite):
     devices_per_process: ClassVar[int] = 1
     environ: ClassVar[Mapping[str, str]] = {}
     gives_losses_of_one_device: ClassVar[bool] = True
+    is_deterministic: ClassVar[bool] = True
     tolerance: ClassVar[float] = 1e-5
     seconds: ClassVar[float] = DEFAULT_SECONDS
 
@@ -162,6 +166,11 @@ class StrategyTests(Suite):
         """Skip the test where the strategy declares another algorithm."""
         if not self.gives_losses_of_one_device:
             not_declared(f"{self.alias} declares gives_losses_of_one_device = False")
+
+    def need_determinism(self) -> None:
+        """Skip the test where two equal trainings may differ."""
+        if not self.is_deterministic:
+            not_declared(f"{self.alias} declares is_deterministic = False")
 
 
 def run_with_environ(

@@ -52,6 +52,7 @@ class Checkpoints(StrategyTests):
 
     @standard("processes", "checkpoints")
     def test_resuming_equals_never_having_stopped_bit_for_bit(self, world_size: int, tmp_path: Path) -> None:
+        self.need_determinism()
         uninterrupted = self._run(world_size, net="random", shuffle=True)
         at = str(tmp_path / "checkpoint")
         self._run(world_size, net="random", shuffle=True, save_to=at, save_at=_SAVE_AT, stop_at=_SAVE_AT)
@@ -68,6 +69,7 @@ class Checkpoints(StrategyTests):
 
     @standard("processes", "checkpoints")
     def test_each_rank_goes_on_with_its_own_statistics_of_batch_norm(self, pair: int, tmp_path: Path) -> None:
+        self.need_determinism()
         at = str(tmp_path / "checkpoint")
         uninterrupted = self._run(pair, net="normed", save_to=at, save_at=_SAVE_AT, validate_every=_SAVE_AT)
         resumed = self._run(pair, net="normed", resume_from=at, validate_every=_SAVE_AT)

@@ -28,6 +28,7 @@ class Sessions(Failures):
 
     @standard("processes", "sessions")
     def test_a_second_fit_in_the_same_processes_equals_the_first(self, world_size: int) -> None:
+        self.need_determinism()
         from dstrat.testing.ranks.fits import Fit, fit_twice
 
         work = Fit(samples=_FEW_SAMPLES, accelerator=self.accelerator)
@@ -163,6 +164,7 @@ class Scenarios(Training):
 
     @standard("processes", "training")
     def test_a_validation_in_between_leaves_the_training_as_it_was(self, pair: int) -> None:
+        self.need_determinism()
         without = self._losses(self._fit(pair, samples=_SAMPLES))
         losses = self._losses(self._fit(pair, samples=_SAMPLES, validate_every=2))
         wrong = [batch for batch, (one, other) in enumerate(zip(without, losses, strict=True)) if one != other]

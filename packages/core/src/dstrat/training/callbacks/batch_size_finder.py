@@ -29,27 +29,26 @@ _log = logging.getLogger(__name__)
 
 
 class BatchSizeFinder(Callback):
-    """Search for the largest batch size that fits into memory, before a fit begins.
+    """Search for the largest batch size that fits into memory, before a fit.
 
-    A copy of the module runs a few steps with growing batch sizes until memory is exhausted; the fit begins as if
-    nothing had happened, with the size that was found.  The loaders must be made by the module or a data module, by
-    the batch size that is an attribute or hyperparameter of it.  It works with one process, which goes on where memory
-    was exhausted.
+    A copy of the module runs a few steps with increasing batch sizes until memory is exhausted.  The fit then starts
+    unchanged, with the size found.  The module or a data module must make the loaders, from a batch size that is its
+    attribute or hyperparameter.  It works with one process only, which continues after memory was exhausted.
 
     Args:
-        mode: ``"power"`` doubles the size until memory is exhausted; ``"binsearch"`` then searches below that.
+        mode: ``"power"`` doubles the size until memory is exhausted; ``"binsearch"`` then searches below that size.
         steps_per_trial: Number of steps with each size.
         init_val: The first size.
-        max_trials: Largest number of sizes that are tried.
+        max_trials: Maximal number of sizes to try.
         batch_arg_name: The attribute of the module, the data module or the ``hparams`` of either.
-        margin: Share by which ``"binsearch"`` reduces what it found, from 0 to below 1.
-        max_val: The largest size that is tried.
+        margin: Fraction by which ``"binsearch"`` reduces its result, from 0 to below 1.
+        max_val: The largest size to try.
 
     Attributes:
-        optimal_batch_size: What was found; ``init_val`` before a search.
+        optimal_batch_size: The size found; ``init_val`` before a search.
 
     Raises:
-        RequestError: An argument is not possible.
+        RequestError: An argument is out of range.
     """
 
     def __init__(
@@ -99,17 +98,17 @@ def find_batch_size(
     margin: float,
     max_val: int,
 ) -> int | None:
-    """Run a copy of a module with growing batch sizes; set and return the largest one that fits into memory.
+    """Run a copy of a module with increasing batch sizes; set and return the largest one that fits into memory.
 
-    The arguments are those of :class:`BatchSizeFinder`, and the run that is to follow.
+    The arguments are those of :class:`BatchSizeFinder`, and the following run.
 
     Returns:
-        The size; None where ``fast_dev_run`` only tries everything.
+        The size; None with ``fast_dev_run``.
 
     Raises:
         ConflictError: The run has several processes, or its loaders do not depend on the size.
         MisuseError: There is no attribute for the size, or not even one sample fits into memory.
-        RequestError: An argument is not possible.
+        RequestError: An argument is out of range.
     """
     from dstrat.training.trial import attribute_holders, restored_random_state, set_attribute
 
@@ -143,7 +142,7 @@ def find_batch_size(
                 size = _largest(trial, init_val, max_trials, max_val)
                 size = max(1, int(size * (1 - margin)))
     finally:
-        for holder, value in before:  # of the data module, which is not copied
+        for holder, value in before:  # trials set it on the data module, which is not copied
             setattr(holder, batch_arg_name, value)
     set_attribute(batch_arg_name, size, *owners)
     _log.info("%s is %d now", batch_arg_name, size)
@@ -151,7 +150,7 @@ def find_batch_size(
 
 
 class _BatchSizeTrial:
-    """Runs a copy with a batch size, and knows the largest one that makes sense."""
+    """Trials of batch sizes with a copy of the module."""
 
     def __init__(
         self, trainer: Trainer, module: TrainModule, sources: DataSources, stage: Stage, steps: int, attribute: str
@@ -161,11 +160,11 @@ class _BatchSizeTrial:
         self._size = _DatasetSize(_SOURCES[stage])
 
     def covers_data(self, batch_size: int) -> bool:
-        """Return whether the whole dataset of the last trial is in one batch."""
+        """Return whether a batch has the entire dataset of the last trial."""
         return self._size.samples is not None and batch_size >= self._size.samples
 
     def fits(self, batch_size: int) -> bool:
-        """Return whether the steps of a batch size fit into memory."""
+        """Return whether steps with a batch size fit into memory."""
         from dstrat.training.trial import TrialTrainer, copy_module, run_trial, set_attribute
 
         limits = dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), self._steps)
@@ -180,14 +179,14 @@ class _BatchSizeTrial:
             _log.info("%s=%d does not fit into memory", self._attribute, batch_size)
             return False
         finally:
-            del trial, module
+            del trial, module  # or their memory would count in the next trial
             _free_memory()
         _log.info("%s=%d fits into memory", self._attribute, batch_size)
         return True
 
 
 class _DatasetSize(Callback):
-    """The number of samples that a run reads, where it is known."""
+    """The number of samples in the dataset of a run, if it is known."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.samples = source, None
@@ -221,7 +220,7 @@ class _DatasetSize(Callback):
 
 
 def _largest_power(trial: _BatchSizeTrial, size: int, max_trials: int, max_val: int) -> int:
-    """Return the largest size that fits of those that come by doubling, or by halving where the first does not fit."""
+    """Return the largest size that fits, by doubling, or by halving if the first size does not fit."""
     best = 0
     has_failed = False
     for _ in range(max_trials):
@@ -238,7 +237,7 @@ def _largest_power(trial: _BatchSizeTrial, size: int, max_trials: int, max_val: 
 
 
 def _largest(trial: _BatchSizeTrial, size: int, max_trials: int, max_val: int) -> int:
-    """Return the largest size that fits: by doubling, then by halving the range to the first that does not."""
+    """Return the largest size that fits, by doubling, then by bisection below the first one that does not fit."""
     low, high = 0, max_val + 1
     for _ in range(max_trials):
         if trial.fits(size):

@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Something that is told what happens during a run, apart from the module.
+    """Hooks of a run, independent of the module.
 
-    A callback overrides the hooks that it needs; the others cost nothing.  Hooks are called in every process: of the
-    callbacks in the order in which the user gave them, then of the module, then of the callbacks that run last.
+    A callback overrides the hooks that it needs; other hooks cost nothing.  They are called in every process: those of
+    callbacks in the user's order, then those of the module, then those of callbacks with ``runs_last``.
 
     Attributes:
-        runs_last: Whether it is called after the module, so that it sees what the module logs in the same hook.
-        saves_checkpoints: Whether it writes checkpoints: it is called after all others then, so that these hold the
-            others' newest state.
-        reads_batch_indices: Whether it asks the trainer for ``predict_batch_indices``, which are looked up only then.
+        runs_last: Whether its hooks follow the module's, so that it can read values that the module logs in the same
+            hook.
+        saves_checkpoints: Whether it writes checkpoints.  Its hooks follow all others, whose latest state is then in
+            the checkpoint.
+        reads_batch_indices: Whether it reads ``trainer.predict_batch_indices``, which are recorded only then.
     """
 
     runs_last: bool = False
@@ -34,7 +35,7 @@ class Callback:
     _logging_module: TrainModule | None = None  # of the run
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a value in a hook, as :meth:`TrainModule.log` does; nothing happens outside a run."""
+        """Log a value in a hook, as :meth:`TrainModule.log` does; does nothing outside of a run."""
         if self._logging_module is not None:
             self._logging_module.log(name, value, *args, **options)
 
@@ -45,48 +46,48 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The name under which the callback's state is in a checkpoint; unique among the callbacks of a trainer."""
+        """The key of the callback's state in checkpoints; unique among the callbacks of a Trainer."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be in a checkpoint."""
+        """Return the state for checkpoints."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Called first in every process; the stage is fit, validate, test or predict."""
+        """Called at the start of a stage: fit, validate, test or predict."""
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Called last in every process, also after an exception."""
+        """Called at the end of a stage, also after an exception."""
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """Called when the run breaks, also by Ctrl-C."""
+        """Called when the run fails or is interrupted, for example by Ctrl-C."""
 
     def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Called before the few validation batches at the start of a fit."""
+        """Called before the sanity check, a few validation batches at the start of a fit."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Called after the few validation batches at the start of a fit."""
+        """Called after the sanity check."""
 
     def on_before_fit(self, trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
-        """Called by ``fit`` before the run begins and any other process is started; other runs are still possible.
+        """Called by ``fit`` before the run, in which processes are started; it may run other Trainers.
 
         Args:
-            trainer: The Trainer, which runs nothing yet.
-            module: As it was passed.
-            sources: Where the batches come from.
+            trainer: The Trainer, not yet in a run.
+            module: The module passed to ``fit``.
+            sources: The sources of loaders.
         """
 
     def on_configure_optimizers(self, trainer: Trainer, module: TrainModule, optimizers: Sequence[Optimizer]) -> None:
-        """Called in a fit when the optimizers exist, before a checkpoint is loaded into them."""
+        """Called in a fit after the optimizers are made, before a checkpoint is loaded into them."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Called when the module is on its device."""
+        """Called at the start of a fit, with the module on its device."""
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Called when the fit is over."""
+        """Called at the end of a fit."""
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Called before the first epoch."""
@@ -101,16 +102,16 @@ class Callback:
         """Called after an epoch's last batch and its validation."""
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> int | None:
-        """Called before a batch is trained on; return -1 to leave out the batch and the rest of the epoch.
+        """Called before a training batch; return -1 to skip the batch and the rest of the epoch.
 
-        Where one process returns -1, the epoch ends in all of them.  For this several processes communicate before
-        each batch, unless the method is annotated with ``-> None``.
+        If one rank returns -1, the epoch ends on all of them.  Ranks communicate before each batch for this, unless the
+        method is annotated with ``-> None``.
         """
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Called after a batch was trained on; outputs is what ``training_step`` returned."""
+        """Called after a training batch, with the result of ``training_step``."""
 
     def on_before_zero_grad(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         """Called before gradients are cleared."""
@@ -128,7 +129,7 @@ class Callback:
         """Called before validation."""
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Called after validation, when its values are known."""
+        """Called after validation, when its values are reduced."""
 
     def on_validation_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Called before the first validation batch."""
@@ -191,7 +192,7 @@ class Callback:
         """Called after a prediction batch."""
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Add something to a checkpoint before it is written."""
+        """Add entries to a checkpoint before it is written."""
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Read something from a checkpoint."""
+        """Read entries of a checkpoint."""

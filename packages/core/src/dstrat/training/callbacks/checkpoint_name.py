@@ -1,4 +1,4 @@
-"""Names of checkpoints: templates with logged values, and paths that overwrite nothing."""
+"""Names of checkpoints: templates with logged values, and unused paths."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from dstrat.errors import MisuseError, RequestError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.checkpoint.portable.local_files import Claim
 
 EXTENSION = ".ckpt"
 
 
 class CheckpointName:
-    """A template such as ``"{epoch}-{val_loss:.3f}"``, with names as they were logged.
+    """A template such as ``"{epoch}-{val_loss:.3f}"``, with logged names.
 
     Args:
-        template: ``epoch`` and ``step`` are known always; formats are those of ``str.format``.
-        shows_names: Whether ``name=`` is put before each value.
+        template: In the format of ``str.format``, with ``epoch``, ``step`` and logged names.
+        shows_names: Whether to insert ``name=`` before each value.
 
     Attributes:
-        template: As it was given.
-        shows_names: As it was given.
+        template: The template.
+        shows_names: Whether names are inserted.
 
     Raises:
-        RequestError: It is not a template.
+        RequestError: The template is not valid.
     """
 
     def __init__(self, template: str, *, shows_names: bool = False) -> None:
@@ -47,10 +47,10 @@ class CheckpointName:
         self._fields = fields
 
     def fill(self, values: Mapping[str, Any]) -> str:
-        """Return the name with its values, which are read from their device now.
+        """Return the name with its values, which are read from their device.
 
         Raises:
-            MisuseError: It asks for something that was not logged, or in a format that a number does not have.
+            MisuseError: A name was not logged, or its format does not fit a number.
         """
         missing = [field for field in self._fields if field not in values]
         if missing:
@@ -63,7 +63,7 @@ class CheckpointName:
 
 
 def _with_name(text: str, field: str | None, spec: str | None, conversion: str | None) -> str:
-    """Return a part of a template, with ``name=`` before its field."""
+    """Return a fragment of a template, with ``name=`` before its field."""
     text = text.replace("{", "{{").replace("}", "}}")
     if field is None:
         return text
@@ -71,7 +71,7 @@ def _with_name(text: str, field: str | None, spec: str | None, conversion: str |
 
 
 class _LiteralNames(Formatter):
-    """Takes a field's name as it stands, also with dots and brackets."""
+    """A formatter that takes names with dots and brackets literally, not as attributes and indices."""
 
     @override
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -79,29 +79,31 @@ class _LiteralNames(Formatter):
 
 
 def not_logged(values: Mapping[str, Any]) -> str:
-    """Return the end of a sentence about a name that is not among the values."""
+    """Return the end of a message about a name that is not among the logged values."""
     if not values:
         return "which was not logged, nor was anything else: log it with self.log in a step of the module"
     return f"which was not logged: log it, or choose from {', '.join(sorted(values))}"
 
 
 class UnusedPaths:
-    """Paths of checkpoints that nothing is at, kept from other jobs that save into the same folder.
+    """Unused paths of checkpoints, reserved against other jobs that save into the same folder.
 
-    In a store that fsspec reaches they are not kept: of two jobs that choose the same one, the slower gets an error.
+    In a store that fsspec supports they are not reserved: of two jobs that choose the same path, the second one fails.
     """
 
     def __init__(self) -> None:
         self._claims: dict[str, Claim] = {}
 
-    def choose(self, folder: Place, name: str, replaceable: str | None = None, used: Collection[str] = ()) -> str:
-        """Return the path of a checkpoint that does not exist, or that may be replaced; others get ``-v1``, ``-v2`` ...
+    def choose(
+        self, folder: CheckpointPath, name: str, replaceable: str | None = None, used: Collection[str] = ()
+    ) -> str:
+        """Return an unused or replaceable path for a checkpoint, with a suffix ``-v1``, ``-v2`` ... if necessary.
 
         Args:
-            folder: Where it will be.
+            folder: Folder of the checkpoint.
             name: Its name without extension.
-            replaceable: A path that may be written over.
-            used: Paths that may not be there yet, because they are still being written.
+            replaceable: A path that may be overwritten.
+            used: Paths that may not exist yet, since they are still being written.
         """
         path, version = folder / f"{name}{EXTENSION}", 0
         while str(path) in used or not self._is_free(path):
@@ -111,24 +113,24 @@ class UnusedPaths:
             path = folder / f"{name}-v{version}{EXTENSION}"
         return str(path)
 
-    def _is_free(self, path: Place) -> bool:
-        """Return whether nothing is at a path, and keep it then."""
+    def _is_free(self, path: CheckpointPath) -> bool:
+        """Reserve a path if it is unused, and return whether it was."""
         storage = storage_of(path)
-        if storage.is_taken(path):
+        if storage.is_occupied(path):
             return False
         claim = storage.claim(path)
         if claim is None:
             return True
         if not claim.take():
             return False
-        if storage.is_taken(path):  # its writer has come to its end in between
+        if storage.is_occupied(path):  # another job has finished its save between the check and the claim
             claim.release()
             return False
         self._claims[str(path)] = claim
         return True
 
     def release(self, paths: Iterable[str] | None = None) -> None:
-        """Let others choose some paths, or all, when the checkpoints are there or are not going to be."""
+        """Release some paths, or all, after their saves have succeeded or failed."""
         for path in list(self._claims) if paths is None else paths:
             if path in self._claims:
                 self._claims.pop(path).release()

@@ -1,4 +1,4 @@
-"""The callbacks that a Trainer adds to the user's own."""
+"""Default callbacks of a Trainer, and the order of callbacks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, RequestError
+from dstrat.training.adaptation import adapt_all, install_hint
 from dstrat.training.arguments import read_duration
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.timer import Timer
@@ -28,23 +29,22 @@ def complete_callbacks(
     barebones: bool = False,
     max_time: Duration | None = None,
 ) -> list[Callback]:
-    """Return the user's callbacks and the default ones that they lack.
+    """Return the user's callbacks and the missing default ones.
 
-    The user's order is kept, but those that run last come after the others, and those that save checkpoints at the
-    end.
+    The order is the user's, with callbacks that run last after the others, and those that save checkpoints at the end.
 
     Args:
-        requested: One callback, several, or none.
-        progress_bar: Whether a progress bar is wanted.
-        model_summary: Whether a summary of the layers is wanted.
-        checkpointing: Whether checkpoints are wanted.
-        barebones: Whether it was by ``barebones`` that those not wanted were switched off.
-        max_time: How long training may take; None does not limit it.
+        requested: One callback, several, or None.
+        progress_bar: Whether the Trainer has a progress bar.
+        model_summary: Whether it has a model summary.
+        checkpointing: Whether it saves checkpoints.
+        barebones: Whether ``barebones`` has switched these features off.
+        max_time: Time limit of the training; None is no limit.
 
     Raises:
-        RequestError: Something given is no callback, or two of them have the same ``state_key``.
-        MisuseError: A callback has a hook of old, which nobody calls.
-        ConflictError: The time is limited twice, or one is given of a kind that is not wanted.
+        RequestError: A value is not a callback, or two callbacks have the same ``state_key``.
+        MisuseError: A callback has a hook that Lightning has removed.
+        ConflictError: The time is limited twice, or a callback is of a feature that is switched off.
     """
     callbacks = _as_list(requested, "callbacks")
     enabled_features = {"progress_bar": progress_bar, "model_summary": model_summary, "checkpointing": checkpointing}
@@ -63,14 +63,14 @@ def complete_callbacks(
 
 
 def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
-    """Return the callbacks with those that a module configures, which replace those of the same class.
+    """Return the callbacks with those of a module's ``configure_callbacks``, which replace others of the same class.
 
     Args:
-        module: Configures some.
-        callbacks: Those that there are.
+        module: The module.
+        callbacks: The Trainer's callbacks.
 
     Raises:
-        RequestError: Something that the module configures is no callback.
+        RequestError: ``configure_callbacks`` has returned something else than callbacks.
     """
     configure: Callable[[], Any] | None = module.configure_callbacks
     configured = _as_list(configure and configure(), f"{type(module).__name__}.configure_callbacks")
@@ -87,10 +87,12 @@ def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> lis
 
 
 def _as_list(value: Callback | Sequence[Callback] | None, name: str) -> list[Callback]:
-    callbacks: list[Any] = [] if value is None else list(value) if isinstance(value, Iterable) else [value]
+    passed: list[Any] = [] if value is None else list(value) if isinstance(value, Iterable) else [value]
+    callbacks = adapt_all(passed, Callback)
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise RequestError(f"{name}={callback!r} is not a Callback (pass an instance, not a class)")
+            hint = install_hint(callback)
+            raise RequestError(f"{name}={callback!r} is not a Callback (pass an instance, not a class){hint}")
         check_no_removed_hooks(callback, is_callback=True)
     return callbacks
 
@@ -130,7 +132,7 @@ _DEFAULTS = {"progress_bar": _progress_bar, "model_summary": _model_summary, "ch
 
 
 def _check_none(callbacks: Sequence[Callback], name: str, *, barebones: bool) -> None:
-    """Raise ConflictError where the user gives what the user switches off."""
+    """Raise a ConflictError if the user passes a callback of a feature that is switched off."""
     of_kind = [callback for callback in callbacks if isinstance(callback, _DEFAULTS[name]())]
     if of_kind:
         off = "barebones=True" if barebones else f"enable_{name}=False"
@@ -141,7 +143,7 @@ def _check_none(callbacks: Sequence[Callback], name: str, *, barebones: bool) ->
 
 
 def _check_nothing_is_awaited(callbacks: Sequence[Callback]) -> None:
-    """Raise ConflictError where a callback waits for a logged value, and none is logged."""
+    """Raise a ConflictError for a callback that monitors a logged value, since barebones logs none."""
     from dstrat.training.callbacks.early_stopping import EarlyStopping
 
     for callback in callbacks:

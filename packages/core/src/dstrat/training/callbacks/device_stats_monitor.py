@@ -1,4 +1,4 @@
-"""Statistics of devices and host, written to the loggers."""
+"""Statistics of devices and host for the loggers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceStatsMonitor(Callback):
-    """Writes what the accelerator reports of its device, and what the machine says of the process, to the loggers.
+    """Write statistics of rank 0's device and host to the loggers.
 
-    Values are those of rank 0: ``device/<name>`` as :meth:`~dstrat.interfaces.accelerator.Accelerator.get_device_stats`
-    gives them, on CUDA bytes of memory, and ``host/process_memory``, ``host/available_memory`` (bytes),
-    ``host/process_cpu_percent`` (100 for one busy core) and ``host/load_1min``.  They are written with the other values
-    of steps (``log_every_n_steps``).
+    Names are ``device/<name>`` for the values of
+    :meth:`~dstrat.interfaces.accelerator.Accelerator.get_device_stats`, which on CUDA are bytes of memory, and
+    ``host/process_memory``, ``host/available_memory`` (bytes), ``host/process_cpu_percent`` (100 for one busy core) and
+    ``host/load_1min``.  They are written with other step values (``log_every_n_steps``).
 
     Args:
-        cpu_stats: Whether the host's values are written; None writes them where the accelerator reports nothing.
+        cpu_stats: Whether to write the host's values; None writes them if the accelerator has no statistics.
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
@@ -82,23 +82,23 @@ def _device_stats(trainer: Trainer) -> dict[str, float]:
     return trainer.strategy.accelerator.get_device_stats(trainer.strategy.root_device)
 
 
-# Memory and processor statistics of this process.
+# Memory and processor statistics of this process
 
 
 _PROC = Path("/proc")
 
 
 class HostStats:
-    """Measures this process and its machine, through ``/proc`` on Linux and through psutil elsewhere."""
+    """Statistics of this process and its machine, from ``/proc`` on Linux and from psutil elsewhere."""
 
     def __init__(self) -> None:
         self._before = (time.monotonic(), time.process_time())
 
     def take(self) -> dict[str, float]:
-        """Return values by name.
+        """Return the values by name.
 
-        ``process_memory`` and ``available_memory`` are bytes, ``process_cpu_percent`` is 100 for one busy core since
-        the last call, ``load_1min`` is the number of processes that ran or waited.
+        ``process_memory`` and ``available_memory`` are in bytes; ``process_cpu_percent`` is the mean since the last
+        call, 100 for one busy core; ``load_1min`` is the number of running or waiting processes.
         """
         now = (time.monotonic(), time.process_time())
         (wall_before, cpu_before), self._before = self._before, now

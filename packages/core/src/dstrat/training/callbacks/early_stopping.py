@@ -1,4 +1,4 @@
-"""Ending a training when a logged value no longer improves."""
+"""Early stopping by a logged value."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ _log = logging.getLogger(__name__)
 
 
 class EarlyStopping(Callback):
-    """Ends training when a logged value has not improved for some time, or is out of bounds.
+    """Stop training when a logged value no longer improves, or is out of bounds.
 
-    It is checked whenever there is a new one: a value of validation after each validation, another one at the end of
-    each epoch.  The value of rank 0 decides for all.
+    A value of validation is checked after each validation, any other at the end of each epoch.  The value of rank 0
+    decides for all ranks.
 
     Args:
-        monitor: The logged value.
-        min_delta: By how much it has to improve at least to count as better.
-        patience: Training ends at so many checks in a row without an improvement.
-        verbose: Whether each improvement is logged too.
+        monitor: Name of the logged value.
+        min_delta: Minimal change that counts as an improvement.
+        patience: Number of consecutive checks without an improvement after which training stops.
+        verbose: Whether to log each improvement too.
         mode: Whether smaller (``"min"``) or larger (``"max"``) values are better.
-        strict: Whether it is an error that nobody logs the value; otherwise it is a logged line.
-        check_finite: Whether training ends when the value is NaN or infinite.
-        stopping_threshold: Training ends when the value is better than this.
-        divergence_threshold: Training ends when the value is worse than this.
-        check_on_train_epoch_end: True checks at the end of epochs alone, False after validations alone.
-        log_rank_zero_only: Whether rank 0 alone logs why training ends; all decide alike.
-        state_key: The name of the callback's state in checkpoints; by default it consists of ``monitor`` and ``mode``.
-            A second callback that has these in common with another one needs a name.
+        strict: Whether it is an error that the value was not logged; otherwise that is a warning.
+        check_finite: Whether training stops when the value is NaN or infinite.
+        stopping_threshold: Training stops when the value is better than this.
+        divergence_threshold: Training stops when the value is worse than this.
+        check_on_train_epoch_end: True checks at the end of epochs only, False after validations only.
+        log_rank_zero_only: Whether only rank 0 logs the reason of a stop; all ranks decide alike.
+        state_key: Key of the callback's state in checkpoints; by default made of ``monitor`` and ``mode``.  Two
+            callbacks with the same ``monitor`` and ``mode`` need different keys.
 
     Attributes:
-        wait_count: Number of checks in a row without an improvement.
-        stopped_epoch: Index of the epoch in which training was ended, 0 where it was not.
-        stopping_reason: Why it was ended, in words; None where it was not.
+        wait_count: Number of consecutive checks without an improvement.
+        stopped_epoch: Index of the epoch in which training was stopped; 0 if it was not.
+        stopping_reason: The reason of the stop, as text; None if it was not stopped.
 
     Raises:
         RequestError: An argument is out of range.
@@ -97,7 +97,7 @@ class EarlyStopping(Callback):
 
     @property
     def best_score(self) -> Tensor | None:
-        """The best value so far, a tensor without dimensions on the CPU; None before the first."""
+        """The best value until now, a 0-dim tensor on the CPU; None before the first one."""
         return None if self._best_score is None else as_tensor(self._best_score)
 
     @property
@@ -139,7 +139,7 @@ class EarlyStopping(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         is_due = self.check_on_train_epoch_end is not False and not self._comes_from_validation
-        if is_due and was_completed(trainer):  # values of a part of an epoch are not those of another's whole
+        if is_due and was_completed(trainer):  # values of an incomplete epoch cannot be compared with those of others
             self._check(trainer, requires_value=is_overdue(trainer))
 
     @override
@@ -150,7 +150,7 @@ class EarlyStopping(Callback):
             )
 
     def _check(self, trainer: Trainer, *, requires_value: bool) -> None:
-        """Look at the value, and end training if it asks for it; collective."""
+        """Check the value, and stop training if necessary; collective."""
         value = trainer.callback_metrics.get(self.monitor) if trainer.is_global_zero else None
         score: float | None = trainer.strategy.broadcast(None if value is None else float(value))
         if score is not None:
@@ -180,7 +180,7 @@ class EarlyStopping(Callback):
         return gain > self.min_delta
 
     def _reason_to_stop(self, score: float) -> str | None:
-        """Say in words why training should end, None where it should not."""
+        """Return the reason to stop as text; None without one."""
         shown, better = f"{self.monitor} = {score:.6g}", "below" if self.mode == "min" else "above"
         worse = "above" if self.mode == "min" else "below"
         if self.check_finite and not math.isfinite(score):

@@ -1,4 +1,4 @@
-"""Callbacks that freeze layers and unfreeze them in the course of a training."""
+"""Finetuning: callbacks that freeze layers, and unfreeze them during the training."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class BaseFinetuning(Callback):
-    """Freezing of layers before a training, and unfreezing as it goes on; the base of such callbacks.
+    """Base class of callbacks that freeze layers before a training, and unfreeze them during it.
 
-    The layers that are frozen when the optimizers are made belong to none of them, so ``configure_optimizers`` must
-    leave them out, and :meth:`unfreeze_and_add_param_group` adds them later::
+    Optimizers must not have the parameters that are frozen at the start: ``configure_optimizers`` excludes them, and
+    :meth:`unfreeze_and_add_param_group` adds them later::
 
         class UnfreezeEncoder(BaseFinetuning):
             def freeze_before_training(self, module):
@@ -46,10 +46,10 @@ class BaseFinetuning(Callback):
             def configure_optimizers(self):
                 return torch.optim.AdamW(p for p in self.parameters() if p.requires_grad)
 
-    A checkpoint holds the groups that were added and what is frozen, so that a training that goes on from it continues
-    exactly.  :meth:`finetune_function` is called once for each epoch, also where one is interrupted and resumed.
+    Checkpoints have the added groups and the names of frozen parameters, so that a resumed training continues exactly.
+    :meth:`finetune_function` is called once for each epoch, also for one that is interrupted and resumed.
 
-    Some strategies cannot unfreeze parameters while they train, and raise an error of their own.
+    Some strategies cannot unfreeze parameters during a training, and raise an error.
     """
 
     def __init__(self) -> None:
@@ -63,37 +63,37 @@ class BaseFinetuning(Callback):
         self._num_configured: list[int] = []
         self._resumes = False
 
-    # What a subclass implements
+    # Methods to implement
 
     def freeze_before_training(self, module: TrainModule) -> None:  # noqa: ARG002 - for subclasses
-        """Freeze what is not trained from the start, with :meth:`freeze`."""
+        """Freeze layers before the training, with :meth:`freeze`."""
         raise MisuseError(f"{type(self).__name__} must implement freeze_before_training(module)")
 
     def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:  # noqa: ARG002 - for subclasses
-        """Unfreeze what is trained from an epoch on, with :meth:`unfreeze_and_add_param_group`.
+        """Unfreeze layers at the start of an epoch, with :meth:`unfreeze_and_add_param_group`.
 
         Args:
-            module: The module that is trained.
-            epoch: Index of the epoch that begins, from 0.
-            optimizer: Called once for each optimizer.
+            module: The module.
+            epoch: Index of the epoch, from 0.
+            optimizer: One of the optimizers; the method is called for each of them.
         """
         raise MisuseError(f"{type(self).__name__} must implement finetune_function(module, epoch, optimizer)")
 
-    # What a subclass calls
+    # Methods for subclasses
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the modules that have parameters of their own or no children, in order."""
+        """Return the modules with direct parameters, and those without children, in order."""
         return [module for module in _all_modules(modules) if module._parameters or not list(module.children())]  # noqa: SLF001 - torch has no public name for those of the module alone
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[Parameter]:
-        """Yield the parameters that are trained, or with ``requires_grad=False`` those that are frozen.
+        """Yield the trainable parameters, or with ``requires_grad=False`` the frozen ones.
 
         Args:
-            modules: Where to look.
-            train_bn: Whether those of batch-norm layers are among them.
-            requires_grad: Whether trainable or frozen parameters are wanted.
+            modules: The modules.
+            train_bn: Whether to include those of batch-norm layers.
+            requires_grad: Whether to yield trainable or frozen parameters.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
@@ -101,7 +101,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Unfreeze all parameters, and let batch-norm layers update their running statistics."""
+        """Unfreeze all parameters, and the running statistics of batch-norm layers."""
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, enabled=True)
 
@@ -115,7 +115,7 @@ class BaseFinetuning(Callback):
         """Freeze all parameters.
 
         Args:
-            modules: What to freeze.
+            modules: The modules.
             train_bn: Whether batch-norm layers stay trainable.
         """
         for module in BaseFinetuning.flatten_modules(modules):
@@ -123,7 +123,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Parameter]) -> list[Parameter]:
-        """Return the parameters that the optimizer does not have yet, each once; log a warning where it has some."""
+        """Return the parameters that an optimizer does not have, without duplicates; warn about those that it has."""
         params = list(dict.fromkeys(params))
         existing = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         new = [parameter for parameter in params if parameter not in existing]
@@ -149,14 +149,14 @@ class BaseFinetuning(Callback):
         """Unfreeze modules, and add their parameters to an optimizer as a group.
 
         Args:
-            modules: What to unfreeze.
-            optimizer: Gets the group.
-            lr: The group's learning rate; None divides that of the first group by ``initial_denom_lr``.
+            modules: The modules.
+            optimizer: The optimizer.
+            lr: Learning rate of the group; None is that of the first group divided by ``initial_denom_lr``.
             initial_denom_lr: The divisor.
-            train_bn: Whether batch-norm layers are in the group.
+            train_bn: Whether the group has batch-norm layers.
         """
         existing = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        # Norms that were trainable all along are in the optimizer by right: only frozen ones are worth a warning.
+        # Norms that were never frozen are in the optimizer rightly; only frozen ones in it are worth a warning.
         trained = existing.intersection(BaseFinetuning.filter_params(modules))
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
@@ -177,7 +177,7 @@ class BaseFinetuning(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        # Here rather than in load_state_dict: the groups must exist before the optimizer's state is loaded into them.
+        # Not in load_state_dict, which is too late: groups must exist before the optimizer's state is loaded.
         if trainer.is_fitting and self.state_key in checkpoint.get("callbacks", {}):
             self._resumes = True
             self.load_state_dict(checkpoint["callbacks"][self.state_key])
@@ -208,7 +208,7 @@ class BaseFinetuning(Callback):
         self._note(module, trainer.optimizers)
 
     def _note(self, module: TrainModule, optimizers: Sequence[Optimizer]) -> None:
-        """Keep by name what a checkpoint needs."""
+        """Record the added groups and the frozen parameters by name, for checkpoints."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._frozen = [name for parameter, name in names.items() if not parameter.requires_grad]
         self._untracked = [
@@ -242,21 +242,20 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Training of the head alone, and of ``module.backbone`` too from an epoch on.
+    """Freeze ``module.backbone`` at the start, and unfreeze it in a later epoch.
 
     The backbone's learning rate starts below that of the head, and is multiplied in each epoch until it reaches it.
 
     Args:
         unfreeze_backbone_at_epoch: Index of the first epoch that trains the backbone.
-        lambda_func: Called with the number of the epoch, returns the factor of the backbone's learning rate; by default
-            always 2.
-        backbone_initial_ratio_lr: The backbone's first learning rate over the head's.
+        lambda_func: Returns the factor of the backbone's learning rate from the number of the epoch; by default 2.
+        backbone_initial_ratio_lr: Ratio of the backbone's first learning rate to the head's.
         backbone_initial_lr: The backbone's first learning rate, instead of the ratio.
-        should_align: Whether the backbone's learning rate stays at the head's once it has reached it.
-        initial_denom_lr: Divisor of the head's learning rate where no other is known.
+        should_align: Whether the backbone's learning rate is limited to the head's.
+        initial_denom_lr: Divisor of the head's learning rate, if no other rate is set.
         train_bn: Whether batch-norm layers of the backbone are trained.
-        verbose: Whether both learning rates are logged in each epoch.
-        rounding: Digits of the learning rates that are logged.
+        verbose: Whether to log both learning rates in each epoch.
+        rounding: Number of digits of logged learning rates.
     """
 
     def __init__(
@@ -336,7 +335,7 @@ def _backbone(module: TrainModule) -> nn.Module:
 
 
 def _all_modules(modules: Modules) -> Iterator[nn.Module]:
-    if isinstance(modules, nn.Module):  # also containers, which can be iterated but may have parameters of their own
+    if isinstance(modules, nn.Module):  # first, since containers are iterable, but may have direct parameters
         yield from modules.modules()
     else:
         for module in modules:

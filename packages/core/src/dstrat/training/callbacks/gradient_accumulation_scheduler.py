@@ -1,4 +1,4 @@
-"""Changing in the course of training how many batches make up one optimizer step."""
+"""Schedule of gradient accumulation by epochs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets the Trainer's ``accumulate_grad_batches`` at the start of given epochs.
+    """Set the Trainer's ``accumulate_grad_batches`` at the start of some epochs.
 
     For example ``{0: 8, 4: 4, 8: 1}`` takes 8 batches for each optimizer step in epochs 0 to 3, 4 in epochs 4 to 7, and
     1 from epoch 8 on.
 
     Args:
-        scheduling: Number of batches by the index of the epoch from which it holds; 1 before the first of them.
+        scheduling: Number of batches by the index of the first epoch; before the first of them it is 1.
 
     Raises:
-        RequestError: It is empty, or an index or a number is out of range.
+        RequestError: The dict is empty, or an index or number is out of range.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
@@ -45,7 +45,7 @@ class GradientAccumulationScheduler(Callback):
         return next((self.scheduling[first] for first in reversed(self.scheduling) if first <= epoch), 1)
 
     def count_steps(self, batches: int, epochs: int) -> int:
-        """Return the number of optimizer steps in so many epochs, of so many batches each."""
+        """Return the number of optimizer steps in a number of epochs, from the number of batches in each."""
         firsts = sorted({0, epochs, *(first for first in self.scheduling if first < epochs)})
         return sum(
             (end - first) * math.ceil(batches / self.get_accumulate_grad_batches(first))
@@ -54,7 +54,7 @@ class GradientAccumulationScheduler(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Check that nothing else decides about accumulation.
+        """Check that nothing else determines the accumulation.
 
         Raises:
             ConflictError: The Trainer, the module or the strategy does.

@@ -1,4 +1,4 @@
-"""A callback made of functions, where a class would be too much."""
+"""Callback made of functions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_") or name 
 
 
 class LambdaCallback(Callback):
-    """Calls functions in the hooks after which they are named.
+    """Call functions in the hooks of their names.
 
     For example ``LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.callback_metrics))``.  A
     strategy that starts processes with spawn or forkserver needs functions of a module instead of lambdas.
 
     Args:
-        **hooks: A function for each hook of :class:`~dstrat.training.callbacks.callback.Callback`, which takes what
-            the hook takes: the trainer, the module, and what else it has.
+        **hooks: Functions by names of hooks of :class:`~dstrat.training.callbacks.callback.Callback`, with the hooks'
+            arguments.
 
     Raises:
-        RequestError: There is no such hook, or something is not a function.
+        RequestError: A hook does not exist, or a value is not a function.
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:

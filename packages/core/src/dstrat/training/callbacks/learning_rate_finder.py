@@ -1,4 +1,4 @@
-"""Search for a learning rate: the loss over rates that grow from step to step."""
+"""Search for a learning rate by a range test."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _log = logging.getLogger(__name__)
 
 
 class LearningRateCurve:
-    """Losses at learning rates that grow from step to step.
+    """Losses over learning rates that increase from step to step.
 
     Attributes:
         results: ``"lr"``, the rates in the order of the steps, and ``"loss"``, the smoothed losses.
-        mode: How the rate grew.
+        mode: ``"exponential"`` or ``"linear"`` increase.
         lr_min: The first rate.
-        lr_max: The last one.
-        num_training: Number of steps that were asked for; a search that diverges has fewer.
+        lr_max: The last rate.
+        num_training: Number of requested steps; a search that diverges has fewer results.
     """
 
     def __init__(self, mode: Mode, lr_min: float, lr_max: float, num_training: int) -> None:
@@ -46,11 +46,11 @@ class LearningRateCurve:
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the loss falls most steeply; None where there are too few points.
+        """Return the rate at which the loss decreases fastest; None if there are too few points.
 
         Args:
-            skip_begin: Points at the beginning that are not considered.
-            skip_end: Points at the end that are not considered.
+            skip_begin: Number of points to ignore at the beginning.
+            skip_end: Number of points to ignore at the end.
         """
         index = self._steepest(skip_begin, skip_end)
         if index is None:
@@ -73,12 +73,12 @@ class LearningRateCurve:
         return considered[int(torch.argmin(slopes))]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
-        """Draw the losses over the rates with matplotlib, and return the figure.
+        """Plot the losses over the rates with matplotlib, and return the figure.
 
         Args:
-            suggest: Whether the suggested rate is marked.
-            show: Whether the figure is shown at once.
-            ax: Where to draw; by default in a new figure.
+            suggest: Whether to mark the suggested rate.
+            show: Whether to show the figure at once.
+            ax: The axes; by default those of a new figure.
 
         Raises:
             MisuseError: matplotlib is not installed.
@@ -99,27 +99,26 @@ class LearningRateCurve:
 
 
 class LearningRateFinder(Callback):
-    """Search for a good learning rate before a fit begins.
+    """Search for a good learning rate before a fit.
 
-    A copy of the module is trained for some steps, in which the rate grows; the fit begins as if nothing had happened,
-    with the rate at which the loss fell most steeply.  ``configure_optimizers`` must take the rate from the attribute
-    or hyperparameter.  A fit that goes on from ``ckpt_path`` keeps its rate, and nothing is searched.
+    A copy of the module is trained for some steps with increasing rates.  The fit then starts unchanged, with the rate
+    at which the loss decreased fastest.  ``configure_optimizers`` must read the rate from the attribute or
+    hyperparameter.  A fit that resumes from ``ckpt_path`` keeps its rate, without a search.
 
     Args:
         min_lr: The first rate.
         max_lr: The last rate.
         num_training_steps: Number of optimizer steps.
-        mode: Whether the rate grows by a factor or by a summand.
-        early_stop_threshold: The search ends where the smoothed loss is so many times as large as the best one; None
-            never ends it.
-        update_attr: Whether the module gets the suggested rate.
+        mode: ``"exponential"`` or ``"linear"`` increase.
+        early_stop_threshold: Ratio of the smoothed loss to the best one at which the search ends; None is no limit.
+        update_attr: Whether to set the module's attribute to the suggested rate.
         attr_name: The attribute of the module or of its ``hparams``; by default ``lr`` or ``learning_rate``.
 
     Attributes:
-        optimal_lr: What was found, as a :class:`LearningRateCurve`; None before a search.
+        optimal_lr: The result, a :class:`LearningRateCurve`; None before a search.
 
     Raises:
-        RequestError: An argument is not possible.
+        RequestError: An argument is out of range.
     """
 
     def __init__(
@@ -164,16 +163,16 @@ def find_learning_rate(
     update_attr: bool,
     attr_name: str,
 ) -> LearningRateCurve | None:
-    """Train a copy of a module with growing learning rates, as Leslie Smith proposed (https://arxiv.org/abs/1506.01186).
+    """Run Leslie Smith's range test (https://arxiv.org/abs/1506.01186) with a copy of a module.
 
-    The arguments are those of :class:`LearningRateFinder`, and the run that is to follow.
+    The arguments are those of :class:`LearningRateFinder`, and the following run.
 
     Returns:
-        The losses; None where ``fast_dev_run`` only tries everything.
+        The losses over the rates; None with ``fast_dev_run``.
 
     Raises:
-        MisuseError: There is no attribute for the rate, or not exactly one optimizer.
-        RequestError: An argument is not possible.
+        MisuseError: The module has no attribute for the rate, or not exactly one optimizer.
+        RequestError: An argument is out of range.
     """
     from dstrat.training.trial import TrialTrainer, copy_module, restored_random_state, run_trial, set_attribute
 
@@ -204,7 +203,7 @@ def find_learning_rate(
 
 
 class _RangeTest(Callback):
-    """The rates and losses of a trial, whose rate it sets before each step."""
+    """The callback of a trial that sets the rate before each step, and records the loss."""
 
     def __init__(self, curve: LearningRateCurve, early_stop_threshold: float | None) -> None:
         self._curve, self._threshold = curve, early_stop_threshold
@@ -235,12 +234,12 @@ class _RangeTest(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == self._step:  # its gradients wait for an optimizer step
+        if trainer.global_step == self._step:  # gradients are being accumulated
             return
         rate, self._step = self._rate(self._step), trainer.global_step
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         smoothed = math.nan
-        if isinstance(loss, Tensor):  # the same in every process, so that they stop together
+        if isinstance(loss, Tensor):  # reduced, so that all ranks stop at the same step
             smoothed = self._smooth(float(trainer.strategy.reduce(loss.detach())))
         self._curve.results["lr"].append(rate)
         self._curve.results["loss"].append(smoothed)
@@ -251,10 +250,10 @@ class _RangeTest(Callback):
 
     def _smooth(self, loss: float) -> float:
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
-        # The exponent counts one step more than there were, as in Lightning: curves of both are the same.
+        # The exponent is one more than the number of steps, as in Lightning, so that both give the same curve.
         return self._average / (1 - _SMOOTHING ** (self._step + 1))
 
-    # What a trial in other processes brings back
+    # State, which a trial in other processes sends back
 
     @override
     def state_dict(self) -> dict[str, Any]:

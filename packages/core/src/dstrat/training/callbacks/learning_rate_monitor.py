@@ -1,4 +1,4 @@
-"""Writing learning rates to the loggers."""
+"""Learning rates for the loggers."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _log = logging.getLogger(__name__)
 
 
 class LearningRateMonitor(Callback):
-    """Writes the learning rate of each optimizer and parameter group to the loggers.
+    """Write the learning rate of each optimizer and parameter group to the loggers.
 
     Names are ``lr-AdamW``, for a second optimizer of that class ``lr-AdamW-1``, and with several parameter groups
-    ``lr-AdamW/pg1``, ``lr-AdamW/pg2``.  The ``name`` of a scheduler's dict stands in for ``lr-AdamW``, that of a
-    parameter group for ``pg1``.  A rate is written with the number of the step that uses it, in the steps that the
-    loggers write (``log_every_n_steps``).  ``trainer.callback_metrics`` has the latest rates in every process.
+    ``lr-AdamW/pg1``, ``lr-AdamW/pg2``.  The ``name`` in a scheduler's dict replaces ``lr-AdamW``, that of a parameter
+    group replaces ``pg1``.  A rate is written with the number of the step that uses it, every ``log_every_n_steps``.
+    ``trainer.callback_metrics`` has the latest rates on every rank.
 
     Args:
-        logging_interval: ``"step"``, or ``"epoch"`` for the rate at the start of each epoch; None follows each
-            optimizer's schedulers, and takes steps for one that has none.
-        log_momentum: Whether the momentum (of Adam and its kind the first beta) is written too, as ``...-momentum``.
-        log_weight_decay: Whether the weight decay is written too, as ``...-weight_decay``.
+        logging_interval: ``"step"``, or ``"epoch"`` for the rate at the start of each epoch; None is the interval of
+            each optimizer's schedulers, ``"step"`` without one.
+        log_momentum: Whether to write the momentum too (for Adam the first beta), as ``...-momentum``.
+        log_weight_decay: Whether to write the weight decay too, as ``...-weight_decay``.
 
     Attributes:
-        lrs: The rates of these steps in the last fit, by their names, from the first to the last.
+        lrs: The written rates of the last fit, by name, in the order of the steps.
 
     Raises:
-        RequestError: The interval is another.
+        RequestError: The interval is not one of these.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class LearningRateMonitor(Callback):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Group:
-    """A group of parameters.
+    """A parameter group.
 
     Attributes:
-        name: Under which its rate is written.
-        settings: Its entry in the optimizer's ``param_groups``, which schedulers change.
-        interval: How often its rate changes.
+        name: Name of the rate in loggers.
+        settings: The entry in the optimizer's ``param_groups``, which schedulers change.
+        interval: The interval at which the rate is written.
     """
 
     name: str
@@ -141,6 +141,6 @@ def _groups(strategy: Strategy) -> Iterator[_Group]:
 
 
 def _configs_of(optimizer: Any, strategy: Strategy) -> list[SchedulerConfig]:
-    """Return the schedulers of an optimizer; one that does not say whose it is belongs to the only one."""
+    """Return the schedulers of an optimizer; one without ``optimizer`` belongs to the only optimizer."""
     only = optimizer if len(strategy.optimizers) == 1 else None
     return [c for c in strategy.lr_schedulers if getattr(c.scheduler, "optimizer", only) is optimizer]

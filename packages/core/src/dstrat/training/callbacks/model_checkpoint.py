@@ -1,4 +1,4 @@
-"""Saving checkpoints during training."""
+"""Callback that saves checkpoints during training."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from dstrat.checkpoint.async_io import AsyncCheckpointIO
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.format import LAST
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import EXTENSION, CheckpointName, not_logged
-from dstrat.training.callbacks.kept_checkpoints import Decision, RetainedCheckpoints, SaveLast
+from dstrat.training.callbacks.checkpoint_ranking import Decision, RetainedCheckpoints, SaveLast
 from dstrat.training.callbacks.monitored import as_tensor, is_new, is_overdue
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from dstrat.training.callbacks.save_schedule import BackgroundSaves, SavingTimes, check_count
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.training.callbacks.monitored import Mode
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.module.train_module import TrainModule
@@ -41,53 +41,50 @@ _log = logging.getLogger(__name__)
 
 
 class ModelCheckpoint(Callback):
-    """Saves checkpoints at the end of epochs, or after every so many steps or minutes, and keeps the best or latest.
+    """Save checkpoints at the end of epochs, or every n steps or minutes, and retain the best or latest ones.
 
-    A monitored value of validation is compared once per validation, and the checkpoint is written right after it or at
-    the end of the epoch that it ends, so that the value belongs to the weights.  A value that is NaN is never the best.
-    What others wrote is not touched: a name that is taken gets a suffix, ``-v1``.  Nor is the checkpoint removed from
-    which the run was resumed.  A save that fails is an error, and
-    leaves what was saved before, and what the callback knows of it, as it was.
+    A monitored value of validation is compared once per validation, and the checkpoint is written right after it, or at
+    the end of the epoch that it ends, so that the value belongs to the weights.  NaN is never the best value.  Files of
+    other runs are never overwritten: a used name gets a suffix, ``-v1``.  The checkpoint from which the run was resumed
+    is never removed.  A failed save raises an error; the earlier checkpoints, and the state of the callback, are those
+    before the save.
 
     Args:
-        dirpath: The folder, or its URL in a store that fsspec reaches (``"s3://bucket/folder"``); by default
-            ``checkpoints`` in the run's log folder, or in ``default_root_dir`` without a logger or where that is a URL.
-        filename: A template without extension, such as ``"{epoch}-{val_loss:.3f}"``; ``epoch`` and ``step`` are known
-            always.
-        monitor: The logged value that ranks checkpoints; None ranks by age, the latest being the best.
+        dirpath: The folder, or its URL in a store that fsspec supports (``"s3://bucket/folder"``); by default
+            ``checkpoints`` in the run's log folder, or in ``default_root_dir`` without a logger or if that is a URL.
+        filename: A template without extension, such as ``"{epoch}-{val_loss:.3f}"``, with ``epoch``, ``step`` and
+            logged names.
+        monitor: The logged value that ranks checkpoints; None ranks by age, with the latest as the best.
         mode: Whether the smallest (``"min"``) or the largest (``"max"``) monitored value is the best.
-        save_top_k: Number of checkpoints to keep; -1 keeps all, 0 none.
-        save_last: Whether the last one is kept besides, also where it is not among the best; one of the end of training
-            too, where that is after the last save.  A single file replaces
-            ``last.ckpt``; a folder is written under a name of its own, unless it is among the best anyway, and the last
-            one before is removed after it is complete: ``last_model_path`` and ``ckpt_path="last"`` know it.
-            ``"link"`` writes none besides: the last one is the newest of those that are kept anyway; where they are
-            single files ``last.ckpt`` is a link to it, and folders have the pointer ``last`` in any case.
-        every_n_epochs: Save at the end of every n-th epoch; of every one where nothing else is given.
-        every_n_train_steps: Save after every so many optimizer steps, and not at the end of epochs.
-        train_time_interval: Save whenever this time has passed, at the end of a step, and not at the end of epochs:
+        save_top_k: Number of checkpoints to retain; -1 is all, 0 none.
+        save_last: Whether to retain the last checkpoint too, including one at the end of training after the last save.
+            A single file overwrites ``last.ckpt``.  A folder has a name of its own, unless it is among the best, and
+            the previous last one is removed after it is complete; ``last_model_path`` and ``ckpt_path="last"`` find it.
+            ``"link"`` saves no additional checkpoint: the last one is the newest of the retained ones.  For single
+            files ``last.ckpt`` is a link to it; folders always have the pointer ``last``.
+        every_n_epochs: Save at the end of every n-th epoch; by default of every epoch.
+        every_n_train_steps: Save after every n-th optimizer step, not at the end of epochs.
+        train_time_interval: Save when this time has elapsed, at the end of a step, not at the end of epochs:
             ``"DD:HH:MM:SS"``, a timedelta, or a dict such as ``{"minutes": 30}``.
-        save_on_train_epoch_end: True saves when the training of an epoch ends, False after its validation; None saves
-            after a validation that logs the monitored value, and otherwise when training ends.
-        save_weights_only: Whether everything but the module's weights is left out.
-        save_on_exception: Whether a run that is broken by an exception, Ctrl-C or SIGTERM leaves ``on_exception.ckpt``,
-            as ``OnExceptionCheckpoint`` does.
-        async_save: Whether training goes on as soon as a copy is taken, while it is written in the background.  At most
-            one is in flight; an error surfaces at a later step, and the end of the fit waits.  This counts for every
-            save of the run.
-        verbose: Whether each save is logged, with what was monitored.
-        auto_insert_metric_name: Whether the template's values get their names: ``"{epoch}"`` is ``epoch=3`` then, not
-            ``3``.
-        enable_version_counter: True; checkpoints are never written over, so that it cannot be switched off.
-        state_key: The name of the callback's state in checkpoints; by default it consists of ``monitor``, ``mode`` and
-            the times.  A second callback that has these in common with another one needs a name.
+        save_on_train_epoch_end: True saves at the end of an epoch's training, False after its validation; None saves
+            after a validation that logs the monitored value, and otherwise at the end of the training.
+        save_weights_only: Whether checkpoints have the module's weights only.
+        save_on_exception: Whether an exception, Ctrl-C or SIGTERM saves ``on_exception.ckpt``, like
+            ``OnExceptionCheckpoint``.
+        async_save: Whether to write checkpoints in the background, from a copy.  At most one save is in flight; its
+            error is raised at a later step, and the end of the fit waits for it.  This applies to all saves of the run.
+        verbose: Whether to log each save, with the monitored value.
+        auto_insert_metric_name: Whether names are inserted into the template: ``"{epoch}"`` is ``epoch=3``, not ``3``.
+        enable_version_counter: Must be True, since checkpoints are never overwritten.
+        state_key: Key of the callback's state in checkpoints; by default made of ``monitor``, ``mode`` and the
+            intervals.  Two callbacks that have these in common need different keys.
 
     Attributes:
-        dirpath: The folder; known when a fit has started.
+        dirpath: The folder; set when a fit starts.
 
     Raises:
         RequestError: An argument is out of range.
-        ConflictError: More than one says when to save.
+        ConflictError: Two arguments determine the time of a save.
     """
 
     runs_last = True
@@ -99,7 +96,7 @@ class ModelCheckpoint(Callback):
         filename: str | None = None,
         monitor: str | None = None,
         verbose: bool = False,
-        save_last: SaveLast = False,
+        save_last: SaveLast | None = False,
         save_top_k: int = 1,
         save_on_exception: bool = False,
         save_weights_only: bool = False,
@@ -116,6 +113,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if mode not in ("min", "max"):
             raise RequestError(f"mode={mode!r} must be 'min' or 'max'")
+        save_last = save_last or False  # Lightning's default is None
         if save_last not in (True, False, "link"):
             raise RequestError(f"save_last={save_last!r} must be True, False or 'link'")
         if enable_version_counter is not True:
@@ -125,7 +123,7 @@ class ModelCheckpoint(Callback):
             )
         check_count("save_top_k", save_top_k, -1)
         self._times = SavingTimes(every_n_epochs, every_n_train_steps, train_time_interval, save_on_train_epoch_end)
-        self._requested_dirpath = None if dirpath is None else place(dirpath).absolute()
+        self._requested_dirpath = None if dirpath is None else as_path(dirpath).absolute()
         self.dirpath = self._requested_dirpath
         shows_names = auto_insert_metric_name and filename is not None
         self._name = CheckpointName(DEFAULT_NAME if filename is None else filename, shows_names=shows_names)
@@ -154,7 +152,7 @@ class ModelCheckpoint(Callback):
         self._is_untold = False
         self._saved_paths: list[str] = []
         self._saved_for = ""
-        self._driven_out: list[str] = []
+        self._evicted: list[str] = []
         self._pending_removals: list[str] = []
         self._safe_state: dict[str, Any] | None = None
         self._current_score: float | None = None
@@ -166,52 +164,52 @@ class ModelCheckpoint(Callback):
 
     @property
     def every_n_epochs(self) -> int:
-        """After how many epochs it saves; 0 where steps or time say when."""
+        """Number of epochs between saves; 0 if steps or time determine them."""
         return self._times.every_n_epochs if self._times.counts_epochs else 0
 
     @property
     def every_n_train_steps(self) -> int:
-        """After how many optimizer steps it saves; 0 where epochs or time say when."""
+        """Number of optimizer steps between saves; 0 if epochs or time determine them."""
         return self._times.every_n_train_steps or 0
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint, empty before the first."""
+        """The best checkpoint; empty before the first one."""
         return self._retained.best_path
 
     @property
     def best_model_score(self) -> Tensor | None:
-        """Its monitored value, a tensor without dimensions on the CPU; None before the first, or without a monitor."""
+        """The best monitored value, a 0-dim tensor on the CPU; None before the first one, or without a monitor."""
         return None if self._retained.best_score is None else as_tensor(self._retained.best_score)
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """The checkpoints that ``save_top_k`` keeps, with their monitored value or else the number of steps."""
+        """The checkpoints retained by ``save_top_k``, with their monitored value, or their number of steps."""
         return {path: as_tensor(score) for path, score in self._retained.scores.items()}
 
     @property
     def kth_best_model_path(self) -> str:
-        """The one of them that the next better one replaces, empty while there is room."""
+        """The checkpoint that the next better one evicts; empty while the limit is not reached."""
         return self._retained.next_to_go
 
     @property
     def current_score(self) -> Tensor | None:
-        """The monitored value that was looked at last, whether it was good enough to save or not."""
+        """The latest monitored value, also if it was not good enough for a save."""
         return None if self._current_score is None else as_tensor(self._current_score)
 
     @property
     def last_model_path(self) -> str:
-        """The one that ``save_last`` keeps."""
+        """The last checkpoint, retained by ``save_last``."""
         return self._retained.link or self._retained.last_path
 
     @property
     def saved_paths(self) -> list[str]:
-        """What the latest save of this run has written; empty where it kept none."""
+        """The paths written by the latest save of this run; empty if there were none."""
         return list(self._saved_paths)
 
     @property
     def ckpt_path(self) -> str:
-        """What ``save_on_exception`` has left, empty where it has not."""
+        """The checkpoint of ``save_on_exception``; empty without one."""
         return "" if self._rescue is None else self._rescue.ckpt_path
 
     @property
@@ -226,19 +224,19 @@ class ModelCheckpoint(Callback):
         return {
             "dirpath": "" if self.dirpath is None else str(self.dirpath),
             "current_score": self._current_score,
-            "driven_out": list(self._driven_out),
+            "driven_out": list(self._evicted),
             **self._retained.state_dict(),
         }
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back the state; files in the folder of another run are remembered as best, but not removed any more."""
+        """Load the state; of checkpoints in the folder of another run only the best one, which is never removed."""
         if self._is_evaluating and self.best_model_path:
-            return  # what is evaluated is older than what the callback has come to since
+            return  # the evaluated checkpoint has an older state than the callback
         self._begin()
         self._is_fresh = False
-        if not self._is_running:  # the state is what a run in other processes has come to
-            self.dirpath = place(state_dict["dirpath"])
+        if not self._is_running:  # the state comes from a run in other processes
+            self.dirpath = as_path(state_dict["dirpath"])
         self._current_score = state_dict.get("current_score")
         in_same_folder = str(self.dirpath) == state_dict["dirpath"]
         self._retained.load_state_dict(state_dict, in_same_folder=in_same_folder)
@@ -248,15 +246,15 @@ class ModelCheckpoint(Callback):
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """Return the path of a checkpoint by the template.
+        """Return the path of a checkpoint from the template.
 
         Args:
-            metrics: Values that the template may ask for, with ``epoch`` and ``step`` where it does.
+            metrics: Values for the template, including ``epoch`` and ``step``.
             filename: Another template.
-            ver: A number for the suffix ``-v1``, ``-v2`` ...
+            ver: Number of the suffix ``-v1``, ``-v2`` ...
 
         Raises:
-            MisuseError: The template asks for something else.
+            MisuseError: The template has a name that is not among the values.
         """
         name = self._name if filename is None else CheckpointName(filename, shows_names=self._name.shows_names)
         suffix = "" if ver is None else f"-v{ver}"
@@ -278,9 +276,20 @@ class ModelCheckpoint(Callback):
         if trainer.is_global_zero and (self.save_top_k or self.save_last):
             check_writable(self.dirpath, trainer.strategy.checkpoint_io)
         self._is_running = self._is_fresh = True
-        self._rescue = OnExceptionCheckpoint(self.dirpath) if self.save_on_exception else None
+        self._rescue = OnExceptionCheckpoint(self.dirpath) if self._rescued_exceptions(trainer) else None
 
-    def _check_link(self, trainer: Trainer, folder: Place) -> None:
+    def _rescued_exceptions(self, trainer: Trainer) -> tuple[type[BaseException], ...]:
+        """Return the exceptions on which a checkpoint is saved: of a preemption, if no other callback does that."""
+        if self.save_on_exception:
+            return (BaseException,)
+        is_saved_anyway = any(
+            isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
+            for callback in trainer.callbacks
+        )
+        is_first = trainer.checkpoint_callback is self
+        return (Terminated,) if trainer.preemption_deadline and is_first and not is_saved_anyway else ()
+
+    def _check_link(self, trainer: Trainer, folder: CheckpointPath) -> None:
         is_single_file = not trainer.strategy.checkpoint_io.is_collective
         if self.save_last == "link" and is_single_file and not storage_of(folder).is_local:
             raise MisuseError(
@@ -290,14 +299,16 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._is_fresh:  # and not taken back from a checkpoint; not before, as ckpt_path="best" asks for the old one
+        # A new run starts without a ranking, unless its state was loaded from a checkpoint.  Not in setup, which comes
+        # before the checkpoint is resolved: ckpt_path="best" reads the ranking of the last run.
+        if self._is_fresh:
             self._begin()
         self._background = BackgroundSaves(trainer.strategy) if self.async_save else None
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO) and self._background is None:
-            self._background = BackgroundSaves(trainer.strategy)  # as the user or another callback wants it
+            self._background = BackgroundSaves(trainer.strategy)  # the user or another callback has made the io async
         self._times.begin(trainer)
         self._saved_at_step = trainer.global_step
         self._retained.resumed_from = _resumed_path(trainer)
@@ -316,11 +327,11 @@ class ModelCheckpoint(Callback):
     @override
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if self._background is not None and isinstance(exception, Interrupted | Terminated):
-            try:  # now, as the processes can still communicate
+            try:  # now, while the ranks can still communicate
                 self._surface(self._background.wait)
             except CheckpointError as error:
                 _log.error("%s", error)
-        if self._rescue is not None:
+        if self._rescue is not None and isinstance(exception, self._rescued_exceptions(trainer)):
             self._rescue.on_exception(trainer, module, exception)
 
     @override
@@ -334,7 +345,7 @@ class ModelCheckpoint(Callback):
                 self._link(trainer)
         self._retained.unused.release()
 
-    # When
+    # Times of saves
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -386,7 +397,7 @@ class ModelCheckpoint(Callback):
     # Saving
 
     def _save(self, trainer: Trainer, *, requires_value: bool = False) -> None:
-        """Save what is due, unless its monitored value is still to come; collective."""
+        """Save a checkpoint that is due, unless its monitored value is not logged yet; collective."""
         decision: Decision | None = trainer.strategy.broadcast(
             self._decide(trainer, requires_value=requires_value) if trainer.is_global_zero else None
         )
@@ -401,7 +412,7 @@ class ModelCheckpoint(Callback):
             self._announce_save(trainer)
 
     def _save_end(self, trainer: Trainer) -> None:
-        """Save the last one where training has ended between two saves; collective."""
+        """Save the last checkpoint if training has ended between two saves; collective."""
         assert self.dirpath is not None  # noqa: S101 - setup has set it
         replaces = not trainer.strategy.checkpoint_io.is_collective
         decision: Decision = trainer.strategy.broadcast(
@@ -415,14 +426,14 @@ class ModelCheckpoint(Callback):
 
     def _write(self, trainer: Trainer, decision: Decision) -> None:
         if self._background is not None:
-            self._background.wait()  # so that the state before is that of a save that has succeeded
+            self._background.wait()  # the state before this save must be that of a successful one
             self._announce_save(trainer)
         self._safe_state = self.state_dict()
-        self._driven_out = self._retained.apply(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
+        self._evicted = self._retained.apply(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
         for path in decision.paths:
             trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         if not self._retained.link:
-            self._remove_driven_out(trainer)
+            self._remove_evicted(trainer)
         self._saved_paths, self._is_untold = decision.paths, True
         if decision.last_path is not None:
             self._saved_at_step = trainer.global_step
@@ -431,7 +442,7 @@ class ModelCheckpoint(Callback):
             self._safe_state = None
 
     def _announce_save(self, trainer: Trainer) -> None:
-        """Tell the loggers of a checkpoint that is complete, and let the link lead to it."""
+        """Notify the loggers of a complete checkpoint, and update the link."""
         if self._is_untold:
             self._link(trainer)
             call_loggers(trainer.loggers, "after_save_checkpoint", self)
@@ -439,20 +450,20 @@ class ModelCheckpoint(Callback):
                 _log.warning("saved %s%s", " and ".join(map(repr, self._saved_paths)), self._saved_for)
 
     def _link(self, trainer: Trainer) -> None:
-        """Let the link lead to a checkpoint that is complete; what it led to before may go only then."""
+        """Point the link to the complete checkpoint, and then remove evicted ones, among them its previous target."""
         self._is_untold = False
         if trainer.is_global_zero:
             self._retained.update_link()
         self._retained.unused.release([*self._saved_paths, self._retained.link])
-        self._remove_driven_out(trainer)
+        self._remove_evicted(trainer)
 
-    def _remove_driven_out(self, trainer: Trainer) -> None:
-        driven_out, self._driven_out = self._driven_out, []
-        for path in driven_out:
+    def _remove_evicted(self, trainer: Trainer) -> None:
+        evicted, self._evicted = self._evicted, []
+        for path in evicted:
             remove_checkpoint(trainer.strategy, path)
 
     def _remove_pending(self, trainer: Trainer) -> None:
-        """Remove what the run that saved the checkpoint was killed before it removed; collective."""
+        """Remove checkpoints that a killed run had evicted, but not yet removed; collective."""
         pending, self._pending_removals = self._pending_removals, []
         if pending:
             old = self._retained.older_than_newest(pending) if trainer.is_global_zero else []
@@ -460,7 +471,7 @@ class ModelCheckpoint(Callback):
                 remove_checkpoint(trainer.strategy, path)
 
     def _surface(self, wait: Callable[[], None]) -> None:
-        """Do something that saves or waits for it; where that failed, the callback's state is that of before."""
+        """Run a function that saves, or waits for a save; if it fails, restore the callback's state before the save."""
         try:
             wait()
         except BaseException as error:
@@ -470,7 +481,7 @@ class ModelCheckpoint(Callback):
             raise
 
     def _decide(self, trainer: Trainer, *, requires_value: bool) -> Decision | None:
-        """Return what to save; None where the monitored value is still to come, or nothing is wanted."""
+        """Return the decision about a save; None if the monitored value is not logged yet."""
         values: dict[str, Any] = {
             **trainer.callback_metrics,
             "epoch": trainer.current_epoch,
@@ -493,12 +504,14 @@ class ModelCheckpoint(Callback):
 
 
 def _resumed_path(trainer: Trainer) -> str:
-    """Return the checkpoint from which a run has begun, where that is one of this machine; empty without one."""
-    from dstrat.checkpoint.portable.newest import resolved
+    """Return the local checkpoint from which a run was resumed; empty without one."""
+    from dstrat.checkpoint.portable.newest import resolve
 
-    if trainer.ckpt_path is None or not storage_of(place(trainer.ckpt_path)).is_local:
+    if trainer.context.save_point is not None and trainer.context.save_point.checkpoint is not None:
+        return ""  # saved by an earlier attempt of this fit
+    if trainer.ckpt_path is None or not storage_of(as_path(trainer.ckpt_path)).is_local:
         return ""
     path = Path(trainer.ckpt_path).absolute()
-    if path.is_symlink():  # which save_last="link" makes, and lets lead to another one with the next save
+    if path.is_symlink():  # a link of save_last="link", whose target changes with the next save
         return str(path.parent / path.readlink())
-    return str(resolved(path) if path.name == LAST and not path.is_dir() else path)
+    return str(resolve(path) if path.name == LAST and not path.is_dir() else path)

@@ -1,4 +1,4 @@
-"""Table of a module's layers, shown before training."""
+"""Table of a module's layers, printed before training."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class ModelSummary(Callback):
-    """Writes a module's layers with their parameters and sizes to stderr when a fit starts, once for the job.
+    """Print a module's layers with their parameters and sizes to stderr at the start of a fit, on rank 0.
 
-    With a batch as the module's ``example_input_array`` (a tensor, a tuple of positional or a dict of keyword arguments
-    of ``forward``) each layer's input and output shapes are listed too: ``forward`` runs once on it, in evaluation mode
-    and without gradients, and leaves modes and random numbers as they were.
+    If the module has an ``example_input_array`` (a tensor, a tuple of positional or a dict of keyword arguments of
+    ``forward``), the table has each layer's input and output shapes too.  ``forward`` runs once for this, in evaluation
+    mode without gradients; modes and random state are restored.
 
     Args:
-        max_depth: Levels of layers to list: 1 those of the module itself, 0 only the totals, -1 all.
+        max_depth: Number of levels: 1 is the module's direct layers, 0 the totals only, -1 all levels.
 
     Raises:
         RequestError: The depth is below -1.
@@ -52,27 +52,27 @@ class ModelSummary(Callback):
 
 
 def show(summary: Summary) -> None:
-    """Write a summary to stderr: with colours on a terminal, as plain text elsewhere."""
+    """Print a summary to stderr: with colours on a terminal, as plain text elsewhere."""
     if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
         show_on_terminal(summary)
     else:
         print(as_text(summary), file=sys.stderr, flush=True)
 
 
-# Parameters and memory of a module's layers.
+# Parameters and memory of a module's layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """What a layer holds; sharded parameters count whole, uninitialized ones not at all.
+    """A row of the table; sharded parameters count in full, uninitialized ones not at all.
 
     Attributes:
-        name: Its name in the module.
-        kind: The name of its class.
-        parameters: Number of values in its parameters.
-        trainable: Number of those that are trained.
-        num_bytes: Memory that its parameters and buffers take; one that several layers share counts for each.
-        shapes: The shapes of its input and output, None where they are not known.
+        name: Name of the layer in the module.
+        kind: Name of its class.
+        parameters: Number of elements of its parameters.
+        trainable: Number of elements of its trainable parameters.
+        num_bytes: Bytes of its parameters and buffers; those shared by several layers count in each.
+        shapes: Shapes of its input and output; None if they are not known.
     """
 
     name: str
@@ -85,12 +85,12 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What is known of a module.
+    """The summary of a module.
 
     Attributes:
-        layers: Its layers, those of a layer after it.
-        total: The module as a whole, where what is shared counts once.
-        remarks: What the figures do not say.
+        layers: The layers in depth-first order.
+        total: The totals of the module, in which shared parameters count once.
+        remarks: Explanations of the figures.
     """
 
     layers: tuple[Layer, ...]
@@ -104,10 +104,10 @@ def summarize(
     """Return a summary of a module.
 
     Args:
-        module: The module; nothing in it is changed.
-        max_depth: Levels of layers to list, -1 for all.
-        shapes: Shapes of the layers that are known, by their name; that of the module itself is empty.
-        remark: What is to be said besides.
+        module: The module, which is not changed.
+        max_depth: Number of levels; -1 is all.
+        shapes: Known shapes by the names of layers; the name of the module itself is empty.
+        remark: An additional remark.
     """
     shapes_by_name = shapes or {}
     layers = [
@@ -174,7 +174,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def show_on_terminal(summary: Summary) -> None:
-    """Write a summary to stderr, which is a terminal."""
+    """Print a summary to stderr, which is a terminal."""
     from rich.box import SIMPLE_HEAD  # loaded only where a terminal shows it
     from rich.console import Console
     from rich.table import Table
@@ -203,7 +203,7 @@ def show_on_terminal(summary: Summary) -> None:
         console.print(Text(remark, style="dim"))
 
 
-# Input and output shapes of layers, recorded in a run of an example
+# Input and output shapes of layers, recorded in a forward pass of the example
 
 
 _LONGEST = 40
@@ -214,8 +214,8 @@ class Shapes:
     """The shapes of a layer's first call, as text such as ``[32, 3]``.
 
     Attributes:
-        input: Of what went in.
-        output: Of what came out.
+        input: Of the arguments.
+        output: Of the result.
     """
 
     input: str
@@ -223,32 +223,32 @@ class Shapes:
 
 
 def try_example(trainer: Trainer, module: TrainModule) -> tuple[dict[str, Shapes], str | None]:
-    """Run the module's ``example_input_array``; return the shapes by layer, and why there are none where it failed."""
+    """Run the module's ``example_input_array``; return the shapes by layer, and a remark if there are none."""
     example = getattr(module, "example_input_array", None)
     if example is None:
         return {}, None
-    problem = _obstacle(trainer, module)
+    problem = _why_not_runnable(trainer, module)
     if problem:
         return {}, f"no shapes: {problem}"
     strategy = trainer.strategy
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with strategy.precision_plugin.forward_context():
-            return module.forward(*args, **kwargs)  # not the call itself, which may be compiled
+            return module.forward(*args, **kwargs)  # module(...) may be compiled, without calling the hooks
 
     try:
         return record_shapes(module, strategy.batch_to_device(example), run), None
-    except Exception as error:  # noqa: BLE001 - a table is no reason not to train
+    except Exception as error:  # noqa: BLE001 - a failure of the summary must not prevent the training
         return {}, f"no shapes: forward failed on example_input_array with {type(error).__name__}: {error}"
 
 
 def record_shapes(module: nn.Module, example: Any, run: Callable[..., Any]) -> dict[str, Shapes]:
-    """Run a module once on an example, and return the shapes of each layer that was called, by its name.
+    """Run a module once on an example, and return the shapes of each called layer, by name.
 
     Args:
-        module: Its modes and random numbers are as before afterwards.
+        module: The module, whose modes are restored, as is the random state.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
-        run: Called with these.
+        run: Called with these arguments.
     """
     args = example if isinstance(example, tuple) else () if isinstance(example, Mapping) else (example,)
     kwargs = example if isinstance(example, Mapping) else {}
@@ -263,7 +263,7 @@ def record_shapes(module: nn.Module, example: Any, run: Callable[..., Any]) -> d
     return shapes
 
 
-def _obstacle(trainer: Trainer, module: nn.Module) -> str | None:
+def _why_not_runnable(trainer: Trainer, module: nn.Module) -> str | None:
     if trainer.world_size > 1 and not trainer.strategy.replicates_state:
         return f"with {type(trainer.strategy).__name__} no process alone can run the module"
     tensors = [*module.parameters(), *module.buffers()]
@@ -320,7 +320,7 @@ TEXT_COLUMNS = ("layer", "type", "input", "output")
 
 
 def header(summary: Summary) -> tuple[str, ...]:
-    """Return the names of the columns; there are shapes only where one is known."""
+    """Return the names of the columns, with those of shapes if any is known."""
     shapes = ("input", "output") if _has_shapes(summary) else ()
     return ("layer", "type", "parameters", "trainable", "size", *shapes)
 
@@ -334,7 +334,7 @@ def cells(layer: Layer, summary: Summary) -> tuple[str, ...]:
 
 
 def as_text(summary: Summary) -> str:
-    """Return the whole as lines."""
+    """Return the table as plain text."""
     names = header(summary)
     rows = [names, *(cells(layer, summary) for layer in summary.layers), cells(summary.total, summary)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
@@ -351,7 +351,7 @@ def as_text(summary: Summary) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes with a unit of powers of 1000."""
+    """Return a number of bytes with a decimal unit, such as ``"1.5 MB"``."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def is_new(monitor: str, trainer: Trainer) -> bool:
-    """Return whether the epoch of training or evaluation that has just ended logged the value.
+    """Return whether the latest epoch of training or evaluation has logged a value.
 
     Args:
-        monitor: Its name; one that is logged per step too is known by the name without suffix.
+        monitor: The logged name, without the suffix ``_epoch``.
         trainer: Has the values.
     """
     latest = trainer.metrics.latest_epoch
@@ -25,30 +25,27 @@ def is_new(monitor: str, trainer: Trainer) -> bool:
 
 
 def is_overdue(trainer: Trainer) -> bool:
-    """Return whether every value should be known at the end of this epoch of training.
-
-    That is so after an epoch that was not broken off and in which validation was due.
-    """
-    every = trainer.check_val_every_n_epoch  # None where validation is due after a number of batches of any epoch
+    """Return whether all values must be logged by the end of this epoch: it was completed, with a validation."""
+    every = trainer.check_val_every_n_epoch  # None: validation is independent of epochs
     return was_completed(trainer) and every is not None and (trainer.current_epoch + 1) % every == 0
 
 
 def was_completed(trainer: Trainer) -> bool:
-    """Return whether the epoch of training that ends was not broken off, as ``max_steps`` and ``should_stop`` do."""
+    """Return whether the ending epoch was completed, not stopped by ``max_steps`` or ``should_stop``."""
     return trainer.fit_loop.epochs_done > trainer.current_epoch
 
 
-# Ranking of checkpoints: the best k by a score.
+# Ranking of checkpoints
 
 
 Mode = Literal["min", "max"]
 
 
 class Ranking:
-    """Paths with their scores, at most so many of them; NaN ranks below everything.
+    """The best k paths by score; NaN is the worst score.
 
     Args:
-        limit: Number of paths to keep, -1 for all.
+        limit: The k; -1 is no limit.
         mode: Whether the smallest or the largest score is the best.
     """
 
@@ -63,31 +60,31 @@ class Ranking:
 
     @property
     def replaceable(self) -> str | None:
-        """The path that the next one drives out, None while there is room."""
+        """The path that the next one evicts; None while the limit is not reached."""
         is_full = 0 < self._limit <= len(self._scores)
         return max(self._scores, key=lambda path: self._rank(self._scores[path])) if is_full else None
 
     def accepts(self, score: float) -> bool:
-        """Return whether a new path with that score would be kept."""
+        """Return whether a new path with a score would be among the best."""
         if self._limit == 0:
             return False
         return self.replaceable is None or self.is_better(score, than=self._scores[self.replaceable])
 
     def is_better(self, score: float, *, than: float | None) -> bool:
-        """Return whether a score is better than another one; every number is better than none."""
+        """Return whether a score is better than another one; every number is better than None."""
         return not math.isnan(score) and (than is None or self._rank(score) < self._rank(than))
 
     def add(self, path: str, score: float) -> list[str]:
-        """Keep a path, and return those that it drives out."""
-        driven_out = []
+        """Add a path, and return the evicted ones."""
+        evicted = []
         while self.replaceable is not None:
-            driven_out.append(self.replaceable)
+            evicted.append(self.replaceable)
             del self._scores[self.replaceable]
         self._scores[path] = score
-        return [old for old in driven_out if old != path]
+        return [old for old in evicted if old != path]
 
     def restore(self, scores: Mapping[str, float]) -> None:
-        """Take back the paths of a run that goes on."""
+        """Restore the paths of a resumed run."""
         self._scores = dict(scores)
 
     def _rank(self, score: float) -> float:
@@ -97,7 +94,7 @@ class Ranking:
 
 
 def as_tensor(score: float) -> Tensor:
-    """Return a score as users see it: a tensor without dimensions, like the logged values that it was one of."""
+    """Return a score as a 0-dim tensor, the type of logged values."""
     from torch import float64, tensor
 
-    return tensor(score, dtype=float64)  # which loses nothing of a float
+    return tensor(score, dtype=float64)  # the exact value of a Python float

@@ -1,4 +1,4 @@
-"""Saving a checkpoint when training breaks."""
+"""Callback that saves a checkpoint when training fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.errors import RequestError
 from dstrat.launch.failures import kind_of
 from dstrat.training.callbacks.callback import Callback
@@ -27,18 +27,18 @@ _log = logging.getLogger(__name__)
 
 
 class OnExceptionCheckpoint(Callback):
-    """Saves a checkpoint when an exception or a signal ends a fit, from which ``fit(ckpt_path=...)`` can go on.
+    """Save a checkpoint when an exception or a signal ends a fit, to resume with ``fit(ckpt_path=...)``.
 
-    After a first Ctrl-C or SIGTERM all processes save together.  After another exception the process that raised it
-    saves alone, as the others may be gone; so nothing is saved then by a strategy that shards its state.  A second
-    Ctrl-C ends the run at once.  The exception itself goes on in any case.
+    After a first Ctrl-C or SIGTERM all ranks save together.  After another exception the failing rank saves alone, as
+    the others may have ended; so a strategy that shards its state saves nothing then.  A second Ctrl-C ends the run at
+    once.  The exception is raised in any case.
 
     Args:
-        dirpath: The folder, or its URL in a store that fsspec reaches.
-        filename: The file's name without extension; one that is taken gets a suffix, ``-v1``.
+        dirpath: The folder, or its URL in a store that fsspec supports.
+        filename: Name of the file without extension; a used name gets a suffix, ``-v1``.
 
     Attributes:
-        ckpt_path: What was saved, empty before.
+        ckpt_path: The saved checkpoint; empty without one.
 
     Raises:
         RequestError: The name is empty.
@@ -50,7 +50,7 @@ class OnExceptionCheckpoint(Callback):
     def __init__(self, dirpath: str | Path | RemotePath, filename: str = "on_exception") -> None:
         if not filename:
             raise RequestError("filename='' is no name: choose one, such as 'on_exception'")
-        self.dirpath = place(dirpath).absolute()
+        self.dirpath = as_path(dirpath).absolute()
         self.filename = filename
         self.ckpt_path = ""
         self._has_begun = False
@@ -73,15 +73,29 @@ class OnExceptionCheckpoint(Callback):
                 self._save_together(trainer, exception)
             elif isinstance(exception, Exception) and kind_of(exception) == "error":
                 self._save_alone(trainer, exception)
-        except Exception as error:  # noqa: BLE001 - the exception that ended the run is the one to be raised
+        except Exception as error:  # noqa: BLE001 - the exception that ended the run must not be replaced
             _log.error("OnExceptionCheckpoint could not save after %s: %s", type(exception).__name__, error)
         finally:
             self._unused.release()
 
     def _save_together(self, trainer: Trainer, exception: BaseException) -> None:
         path = trainer.strategy.broadcast(self._path() if trainer.is_global_zero else "")
+        remaining, expected = trainer.interruption.remaining, trainer.context.save_seconds
+        if remaining is not None and expected > remaining and trainer.is_global_zero:
+            _log.warning(
+                "%s: saving took %.1f s the last time, and %.1f s remain of preemption_deadline=%g: if the job ends "
+                "before %s is complete, the checkpoint before it is the newest",
+                type(exception).__name__,
+                expected,
+                remaining,
+                trainer.preemption_deadline,
+                path,
+            )
         trainer.save_checkpoint(path)
         self._note(trainer, path, exception, logs=trainer.is_global_zero)
+        remaining = trainer.interruption.remaining
+        if remaining is not None and trainer.is_global_zero:
+            _log.warning("%.1f s remain of preemption_deadline=%g", remaining, trainer.preemption_deadline)
 
     def _save_alone(self, trainer: Trainer, exception: Exception) -> None:
         if trainer.world_size > 1 and not trainer.strategy.replicates_state:

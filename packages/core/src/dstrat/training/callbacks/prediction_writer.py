@@ -1,4 +1,4 @@
-"""Predictions written while they are made, each process its own."""
+"""Callbacks that write predictions, each rank its own."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _METHODS = {
 
 
 class PredictionWriter(Callback):
-    """What writes predictions; a subclass says how, after each batch, at the end, or both.
+    """Base class of callbacks that write predictions after each batch, at the end, or both.
 
-    Each process writes what it predicted, and is told which samples of the dataset that is::
+    Each rank writes its own predictions, with the indices of their samples in the dataset::
 
         class Writer(PredictionWriter):
             def __init__(self, folder):
@@ -43,7 +43,7 @@ class PredictionWriter(Callback):
             def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
                 torch.save((predictions, batch_indices), self.folder / f"rank{trainer.global_rank}.pt")
 
-    With ``trainer.predict(..., return_predictions=False)`` nothing else keeps them.
+    With ``trainer.predict(..., return_predictions=False)`` predictions are not collected in memory.
 
     Args:
         write_interval: ``"batch"``, ``"epoch"`` or ``"batch_and_epoch"``.
@@ -78,16 +78,16 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write what was predicted for a batch.
+        """Write the predictions of a batch.
 
         Args:
-            trainer: The Trainer that runs.
-            module: The module that predicted.
-            prediction: What ``predict_step`` returned.
-            batch_indices: Indices in the dataset of the batch's samples; None where the loader has none, as with an
-                iterable dataset.
+            trainer: The Trainer.
+            module: The module.
+            prediction: The result of ``predict_step``.
+            batch_indices: Indices of the batch's samples in the dataset; None if they are unknown, as for an iterable
+                dataset.
             batch: The batch.
-            batch_idx: Index of the batch among those of this process.
+            batch_idx: Index of the batch among those of this rank.
             dataloader_idx: Index of the loader.
         """
 
@@ -98,14 +98,14 @@ class PredictionWriter(Callback):
         predictions: list[Any],
         batch_indices: list[Any],
     ) -> None:
-        """Write everything that this process predicted.
+        """Write all predictions of this rank.
 
         Args:
-            trainer: The Trainer that runs.
-            module: The module that predicted.
-            predictions: For each batch what ``predict_step`` returned, on the CPU; with several loaders a list of
-                such lists.
-            batch_indices: For each batch the indices in the dataset of its samples, or None; likewise.
+            trainer: The Trainer.
+            module: The module.
+            predictions: The result of ``predict_step`` for each batch, on the CPU; for several loaders a list of such
+                lists.
+            batch_indices: Indices of the samples of each batch, or None; for several loaders a list of such lists.
         """
 
     def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: ARG002 - a hook
@@ -133,19 +133,19 @@ class PredictionWriter(Callback):
             self.write_on_epoch_end(trainer, module, predictions, indices)
 
 
-# Predictions in files of torch, one or more for each process.
+# Predictions in files of torch.save
 
 
 _NAME = re.compile(r"rank(\d+)_loader(\d+)(?:_batch(\d+))?\.pt")
 
 
 class TorchPredictionWriter(PredictionWriter):
-    """Writes predictions with ``torch.save``, to be read again, in order, with :func:`read_predictions`.
+    """Write predictions with ``torch.save``; :func:`read_predictions` reads them in the order of the dataset.
 
     Args:
-        folder: Where the files go, the same for all processes.
-        write_interval: ``"epoch"`` writes a file for each process and loader at the end, ``"batch"`` one for each
-            batch, so that no more than one batch is held.
+        folder: Folder of the files, the same on all ranks.
+        write_interval: ``"epoch"`` writes one file for each rank and loader at the end; ``"batch"`` writes one file for
+            each batch, and needs memory for one batch only.
     """
 
     def __init__(self, folder: str | Path, write_interval: Literal["batch", "epoch"] = "epoch") -> None:
@@ -155,12 +155,12 @@ class TorchPredictionWriter(PredictionWriter):
         self.folder = home_path(folder)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:  # noqa: ARG002 - a hook
-        """Make the folder; refuse one with predictions that would be mixed with the new ones."""
+        """Make the folder, and check that it has no predictions of another run."""
         if stage != "predict":
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         for file, rank, _, _ in _files(self.folder):
-            if rank == trainer.global_rank or rank >= trainer.world_size:  # others may have begun to write
+            if rank == trainer.global_rank or rank >= trainer.world_size:  # other ranks may be writing already
                 raise RequestError(
                     f"{str(self.folder)!r} holds predictions already ({file.name}): "
                     "remove them, or choose another folder"
@@ -198,19 +198,19 @@ class TorchPredictionWriter(PredictionWriter):
 
 
 def read_predictions(folder: str | Path, **load_options: Any) -> list[Any]:
-    """Return the predictions that a :class:`TorchPredictionWriter` wrote, as ``trainer.predict`` would have.
+    """Return the predictions of a :class:`TorchPredictionWriter`, in the form of ``trainer.predict``.
 
     Args:
-        folder: Where they are.
-        **load_options: For ``torch.load``, such as ``weights_only=False`` where predictions are not just tensors,
-            numbers, text and collections of them.
+        folder: Folder of the files.
+        **load_options: Arguments of ``torch.load``, such as ``weights_only=False`` for predictions with other values
+            than tensors, numbers, str and collections of them.
 
     Returns:
-        What was predicted for each batch, in the order of the dataset where the indices of samples were known; with
-        several loaders a list of such lists.
+        The predictions of each batch, in the order of the dataset if the indices of samples are known; for several
+        loaders a list of such lists.
 
     Raises:
-        RequestError: There are no predictions.
+        RequestError: The folder has no predictions.
     """
     files = sorted(_files(home_path(folder)), key=lambda batches_by_loader: batches_by_loader[1:])
     if not files:
@@ -225,7 +225,7 @@ def read_predictions(folder: str | Path, **load_options: Any) -> list[Any]:
 
 
 def _in_order(batches: list[tuple[Any, Any]]) -> list[Any]:
-    """Return the predictions by the samples that they are for, each once, where that is known."""
+    """Return the predictions in the order of their samples, without duplicates, if the samples are known."""
     if any(indices is None for indices, _ in batches):
         return [prediction for _, prediction in batches]
     by_samples = {tuple(indices): prediction for indices, prediction in batches}
@@ -233,7 +233,7 @@ def _in_order(batches: list[tuple[Any, Any]]) -> list[Any]:
 
 
 def _files(folder: Path) -> list[tuple[Path, int, int, int]]:
-    """Return the files of predictions with rank, loader and batch."""
+    """Return the files of predictions, each with rank, loader and batch."""
     files = []
     for file in folder.iterdir() if folder.is_dir() else []:
         if match := _NAME.fullmatch(file.name):

@@ -15,15 +15,15 @@ _SAMPLES = 20  # updates that a speed is measured over: some seconds on a termin
 
 
 class Progress:
-    """How far one loop over batches is.
+    """The progress of one loop over batches.
 
     Args:
-        title: What the loop does.
-        total: Number of its batches, None where it is unknown.
-        done: Number of batches that are done already, as where an epoch is continued.
+        title: Title of the loop.
+        total: Number of its batches; None if it is unknown.
+        done: Number of batches done before, in a resumed epoch.
 
     Attributes:
-        done: Number of batches that are done.
+        done: Number of batches done.
     """
 
     def __init__(self, title: str, total: int | None, done: int = 0) -> None:
@@ -32,18 +32,18 @@ class Progress:
         self._samples = deque([(self._start, done)], maxlen=_SAMPLES)
 
     def reach(self, done: int) -> None:
-        """Take the number of batches that are done now."""
+        """Update the number of batches done."""
         if done != self.done:
             self.done = done
             self._samples.append((monotonic(), done))
 
     def skip(self, seconds: float) -> None:
-        """Leave out of the speed a time in which the loop waited for another one."""
+        """Exclude a time from the speed, in which the loop waited for a nested one."""
         self._samples = deque(((time + seconds, done) for time, done in self._samples), maxlen=_SAMPLES)
 
     @property
     def speed(self) -> float | None:
-        """Batches per second lately, None before any can be told."""
+        """Recent batches per second; None before the first measurement."""
         (start, done_before), (end, done) = self._samples[0], self._samples[-1]
         return (done - done_before) / (end - start) if done > done_before and end > start else None
 
@@ -54,19 +54,19 @@ class Progress:
 
     @property
     def seconds_remaining(self) -> float | None:
-        """Seconds until the end at the present speed, None where that is unknown."""
+        """Seconds until the end at the recent speed; None if it is unknown."""
         if self.total is None or self.speed is None or self.done >= self.total:
             return None
         return (self.total - self.done) / self.speed
 
 
 def format_count(progress: Progress) -> str:
-    """Return the batches that are done, of how many."""
+    """Return the number of batches done, with their total if it is known."""
     return str(progress.done) if progress.total is None else f"{progress.done}/{progress.total}"
 
 
 def format_speed(speed: float | None) -> str:
-    """Return a speed as batches per second, or seconds per batch where these are more than one."""
+    """Return a speed as batches per second, or as seconds per batch if it is below 1."""
     if speed is None:
         return ""
     return f"{format_value(1 / speed, digits=3)} s/it" if speed < 1 else f"{format_value(speed, digits=3)} it/s"
@@ -82,7 +82,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_value(value: float | str, *, digits: int = 4) -> str:
-    """Return a number with so many significant digits, and no fewer before the point; whole numbers as ints."""
+    """Return a number with a number of significant digits, at least all before the point; integers without a point."""
     if isinstance(value, str):  # from get_metrics
         return value
     if float(value).is_integer() and abs(value) < 1e9:
@@ -92,16 +92,16 @@ def format_value(value: float | str, *, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-# Progress of an evaluation over one or several loaders.
+# Progress of an evaluation over one or several loaders
 
 
 class EvaluationProgress:
-    """How far validation, testing or prediction is, over all loaders; with several its title says which one is read.
+    """The progress of an evaluation over all loaders, with the current one in its title.
 
     Args:
-        title: What the loop does.
-        counts: Number of batches of each loader; None where it is unknown.
-        batches_per_item: Number of batches that end together.
+        title: Title of the evaluation.
+        counts: Number of batches of each loader; None for an unknown one.
+        batches_per_item: Number of batches in a call of a compiled step; otherwise 1.
     """
 
     def __init__(self, title: str, counts: Sequence[int | None], batches_per_item: int = 1) -> None:
@@ -111,47 +111,47 @@ class EvaluationProgress:
         self._done = [0] * len(counts)
 
     def count(self, dataloader_idx: int, refresh_rate: int) -> bool:
-        """Count what has ended of a loader; return whether that reaches a multiple of so many batches."""
+        """Count an item of a loader, and return whether a multiple of the refresh rate is reached."""
         self._done[dataloader_idx] += self._batches_per_item
         return self._done[dataloader_idx] % refresh_rate < self._batches_per_item
 
     def now(self) -> Progress:
-        """Return the present state, with the loader that is read."""
+        """Return the current progress, with the loader in its title."""
         self._progress.reach(sum(self._done))
         if len(self._counts) > 1:
             self._progress.title = f"{self._title} {self._index + 1} of {len(self._counts)}"
         return self._progress
 
     def finished(self) -> Progress:
-        """Return the state at the end."""
+        """Return the progress at the end."""
         progress = self.now()
         progress.title = self._title
         return progress
 
     @property
     def _index(self) -> int:
-        """Index of the loader that is read: the last with batches that are done, or the next where these are all."""
+        """Index of the current loader: the last one with batches done, or the next one if all of these are."""
         index = max((index for index, done in enumerate(self._done) if done), default=0)
         is_over = self._done[index] == self._counts[index]
         return min(index + is_over, len(self._counts) - 1)
 
 
-# Progress as lines of text, for files, pipes and notebooks.
+# Progress as lines of text, for files, pipes and notebooks
 
 
 class LineDisplay:
-    """Writes a line to stderr now and then, and one for each loop that is over."""
+    """Display that prints a line to stderr at intervals, and one at the end of each loop."""
 
     seconds_between_updates = 10.0
     starts_at_once = False
     shows_time = False
 
     def update(self, running: Sequence[Progress], values: Mapping[str, float | str]) -> None:
-        """Write a line about the innermost loop that runs."""
+        """Print a line about the innermost running loop."""
         _write(", in ".join(progress.title for progress in reversed(running)), running[-1], values)
 
     def finish(self, progress: Progress, values: Mapping[str, float | str]) -> None:
-        """Write the line of a loop that is over."""
+        """Print the line of a finished loop."""
         _write(progress.title, progress, values)
 
     def close(self) -> None:

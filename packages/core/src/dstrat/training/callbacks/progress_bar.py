@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
 
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.progress import EvaluationProgress, Progress
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 
 SECONDS_BETWEEN_TICKS = 0.5
-"""Time after which bars are drawn again although no batch has ended, so that a long one does not look like a hang."""
+"""Seconds between redraws while no batch ends, so that a long batch does not look like a hang."""
 
 
 class ProgressBar(Callback):
-    """Shows epochs, batches, speed and the values logged with ``prog_bar=True``, on stderr of global rank 0.
+    """Display of epochs, batches, speed and the values logged with ``prog_bar=True``, on stderr of global rank 0.
 
-    On a terminal bars move; elsewhere (files, pipes, notebooks) there is a line for each epoch and every 10 seconds.
-    A run that breaks leaves its last state, and a line that says where it was and which checkpoint is the newest.
+    A terminal shows moving bars; files, pipes and notebooks get a line for each epoch and every 10 seconds.
+    A failed run leaves its last state, and a line with its position and the newest checkpoint.
 
-    A batch costs a look at the clock.  Values are read from their device only when they are shown, in the thread that
-    trains: another one would race with it for them.  Between, a thread draws the time and the batches that are done.
+    Each batch costs one read of the clock.  Values are read from their device only when they are displayed, in the
+    training thread.  In between, another thread draws the time and the number of batches.
 
     Attributes:
-        refresh_rate: Number of batches between two updates, at least; 0 shows nothing.
+        refresh_rate: Minimal number of batches between two updates; 0 shows nothing.
 
     Args:
-        refresh_seconds: Time between two updates; by default 0.3 on a terminal and 10 elsewhere.
+        refresh_seconds: Seconds between two updates; by default 0.3 on a terminal and 10 elsewhere.
 
     Raises:
         RequestError: The time is negative.
@@ -71,7 +71,7 @@ class ProgressBar(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish_epoch(trainer)
-        done = trainer.fit_loop.batches_done  # not 0 where the epoch is continued
+        done = trainer.fit_loop.batches_done  # not 0 in a resumed epoch
         self._batches_before = trainer.fit_loop.batches_seen - done
         self._training = Progress(_epoch_title(trainer), _batches_of_epoch(trainer), done)
         self._update_when_due(trainer)
@@ -139,24 +139,24 @@ class ProgressBar(Callback):
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if self._display is not None:
             self._stop = exception
-            self._draw(trainer)  # with the values shown last: reading others might fail again
+            self._draw(trainer)  # with the last displayed values: reading new ones from the device might fail
         self._close()
 
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._close()
         stop, self._stop = self._stop, None
-        if stop is not None:  # now those that save a checkpoint on an exception have done so
+        if stop is not None:  # printed here, after other callbacks have saved a checkpoint in on_exception
             print(describe_stop(trainer, stop), file=sys.stderr, flush=True)
 
-    # What subclasses change
+    # Methods to override
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, float | str]:  # noqa: ARG002 - for subclasses
-        """Return the values to show by name; called when the bar is drawn."""
+        """Return the values to display by name; called when the bar is drawn."""
         return dict(trainer.progress_bar_metrics)
 
     def make_display(self) -> Display:
-        """Return what a run is shown on."""
+        """Return the display of a run."""
         return make_display()
 
     # The loops
@@ -171,7 +171,7 @@ class ProgressBar(Callback):
         self._open(trainer)
         self._reach(trainer)
         if self._display is not None and trainer.is_fitting and not trainer.sanity_checking:
-            self._take_values(trainer)  # they stay while validation goes on
+            self._take_values(trainer)  # displayed during the validation
         self._evaluation = EvaluationProgress(
             title, trainer.context.evaluation_batches, trainer.strategy.evaluation_batches_per_item()
         )
@@ -219,7 +219,7 @@ class ProgressBar(Callback):
             self._drawn_at = monotonic()
 
     def _tick(self, trainer: Trainer, training_thread: int) -> float | None:
-        """Draw when nothing has been drawn for a while, in the ticker's thread; return the seconds until it is due."""
+        """Redraw if a time has passed since the last drawing, in the ticker's thread; return the seconds until then."""
         if self._display is None:
             return None
         seconds = max(SECONDS_BETWEEN_TICKS, self._seconds_between(self._display))
@@ -228,7 +228,7 @@ class ProgressBar(Callback):
         try:
             if not is_at_a_prompt(training_thread):
                 self._draw(trainer)
-        except OSError:  # the terminal is gone; the thread that trains finds that out
+        except OSError:  # the terminal has closed; the training thread raises the error
             return None
         return seconds
 
@@ -239,7 +239,7 @@ class ProgressBar(Callback):
     def _take_values(self, trainer: Trainer) -> None:
         if not trainer.sanity_checking and trainer.module is not None:
             values = self.get_metrics(trainer, trainer.module)
-            self._values = self._values | values  # another dict, as the ticker's thread may read this one
+            self._values = self._values | values  # a new dict, since the ticker's thread may be reading the old one
 
     def _open(self, trainer: Trainer) -> None:
         if self._display is not None or not trainer.is_global_zero or self.refresh_rate == 0:
@@ -271,7 +271,7 @@ def _epoch_title(trainer: Trainer) -> str:
 
 
 def _batches_of_epoch(trainer: Trainer) -> int | None:
-    """Return the number of batches until the epoch ends, or training does before."""
+    """Return the number of batches until the epoch or the training ends; None if it is unknown."""
     of_epoch = trainer.num_training_batches
     if trainer.max_steps < 0:
         return of_epoch
@@ -289,7 +289,7 @@ _STAGES = {"fit": "training", "validate": "validation", "test": "test", "predict
 
 
 def describe_stop(trainer: Trainer, exception: BaseException) -> str:
-    """Return what was stopped by what, and where the newest checkpoint of a fit is.
+    """Return the message about a stopped run, with its position and its newest checkpoint.
 
     For example ``training interrupted in epoch 3, after 1234 steps; newest checkpoint: logs/last.ckpt``.
     """
@@ -304,16 +304,16 @@ def describe_stop(trainer: Trainer, exception: BaseException) -> str:
 
 
 def newest_checkpoint(trainer: Trainer) -> str | None:
-    """Return the checkpoint that was written last, of those that the callbacks name; None without one."""
+    """Return the newest of the callbacks' checkpoints; None without one."""
     named = (getattr(callback, name, None) for callback in trainer.checkpoint_callbacks for name in _PATHS)
     written = [(when, path) for path in named if path and (when := _written_ns(path)) is not None]
     return max(written)[1] if written else None
 
 
 def _written_ns(path: str) -> int | None:
-    """Return when a checkpoint was written; None where it is not there, or nobody can say."""
+    """Return the time when a checkpoint was written; None if it does not exist, or the time is unknown."""
     try:
-        return written_ns(place(path))
+        return written_ns(as_path(path))
     except OSError:
         return None
 
@@ -326,16 +326,16 @@ def _verb(exception: BaseException) -> str:
     return f"stopped by {type(exception).__name__}"
 
 
-# Displays of a progress bar: terminal and plain output.
+# Displays: terminal and plain output
 
 
 class Display(Protocol):
-    """Where progress is shown.
+    """A display of progress.
 
     Attributes:
-        seconds_between_updates: How often it is worth an update.
-        starts_at_once: Whether the first update comes without that delay.
-        shows_time: Whether it shows the time that passes, so that it wants updates while nothing else happens.
+        seconds_between_updates: Seconds between two updates.
+        starts_at_once: Whether the first update has no such delay.
+        shows_time: Whether it shows the elapsed time, which needs updates between batches.
     """
 
     seconds_between_updates: float
@@ -343,10 +343,10 @@ class Display(Protocol):
     shows_time: bool
 
     def update(self, running: Sequence[Progress], values: Mapping[str, float | str]) -> None:
-        """Show the loops that run, outermost first."""
+        """Show the running loops, outermost first."""
 
     def finish(self, progress: Progress, values: Mapping[str, float | str]) -> None:
-        """Show a loop that is over."""
+        """Show a finished loop."""
 
     def close(self) -> None:
         """End the display."""
@@ -358,8 +358,8 @@ def moves_bars() -> bool:
 
 
 def make_display() -> Display:
-    """Return bars for a terminal that can move its cursor, lines for everything else; rich is loaded for bars only."""
-    if moves_bars():
+    """Return bars for a terminal that can move its cursor, lines for everything else."""
+    if moves_bars():  # rich is imported here only
         from dstrat.training.callbacks.progress_terminal import LiveDisplay
 
         return LiveDisplay()
@@ -375,10 +375,10 @@ _PROMPTS = ("bdb", "cmd", "code", "IPython", "ipdb", "pudb")
 
 
 class Ticker:
-    """Calls a function until it is stopped.
+    """A thread that calls a function periodically.
 
     Args:
-        tick: Returns the seconds to wait until its next call; None ends it.
+        tick: Returns the seconds until its next call; None ends the thread.
     """
 
     def __init__(self, tick: Callable[[], float | None]) -> None:
@@ -392,13 +392,13 @@ class Ticker:
             pass
 
     def stop(self) -> None:
-        """Wait for the present call, and let there be no other."""
+        """End the thread after the current call, and wait for it."""
         self._stopped.set()
         self._thread.join()
 
 
 def is_at_a_prompt(thread_id: int) -> bool:
-    """Return whether a thread is in a debugger or in another interactive prompt, whose line must not be touched."""
+    """Return whether a thread is in a debugger or another interactive prompt, which a redraw would garble."""
     frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - documented, for debugging
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] in _PROMPTS:

@@ -36,13 +36,14 @@ _drawing = threading.RLock()
 
 @cache
 def _forbid_forks_while_drawing() -> None:
-    """Let a fork wait for a thread that draws: the child would inherit the locks of its streams, and wait for ever."""
+    """Make forks wait for a thread that draws."""
+    # A child forked meanwhile would inherit the locked locks of the streams, and wait forever.
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
 
 
 class LiveDisplay:
-    """Bars for the loops that run, with the values below; whatever is written appears above them."""
+    """Display of bars for the running loops, with the values below; other output appears above them."""
 
     seconds_between_updates = 0.3
     starts_at_once = True
@@ -56,12 +57,12 @@ class LiveDisplay:
         self._lines = PinnedLines(Console(**{"stderr": True, **console_options}))
 
     def update(self, running: Sequence[Progress], values: Mapping[str, float | str]) -> None:
-        """Draw the loops that run, outermost first."""
+        """Draw the running loops, outermost first."""
         with _drawing:
             self._lines.draw(_drawing_of(running, values, self._theme))
 
     def finish(self, progress: Progress, values: Mapping[str, float | str]) -> None:
-        """Take the last state of a loop; the next one takes its place, or comes below it where bars are left."""
+        """Show the last state of a loop, which the next loop replaces, or follows below if bars are left."""
         with _drawing:
             drawing = _drawing_of([progress], values, self._theme)
             if self._leaves:
@@ -70,7 +71,7 @@ class LiveDisplay:
                 self._lines.set(drawing)
 
     def close(self) -> None:
-        """Draw a last time, and give the terminal back."""
+        """Draw a last time, and restore the terminal."""
         self._lines.close()
 
 
@@ -99,7 +100,7 @@ def _drawing_of(running: Sequence[Progress], values: Mapping[str, float | str], 
 
 
 class _Values:
-    """Values after their names, in as many lines as they need."""
+    """Names and values, wrapped into lines."""
 
     def __init__(self, values: Mapping[str, float | str], theme: RichProgressBarTheme) -> None:
         self._values, self._theme = values, theme
@@ -127,13 +128,13 @@ _ERASE_BELOW = Segment("\r\x1b[J", None, [(ControlType.CARRIAGE_RETURN,)])
 
 
 class PinnedLines(RenderHook):
-    """Lines that stay below everything that is written.
+    """Lines that stay below all other output.
 
-    The cursor rests on an empty line above them.  What this process prints goes there through the console; what other
-    processes write to the same terminal appears there too and stays, because the next drawing starts where it ended.
+    The cursor rests on an empty line above them.  Output of this process is written there through the console; that of
+    other processes to the same terminal appears there too, and stays, because the next drawing starts after it.
 
     Args:
-        console: Writes to a terminal.
+        console: The console of a terminal.
     """
 
     def __init__(self, console: Console) -> None:
@@ -141,26 +142,26 @@ class PinnedLines(RenderHook):
         self._content: RenderableType = ""
         self._replaced: list[tuple[TextIO, TextIO]] = []
         console.push_render_hook(self)
-        if sys.stdout.isatty():  # where it goes to a file, it stays there
+        if sys.stdout.isatty():  # not if it is redirected to a file
             sys.stdout = self._replace(sys.stdout)
         sys.stderr = self._replace(sys.stderr)
 
     def set(self, content: RenderableType) -> None:
-        """Take other lines, for the next time that anything is written."""
+        """Set the lines for the next drawing."""
         self._content = content
 
     def release(self, content: RenderableType) -> None:
-        """Let lines go up to what is written, and pin none."""
+        """Print lines as normal output, and pin none."""
         self._content = ""
         self._console.print(content)
 
     def draw(self, content: RenderableType) -> None:
-        """Show other lines."""
+        """Draw other lines."""
         self._content = content
         self._console.print(Control())
 
     def close(self) -> None:
-        """Leave the lines where they are, and the cursor below them."""
+        """Unpin the lines, and put the cursor below them."""
         for stream in {id(new): new for _, new in self._replaced}.values():
             stream.flush()
         for original, proxy in self._replaced:
@@ -174,7 +175,7 @@ class PinnedLines(RenderHook):
         self._console.print(_Raw(_ERASE_BELOW), self._content, sep="", end="" if self._content == "" else "\n")
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Put the lines below what is printed; called by the console."""
+        """Append the lines to printed content; called by the console."""
         return [_Raw(_ERASE_BELOW), *renderables, _Below(self._content)]
 
     def _replace(self, stream: TextIO) -> TextIO:
@@ -195,7 +196,7 @@ class _Raw:
 
 
 class _Below:
-    """An empty line, where the cursor is left, and the content below it."""
+    """An empty line for the cursor, and the content below it."""
 
     def __init__(self, content: RenderableType) -> None:
         self._content = content
@@ -213,12 +214,11 @@ class _Below:
 
 
 def move_handlers(old: TextIO, new: TextIO) -> None:
-    """Let every logging handler that writes to the old stream write to the new one."""
+    """Redirect the logging handlers of a stream to another one."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     for logger in loggers:
         for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
             if isinstance(handler, logging.StreamHandler) and handler.stream is old:
-                # A stream that cannot be set is one that is looked up with each record, as logging.lastResort's: it
-                # follows sys.stderr by itself.
+                # logging.lastResort has no settable stream: it looks up sys.stderr for each record.
                 with suppress(AttributeError):
                     handler.setStream(new)

@@ -1,4 +1,4 @@
-"""Progress of a run, with the styles of rich."""
+"""Progress bar with custom styles of rich."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class RichProgressBarTheme:
-    """The styles of a progress bar, as rich knows them: names such as ``"bold red"`` or ``"#6206E0"``, or a ``Style``.
+    """The styles of a progress bar: rich's names, such as ``"bold red"`` or ``"#6206E0"``, or a ``Style``.
 
     Attributes:
-        description: Of what the loop does.
-        progress_bar: Of the bar while it moves.
-        progress_bar_finished: Of the bar at its end.
-        progress_bar_pulse: Of the bar of a loop without a known end.
-        batch_progress: Of the number of batches.
-        time: Of the times.
-        processing_speed: Of the speed.
-        metrics: Of the values.
-        metrics_text_delimiter: Between two values.
-        metrics_format: Of a value, as ``".3f"``; empty for four digits.
+        description: Style of the title of a loop.
+        progress_bar: Style of an unfinished bar.
+        progress_bar_finished: Style of a finished bar.
+        progress_bar_pulse: Style of the bar of a loop with unknown length.
+        batch_progress: Style of the number of batches.
+        time: Style of the times.
+        processing_speed: Style of the speed.
+        metrics: Style of the values.
+        metrics_text_delimiter: Text between two values.
+        metrics_format: Format of a value, such as ``".3f"``; empty for four digits.
     """
 
     description: str | Style = ""
@@ -46,13 +46,13 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(ProgressBar):
-    """Shows what :class:`~dstrat.training.callbacks.progress_bar.ProgressBar` does, in other styles.
+    """A :class:`~dstrat.training.callbacks.progress_bar.ProgressBar` with other styles.
 
     Args:
-        refresh_rate: Number of batches between two updates, at least; 0 shows no bar.
-        leave: Whether the bar of each epoch stays when the next one begins.
+        refresh_rate: Minimal number of batches between two updates; 0 shows no bar.
+        leave: Whether the bar of each epoch stays when the next epoch begins.
         theme: The styles.
-        console_kwargs: For ``rich.console.Console``, such as ``{"width": 80}``.
+        console_kwargs: Arguments of ``rich.console.Console``, such as ``{"width": 80}``.
 
     Raises:
         RequestError: The number is negative.

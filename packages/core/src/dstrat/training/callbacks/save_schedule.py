@@ -1,4 +1,4 @@
-"""Schedule of a ModelCheckpoint by epochs, steps or time, and its saves in the background."""
+"""Schedule of a ModelCheckpoint by epochs, steps or time, and its background saves."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class SavingTimes:
-    """Knows after which batches and epochs a save is due, the same in every process.
+    """The batches and epochs after which a save is due, the same on all ranks.
 
     Args:
-        every_n_epochs: After every n-th epoch, 0 never; None is every epoch, where nothing else is given.
-        every_n_train_steps: After so many optimizer steps, 0 never.
-        train_time_interval: After so much time, at the end of a step on which the processes agree.
-        save_on_train_epoch_end: Whether epochs count when their training ends, or their validation; None lets a
-            monitored value of validation decide.
+        every_n_epochs: Number of epochs between saves; 0 is never, and None every epoch without another interval.
+        every_n_train_steps: Number of optimizer steps between saves; 0 is never.
+        train_time_interval: Time between saves, at the end of a step that is common to all ranks.
+        save_on_train_epoch_end: Whether to save at the end of an epoch's training or after its validation; None depends
+            on the monitored value.
 
     Raises:
         RequestError: An argument is out of range.
-        ConflictError: Two of them exclude each other.
+        ConflictError: Two arguments exclude each other.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SavingTimes:
         self._votes: Votes | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Start to count when training starts."""
+        """Start the intervals when training starts."""
         self._seen_step = trainer.global_step
         self._deadline = monotonic() + self._seconds
         self._votes = None
@@ -79,11 +79,11 @@ class SavingTimes:
             self._votes = Votes(trainer.strategy, trainer.fit_loop.batches_seen)
 
     def end(self) -> None:
-        """Let go of the run."""
+        """Release the objects of the run."""
         self._votes = None
 
     def after_batch(self, trainer: Trainer) -> bool:
-        """Return whether a save is due after this batch; collective about twice a second where time counts."""
+        """Return whether a save is due after a batch; with a time interval collective about twice a second."""
         if self._votes is not None:
             return self._time_is_up(trainer, self._votes)
         interval = self.every_n_train_steps
@@ -97,18 +97,18 @@ class SavingTimes:
         step = trainer.fit_loop.batches_seen
         if step < votes.next_at:
             return False
-        wishes = trainer.is_global_zero and monotonic() >= self._deadline
-        (is_up,) = votes.take(step, int(wishes))
+        requests = trainer.is_global_zero and monotonic() >= self._deadline
+        (is_up,) = votes.take(step, int(requests))
         if is_up:
             self._deadline = monotonic() + self._seconds
         return bool(is_up)
 
     def epoch_is_due(self, trainer: Trainer) -> bool:
-        """Return whether the epoch is one after which to save."""
+        """Return whether a save is due at the end of the current epoch."""
         return self.counts_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
     def describe(self) -> str:
-        """Return the arguments as they are in the callback's ``state_key``."""
+        """Return the arguments for the callback's ``state_key``."""
         description = f"every_n_epochs={self.every_n_epochs}, every_n_train_steps={self.every_n_train_steps}"
         return (
             description if self.train_time_interval is None else f"{description}, train_time_interval={self._seconds}"
@@ -116,7 +116,7 @@ class SavingTimes:
 
 
 def check_count(name: str, value: Any, least: int) -> None:
-    """Raise :class:`RequestError` where a number is not an int of at least that size."""
+    """Raise a :class:`RequestError` unless a value is an int of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise RequestError(f"{name}={value!r} must be an int of at least {least}")
 
@@ -133,43 +133,43 @@ def _check_one(requested: dict[str, Any]) -> None:
 
 
 class BackgroundSaves:
-    """Puts an :class:`AsyncCheckpointIO` around a strategy's checkpoint io, until :meth:`end`.
+    """Background saves: wraps a strategy's checkpoint io in an :class:`AsyncCheckpointIO` until :meth:`end`.
 
-    All saves of the run go through it, so that two of them are never written at once.
+    All saves of the run use it, so that only one is written at a time.
 
     Args:
-        strategy: Of a run that has been set up.
+        strategy: Of a run, after its setup.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         checkpoint_io = strategy.checkpoint_io
-        # An AsyncCheckpointIO is another callback's, or the user's, and stays.
+        # An existing AsyncCheckpointIO is the user's or another callback's: it is used, and not removed at the end.
         self._replaced = None if isinstance(checkpoint_io, AsyncCheckpointIO) else checkpoint_io
         self._io = checkpoint_io if isinstance(checkpoint_io, AsyncCheckpointIO) else AsyncCheckpointIO(checkpoint_io)
         self._put(self._io)
 
     def check(self) -> None:
-        """Raise the error of a write that has failed; does not wait.
+        """Raise the error of a failed write, without waiting for one in flight.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: A write failed.
         """
         self._io.check()
 
     def wait(self) -> None:
-        """Wait for what is being written.
+        """Wait for the write in flight.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The write failed.
         """
         self._io.wait()
 
     def end(self) -> None:
-        """Wait, and give the strategy its own checkpoint io back.
+        """Wait for the write in flight, and restore the strategy's checkpoint io.
 
         Raises:
-            CheckpointError: What was being written failed.
+            CheckpointError: The write failed.
         """
         try:
             self._io.wait()
@@ -182,7 +182,7 @@ class BackgroundSaves:
 
 
 def wait_for_writes(strategy: Strategy) -> None:
-    """Wait until the strategy's checkpoint io has nothing left to write.
+    """Wait for a background write of the strategy's checkpoint io, if there is one.
 
     Raises:
         CheckpointError: A write in the background failed.

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: the mean of the weights at the ends of the last epochs, which have their own rates."""
+"""Stochastic weight averaging: the mean of the weights of the last epochs, with their own learning rates."""
 
 from __future__ import annotations
 
@@ -28,21 +28,19 @@ _log = logging.getLogger(__name__)
 
 
 class StochasticWeightAveraging(WeightAveraging):
-    """Averages the weights at the ends of the last epochs, and leads the learning rate to one that stays high in them.
+    """Average the weights at the ends of the last epochs, with a constant learning rate.
 
-    In these epochs learning rates are this callback's, as ``torch.optim.swa_utils.SWALR`` would set them, whatever
-    schedulers do; give it before a ``LearningRateMonitor``.  Statistics of batch norm are averaged like weights, rather
-    than measured again.  `Izmailov et al., 2018 <https://arxiv.org/abs/1803.05407>`_ describe the method.
+    The method is that of `Izmailov et al., 2018 <https://arxiv.org/abs/1803.05407>`_.  In the averaged epochs this
+    callback sets the learning rates, like ``torch.optim.swa_utils.SWALR``, and schedulers have no effect; pass it
+    before a ``LearningRateMonitor``.  Statistics of batch norm are averaged like weights, not computed again.
 
     Args:
-        swa_lrs: The learning rate that is led to: one for all, or one for each parameter group, of all optimizers in
-            their order.
-        swa_epoch_start: Index of the first epoch that counts, or as a float the fraction of ``max_epochs`` before it.
-        annealing_epochs: Number of epochs on the way from the learning rate before; 0 takes the new one at once.
-        annealing_strategy: Whether the way is half a wave (``"cos"``) or straight (``"linear"``).
-        avg_fn: How to average, as ``torch.optim.swa_utils.AveragedModel`` takes it; by default all epochs count the
-            same.
-        device: Where the average is kept; by default on the module's device.
+        swa_lrs: The final learning rate: one for all, or one for each parameter group of all optimizers in their order.
+        swa_epoch_start: Index of the first averaged epoch, or as a float the fraction of ``max_epochs`` before it.
+        annealing_epochs: Number of epochs of annealing to the final learning rate; 0 sets it at once.
+        annealing_strategy: ``"cos"`` or ``"linear"`` annealing.
+        avg_fn: The average, an argument of ``torch.optim.swa_utils.AveragedModel``; by default the mean.
+        device: Device of the average; by default the module's.
         use_buffers: Whether buffers are averaged too; otherwise they are copied.
 
     Raises:
@@ -128,13 +126,13 @@ class StochasticWeightAveraging(WeightAveraging):
         self._set_rates(trainer)
 
     def _share_of_new(self, epochs: int) -> float:
-        """Return how much of the new learning rate is in that of an epoch, so many after the first that counts."""
-        way = min(1.0, epochs / self._annealing_epochs) if self._annealing_epochs else 1.0
-        return way if self._annealing_strategy == "linear" else (1 - math.cos(math.pi * way)) / 2
+        """Return the share of the final learning rate, from the number of epochs since the first averaged one."""
+        progress = min(1.0, epochs / self._annealing_epochs) if self._annealing_epochs else 1.0
+        return progress if self._annealing_strategy == "linear" else (1 - math.cos(math.pi * progress)) / 2
 
     @override
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        if self._rates:  # which a scheduler that counts steps has changed
+        if self._rates:  # a scheduler with interval "step" may have changed them
             self._set_rates(trainer)
 
     def _set_rates(self, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Throughput of a training, written to the loggers: batches, samples, FLOPs."""
+"""Throughput of a training for the loggers: batches, samples, tokens, FLOPs."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _log = logging.getLogger(__name__)
 
 
 class ThroughputMonitor(Callback):
-    """Writes batches, samples and tokens per second of training, and the model FLOPs utilization, to the loggers.
+    """Write batches, samples and tokens per second, and the model FLOPs utilization, to the loggers.
 
-    Values are ``throughput/samples_per_sec`` and so on of the whole job, ``throughput/device/samples_per_sec`` of one
-    device (the mean over the processes), ``throughput/device/flops_per_sec`` and ``throughput/device/mfu``.  They are
-    written with the other values of steps (``log_every_n_steps``), leave validation out, and start after the first
-    batch.  The cost is about a microsecond per batch, and one small reduction for each write.
+    Names are ``throughput/samples_per_sec`` ... for the job, ``throughput/device/samples_per_sec`` ... for one device
+    (the mean over the ranks), ``throughput/device/flops_per_sec`` and ``throughput/device/mfu``.  They are written with
+    other step values (``log_every_n_steps``), exclude validation, and start after the first batch.  The cost is about a
+    microsecond per batch, and one small reduction for each write.
 
-    The operations of the first batch, forward and backward, are counted by ``torch.utils.flop_counter``, where the
-    peak is known; other batches count by their number of samples.  Kernels of one's own are not seen by it, and what is
-    computed again for activation checkpointing counts twice: pass ``flops_per_sample`` then.
+    ``torch.utils.flop_counter`` counts the operations of the first batch, forward and backward, if the peak is known;
+    other batches count by their number of samples.  It does not see custom kernels, and counts recomputation for
+    activation checkpointing: pass ``flops_per_sample`` in these cases.
 
     Args:
         batch_size_fn: Returns the number of samples of a batch; by default the length of its first tensor.
-        length_fn: Returns the number of tokens of a batch, or of whatever a sample is made of; None counts none.
+        length_fn: Returns the number of tokens of a batch; None counts no tokens.
         window_size: Number of batches to measure over.
-        available_flops: Peak operations per second of one device; by default that of common NVIDIA GPUs in the
-            dtype of the run's precision (:func:`~dstrat.training.callbacks.throughput_monitor.peak_flops`).
-        flops_per_sample: Operations of training on one sample; None counts them.
+        available_flops: Peak operations per second of one device; by default that of common NVIDIA GPUs for the dtype
+            of the run's precision (:func:`~dstrat.training.callbacks.throughput_monitor.peak_flops`).
+        flops_per_sample: Operations of the training on one sample; None counts them.
 
     Raises:
         RequestError: A number is out of range.
@@ -126,7 +126,7 @@ class ThroughputMonitor(Callback):
 
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._stop_counting()  # of a first batch that failed or was left out
+        self._stop_counting()  # if the first batch has failed or was skipped
         self._throughput = None
         self._due_at_step = math.inf
 
@@ -157,12 +157,12 @@ class ThroughputMonitor(Callback):
         self._due_at_step = (trainer.global_step // every + 1) * every
 
     def _write(self, trainer: Trainer, rates: Rates) -> None:
-        """Write what all processes do; collective."""
+        """Write the rates of all ranks; collective."""
         strategy = trainer.strategy
         of_process = torch.tensor([rates.batches, rates.samples, rates.tokens], device=strategy.root_device)
         means = of_process if strategy.world_size == 1 else strategy.reduce(of_process)
         batches, samples, tokens = means.tolist()
-        replicas = strategy.distributed_sampler_kwargs.get("num_replicas", 1)  # the others read the same data
+        replicas = strategy.distributed_sampler_kwargs.get("num_replicas", 1)  # other ranks read the same data as these
         of_device = {"batches_per_sec": batches, "samples_per_sec": samples}
         if self._length_fn is not None:
             of_device["tokens_per_sec"] = tokens
@@ -188,17 +188,17 @@ def _peak_of(trainer: Trainer) -> float | None:
     return peak
 
 
-# Throughput over the last batches.
+# Throughput over the last batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What one process does per second.
+    """Rates of one process, per second.
 
     Attributes:
         batches: Batches.
-        samples: Samples, 0 where they are not counted.
-        tokens: Tokens or whatever else a sample is made of, 0 where they are not counted.
+        samples: Samples; 0 if they are not counted.
+        tokens: Tokens; 0 if they are not counted.
     """
 
     batches: float
@@ -207,10 +207,10 @@ class Rates:
 
 
 class Throughput:
-    """Counts batches, samples and tokens over a window of the last batches.
+    """Rates of batches, samples and tokens over a window of the last batches.
 
-    By the clock of the host: what is still queued on a device counts already, which evens out from one batch to the
-    next.  For a loop of one's own::
+    They are measured on the host: work that is queued on a device counts already, which evens out over the batches.
+    For use in your own loop::
 
         throughput = Throughput(window_size=100)
         for batch in loader:
@@ -219,7 +219,7 @@ class Throughput:
         print(throughput.rates())
 
     Args:
-        window_size: Number of batches that rates are measured over, at least; more where one call takes several.
+        window_size: Minimal number of batches to measure over.
     """
 
     def __init__(self, window_size: int) -> None:
@@ -228,10 +228,10 @@ class Throughput:
         self._batches = self._samples = self._tokens = 0
 
     def add(self, *, batches: int = 1, samples: int = 0, tokens: int = 0) -> None:
-        """Add what was trained on since the last call.
+        """Add the batches since the last call.
 
         Args:
-            batches: Number of batches; more than one where a compiled step takes several at once.
+            batches: Number of batches; more than one for a compiled step.
             samples: Number of samples in all of them.
             tokens: Number of tokens in all of them.
         """
@@ -243,11 +243,11 @@ class Throughput:
             self._ends.popleft()
 
     def skip(self, seconds: float) -> None:
-        """Leave out a time in which something else was done."""
+        """Exclude a time from the measurement, such as a validation."""
         self._ends = deque((time + seconds, *counts) for time, *counts in self._ends)  # type: ignore[misc]  # mypy forgets the length
 
     def rates(self) -> Rates | None:
-        """Return what was done per second, from the end of the first batch on; None before the end of the second."""
+        """Return the rates since the end of the first batch in the window; None before the end of the second batch."""
         if len(self._ends) < 2:
             return None
         (start, *first), (end, *last) = self._ends[0], self._ends[-1]
@@ -257,11 +257,11 @@ class Throughput:
         return Rates(batches=batches, samples=samples, tokens=tokens)
 
 
-# Peak speed of common GPUs in floating-point operations per second.
+# Peak of common GPUs in floating-point operations per second
 
 
 _TERA: Mapping[str, Mapping[str, float]] = {
-    "H200 NVL": {},  # slower than the H200 below, by how much is not checked
+    "H200 NVL": {},  # slower than the H200 below; its figures are unknown
     "H200": {"16": 989.4, "tf32": 494.7, "32": 66.9},
     "H100 PCIe": {"16": 756, "tf32": 378, "32": 51},
     "H100 NVL": {},  # likewise
@@ -279,16 +279,16 @@ _TERA: Mapping[str, Mapping[str, float]] = {
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, *, allows_tf32: bool) -> float | None:
-    """Return the most operations per second that a GPU can do in matrix products, None where it is not in the table.
+    """Return the peak operations per second of a GPU in matrix products; None if it is not in the table.
 
-    The figures are those of dense matrices in NVIDIA's data sheets (which print the doubled ones for sparse matrices
-    since the A100; the RTX 3090's are from the whitepaper of Ampere GA102, with accumulation in float32), and of the
-    full clock: a card that is limited in power does not reach them.
+    The figures are for dense matrices and the full clock, from NVIDIA's data sheets, which since the A100 print doubled
+    figures for sparse matrices.  Those of the RTX 3090 are from the whitepaper of Ampere GA102, with accumulation in
+    float32.  A card with a power limit does not reach them.
 
     Args:
-        device_name: As ``torch.cuda.get_device_name`` gives it, such as ``"NVIDIA H100 80GB HBM3"``.
-        dtype: In which matrix products are computed: float16, bfloat16 or float32.
-        allows_tf32: Whether torch may compute those of float32 in TensorFloat-32.
+        device_name: Result of ``torch.cuda.get_device_name``, such as ``"NVIDIA H100 80GB HBM3"``.
+        dtype: Dtype of the matrix products: float16, bfloat16 or float32.
+        allows_tf32: Whether torch may compute float32 products in TensorFloat-32.
     """
     speeds = next((speeds for model_name, speeds in _TERA.items() if _is_model(device_name, model_name)), {})
     for kind in _kinds(str(dtype).removeprefix("torch."), allows_tf32=allows_tf32):
@@ -298,7 +298,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, allows_tf32: bool) -> fl
 
 
 def _kinds(dtype: str, *, allows_tf32: bool) -> list[str]:
-    """Return the columns that serve a dtype, the fastest first."""
+    """Return the columns of the table for a dtype, fastest first."""
     if dtype == "float32":
         return ["tf32", "32"] if allows_tf32 else ["32"]
     return [dtype, "16"] if dtype in ("float16", "bfloat16") else []

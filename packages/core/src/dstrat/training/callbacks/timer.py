@@ -1,9 +1,10 @@
-"""Time of training, and its end after a limit."""
+"""Time of a training, and its limit."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -15,12 +16,10 @@ from dstrat.training.arguments import read_duration
 from dstrat.training.callbacks.callback import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
-Duration: TypeAlias = "str | timedelta | Mapping[str, float]"
+Duration: TypeAlias = str | timedelta | Mapping[str, float]
 TimedStage: TypeAlias = Literal["train", "validate", "test", "predict"]
 
 _STAGES: tuple[TimedStage, ...] = ("train", "validate", "test", "predict")
@@ -29,16 +28,16 @@ _log = logging.getLogger(__name__)
 
 
 class Timer(Callback):
-    """Measures the time of training, validation, testing and prediction, and ends training when it has taken too long.
+    """Measure the time of training, validation, test and prediction, and stop training at a limit.
 
-    The time of training includes the validation in it, and goes on from a checkpoint.  When it is up, training ends
-    after the batch, or after the epoch, in all processes; ``min_epochs`` and ``min_steps`` are done in any case.
+    The time of training includes its validations, and continues in a resumed run.  At the limit training stops on all
+    ranks after the batch, or after the epoch, but not before ``min_epochs`` and ``min_steps``.
 
     Args:
-        duration: The most that training may take: ``"DD:HH:MM:SS"`` (days, hours, minutes, seconds), ``"HH:MM:SS"``,
-            a ``timedelta``, or a dict of its arguments such as ``{"hours": 6}``; None only measures.
-        interval: Whether the time is looked at after every ``"step"`` or only after every ``"epoch"``.
-        verbose: Whether a line is logged when the time is up.
+        duration: Time limit of the training: ``"DD:HH:MM:SS"`` (days, hours, minutes, seconds), ``"HH:MM:SS"``, a
+            ``timedelta``, or a dict of its arguments such as ``{"hours": 6}``; None only measures.
+        interval: Whether to check the time after every ``"step"`` or after every ``"epoch"``.
+        verbose: Whether to log a line at the limit.
 
     Raises:
         RequestError: The duration cannot be read or is not positive, or the interval is another.
@@ -57,12 +56,12 @@ class Timer(Callback):
         self._deadline = self._deadline_of_steps = math.inf
 
     def time_elapsed(self, stage: TimedStage = "train") -> float:
-        """Return how long a stage has taken so far, in seconds."""
+        """Return the elapsed time of a stage in seconds."""
         began = self._began[_check_stage(stage)]
         return self._spent[stage] + (0.0 if began is None else monotonic() - began)
 
     def time_remaining(self, stage: TimedStage = "train") -> float | None:
-        """Return how many seconds a stage may still take, at least 0; None without a duration."""
+        """Return the remaining time of a stage in seconds, at least 0; None without a limit."""
         if self.duration is None:
             return None
         return max(0.0, self.duration.total_seconds() - self.time_elapsed(stage))
@@ -83,7 +82,7 @@ class Timer(Callback):
 
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        for each in _STAGES:  # also what an exception has broken off
+        for each in _STAGES:  # also one that an exception has ended
             self._end(each)
 
     @override

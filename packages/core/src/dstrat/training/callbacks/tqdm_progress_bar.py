@@ -1,4 +1,4 @@
-"""Progress of a run, shown by tqdm."""
+"""Progress bar of tqdm."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class TQDMProgressBar(ProgressBar):
-    """Shows progress with tqdm, on stdout of global rank 0; needs the extra ``dstrat[tqdm]``.
+    """Progress bars of tqdm, on stdout of global rank 0; needs the extra ``dstrat[tqdm]``.
 
-    In a notebook the bars are widgets, where ipywidgets is installed.  They are drawn at most ten times a second.
+    In a notebook with ipywidgets the bars are widgets.  They are drawn at most ten times a second.
 
     Args:
-        refresh_rate: Number of batches between two updates, at least; 0 shows no bar.  The variable ``TQDM_MINITERS``
-            sets a higher one.
-        process_position: Number of bars of other processes above.
-        leave: Whether the bar of each epoch stays when the next one begins.
+        refresh_rate: Minimal number of batches between two updates; 0 shows no bar.  The variable ``TQDM_MINITERS`` can
+            only increase it.
+        process_position: Number of other processes' bars above.
+        leave: Whether the bar of each epoch stays when the next epoch begins.
 
     Attributes:
-        loop_options: For the bar that is made: title, number of batches, and how many of them are done.
+        loop_options: Options of a new bar: title, number of batches, and number of batches done.
 
     Raises:
         MissingRequirementError: tqdm is not installed.
@@ -58,7 +58,7 @@ class TQDMProgressBar(ProgressBar):
     def make_display(self) -> Display:
         return _TQDMDisplay(self)
 
-    # Override these to change how a bar looks; its title and counts are set where it is shown.
+    # Override these methods to change the look of a bar; its title and counts are set when it is shown.
 
     def init_sanity_tqdm(self) -> tqdm[Any]:
         """Create the bar of the sanity check."""
@@ -69,7 +69,7 @@ class TQDMProgressBar(ProgressBar):
         return self._bar()
 
     def init_validation_tqdm(self) -> tqdm[Any]:
-        """Create the bar of a validation, which is below that of the epoch in a fit."""
+        """Create the bar of a validation, in a fit below that of the epoch."""
         is_inner = self._training is not None
         return self._bar(position=2 * self.process_position + is_inner, leave=not is_inner)
 
@@ -89,7 +89,7 @@ class TQDMProgressBar(ProgressBar):
 
 
 class _TQDMDisplay:
-    """A bar of tqdm for each loop that runs."""
+    """Display of a bar of tqdm for each running loop."""
 
     seconds_between_updates = 0.1
     starts_at_once = True
@@ -100,27 +100,27 @@ class _TQDMDisplay:
         self._shown: list[tuple[Progress, tqdm[Any]]] = []
 
     def update(self, running: Sequence[Progress], values: Mapping[str, float | str]) -> None:
-        """Draw the loops that run, outermost first."""
+        """Draw the running loops, outermost first."""
         self._follow(running)
         for progress, bar in self._shown:
             bar.set_description(progress.title, refresh=False)
-            bar.update(progress.done - bar.n)  # which measures the speed
+            bar.update(progress.done - bar.n)  # unlike setting bar.n, this measures the speed
         _, outermost = self._shown[0]
         outermost.set_postfix({name: format_value(value) for name, value in values.items()}, refresh=False)
         for _, bar in self._shown:
             bar.refresh()
 
     def finish(self, progress: Progress, values: Mapping[str, float | str]) -> None:
-        """Draw the end of a loop; its bar is there until the next one begins."""
+        """Draw the end of a loop, whose bar stays until the next loop begins."""
         self.update([progress], values)
 
     def close(self) -> None:
-        """Leave the outermost bar as it is."""
+        """Close all bars; the outermost one stays visible."""
         while self._shown:
             self._drop(leaves=True)
 
     def _follow(self, running: Sequence[Progress]) -> None:
-        """Drop the bars of loops that are over, and make those of loops that have begun."""
+        """Close the bars of finished loops, and create those of new loops."""
         while any(progress is not now for (progress, _), now in zip(self._shown, running, strict=False)) or (
             len(self._shown) > len(running)
         ):

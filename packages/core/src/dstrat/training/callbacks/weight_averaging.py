@@ -1,4 +1,4 @@
-"""Averaging a module's weights over the course of its training."""
+"""Averages of a module's weights during its training."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _log = logging.getLogger(__name__)
 
 
 class WeightAveraging(Callback):
-    """Keeps an average of the weights, validates with it, and leaves it in the module when training is over.
+    """Average the weights during training, validate with the average, and leave it in the module at the end.
 
-    By default all steps count the same; override :meth:`should_update` to choose when the weights are taken into the
-    average, and pass ``avg_fn`` or ``multi_avg_fn`` to choose how::
+    By default all steps have the same weight.  Override :meth:`should_update` to choose the steps or epochs, and pass
+    ``avg_fn`` or ``multi_avg_fn`` for another average::
 
         class OfLastEpochs(WeightAveraging):
             def should_update(self, step_idx=None, epoch_idx=None):
                 return epoch_idx is not None and epoch_idx >= 15
 
-    Until the first time there is no average, and validation uses the weights themselves.
+    Before the first update validation uses the current weights.
 
-    A checkpoint has the average as ``state_dict``, so that it is what evaluation loads; the weights that training
-    goes on with are its ``current_model_state``.  The average takes as much memory as the module.
+    A checkpoint has the average as its ``state_dict``, which an evaluation loads, and the current weights, with which a
+    resumed training continues, as ``current_model_state``.  The average needs as much memory as the module.
 
     Args:
-        device: Where the average is kept; by default on the module's device.
-        use_buffers: Whether buffers are averaged too; otherwise they are copied.  Those that are not floating-point
-            numbers are always copied, unless ``avg_fn`` or ``multi_avg_fn`` is given.
-        **kwargs: Passed to :class:`torch.optim.swa_utils.AveragedModel`: ``avg_fn`` or ``multi_avg_fn``.
+        device: Device of the average; by default the module's.
+        use_buffers: Whether buffers are averaged too; otherwise they are copied.  Integer buffers are always copied,
+            except with ``avg_fn`` or ``multi_avg_fn``.
+        **kwargs: Arguments of :class:`torch.optim.swa_utils.AveragedModel`: ``avg_fn`` or ``multi_avg_fn``.
 
     Raises:
-        RequestError: Both ways of averaging are given.
+        RequestError: Both ``avg_fn`` and ``multi_avg_fn`` are passed.
     """
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
@@ -65,11 +65,11 @@ class WeightAveraging(Callback):
         self._is_swapped = False
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:  # noqa: ARG002 - for subclasses
-        """Return whether the weights are taken into the average now; by default after every optimizer step.
+        """Return whether to update the average now; by default after every optimizer step.
 
         Args:
-            step_idx: Index of the optimizer step that was taken, from 0; None at the end of an epoch.
-            epoch_idx: Index of the epoch that ends, from 0; None after a step.
+            step_idx: Index of the last optimizer step, from 0; None at the end of an epoch.
+            epoch_idx: Index of the ending epoch, from 0; None after a step.
         """
         return step_idx is not None
 
@@ -87,7 +87,7 @@ class WeightAveraging(Callback):
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._average, self._is_swapped = None, False  # which a fit has left, as a checkpoint may be saved after it
+        self._average, self._is_swapped = None, False  # a fit keeps its average for a checkpoint after its end
         if stage == "fit":
             self._begin()
 
@@ -104,7 +104,7 @@ class WeightAveraging(Callback):
         self._create(trainer)
 
     def _create(self, trainer: Trainer) -> AveragedModel:
-        """Make the average of nothing, unless a checkpoint has brought one."""
+        """Create an empty average, unless a checkpoint has restored one."""
         if self._average is None:
             if not trainer.strategy.replicates_state:
                 raise ConflictError(
@@ -114,7 +114,8 @@ class WeightAveraging(Callback):
             options = (
                 self._options if self._has_custom_function else {**self._options, "multi_avg_fn": self._average_equally}
             )
-            # Without a device: it would put the count there too, and each update would wait for the device to read it.
+            # Without its device argument, which would move n_averaged to the device too: each update reads it, and
+            # would wait for the device.
             self._average = AveragedModel(trainer.strategy.module, **options)
             self._average.module.to(self._device).requires_grad_(False)
         return self._average
@@ -147,7 +148,7 @@ class WeightAveraging(Callback):
 
     @torch.no_grad()
     def _average_equally(self, averages: list[Tensor], currents: list[Tensor], _: Tensor | int) -> None:
-        """Take weights into an average in which all count the same, without reading the number on the device."""
+        """Update a mean of all weights, with the number of updates read from the CPU."""
         assert self._average is not None  # noqa: S101 - it is what calls this
         _move_towards(averages, currents, 1.0 / (int(self._average.n_averaged) + 1))
 
@@ -182,17 +183,17 @@ class WeightAveraging(Callback):
 
     @torch.no_grad()
     def _share_buffers(self, trainer: Trainer) -> None:
-        """Give all ranks the averaged buffers of global rank 0, which are those that a checkpoint has; collective."""
+        """Broadcast the averaged buffers of global rank 0, which are those in checkpoints; collective."""
         assert self._average is not None  # noqa: S101 - callers have checked it
         buffers = list(self._average.module.buffers())
         if buffers and trainer.world_size > 1:
-            # From the CPU: objects of a GPU would arrive on that GPU in every process.
+            # From the CPU: tensors on a GPU would be unpickled on rank 0's GPU on every rank.
             values = trainer.strategy.broadcast([buffer.cpu() for buffer in buffers])
             torch._foreach_copy_(buffers, values)
 
     @torch.no_grad()
     def _swap(self, trainer: Trainer) -> None:
-        """Exchange the values of the module's weights and the average's, in place."""
+        """Swap the values of the module's weights and of the average, in place."""
         assert self._average is not None  # noqa: S101 - callers have checked it
         for average, current in zip(_tensors(self._average.module), _tensors(trainer.strategy.module), strict=True):
             saved = current.to(average.device, copy=True)
@@ -211,18 +212,18 @@ class WeightAveraging(Callback):
         if self._is_swapped:
             average, current = current, other_state
         checkpoint["state_dict"] = average
-        if "loops" in checkpoint:  # otherwise only weights are saved, and nothing can go on with them
+        if "loops" in checkpoint:  # otherwise it has weights only, and cannot be resumed
             checkpoint["current_model_state"] = current
             checkpoint["averaging_state"] = {"n_averaged": int(self._average.n_averaged)}
             if self._is_swapped:
                 replace_rank_buffers(checkpoint, trainer.strategy, self._average.module)
 
     def _catch_up(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Take the weights that a callback before this one saves into the average, as this one's hook is going to."""
+        """Update the average for a checkpoint that another callback saves before this callback's hook is called."""
         if self._average is None or self._is_swapped or not trainer.training or "callbacks" not in checkpoint:
             return
         self._update_after_step(trainer)
-        if trainer.fit_loop.epochs_done > trainer.current_epoch:  # in the hooks of an epoch's end
+        if trainer.fit_loop.epochs_done > trainer.current_epoch:  # within the hooks at the end of an epoch
             self._update_after_epoch(trainer)
         checkpoint["callbacks"][self.state_key] = self.state_dict()
 
@@ -237,16 +238,16 @@ class WeightAveraging(Callback):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Keeps an exponential moving average: ``average = decay * average + (1 - decay) * weights`` at each update.
+    """Exponential moving average: ``average = decay * average + (1 - decay) * weights`` at each update.
 
     Args:
-        device: Where the average is kept; by default on the module's device.
+        device: Device of the average; by default the module's.
         use_buffers: Whether buffers are averaged too.
-        decay: Share of the old average, from 0 to 1.
-        update_every_n_steps: Update after every so many optimizer steps.
-        update_starting_at_step: Index of the first step to update after; None starts at once.
-        update_starting_at_epoch: Update at the end of epochs too, from this index on; None never does.
-        **kwargs: Passed to :class:`torch.optim.swa_utils.AveragedModel`.
+        decay: Weight of the old average, from 0 to 1.
+        update_every_n_steps: Number of optimizer steps between updates.
+        update_starting_at_step: Index of the first step with an update; None is the first step.
+        update_starting_at_epoch: Index of the first epoch with an update at its end; None is no epoch.
+        **kwargs: Arguments of :class:`torch.optim.swa_utils.AveragedModel`.
 
     Raises:
         RequestError: An argument is out of range.
@@ -280,10 +281,10 @@ class EMAWeightAveraging(WeightAveraging):
 
 
 class ExponentialAverage:
-    """Takes weights into an exponential moving average; an object rather than a closure, so that it can be pickled.
+    """Update of an exponential moving average; a class, since a closure cannot be pickled.
 
     Args:
-        decay: Share of the old average.
+        decay: Weight of the old average.
     """
 
     def __init__(self, decay: float) -> None:

@@ -9,34 +9,32 @@ from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from dstrat.checkpoint.async_io import AsyncCheckpointIO
-from dstrat.checkpoint.formats import io_for
-from dstrat.checkpoint.paths import place
-from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.formats import io_for, is_builtin, read_step
+from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.storage import storage_of
-from dstrat.checkpoint.torch_file import TorchCheckpointIO, read_content
+from dstrat.checkpoint.torch_file import read_content
 from dstrat.errors import CheckpointError, MisuseError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.trainer import Trainer
 
 CheckpointRequest: TypeAlias = "str | Path | Search | None"
-"""A checkpoint as a run was asked for it."""
+"""The user's request for a checkpoint."""
 
 _FOLDER_PATTERNS = ("", "checkpoints", "*/checkpoints", "*/*/checkpoints")
-"""Where checkpoints are below ``default_root_dir``, with and without a logger."""
+"""Folders of checkpoints below ``default_root_dir``, with and without a logger."""
 
 _log = logging.getLogger(__name__)
 
 
 def remove_checkpoint(strategy: Strategy, path: str) -> None:
-    """Remove a checkpoint of either of our formats, whichever the run writes."""
+    """Remove a checkpoint of either built-in format, also if the run writes the other one."""
     io = io_for(path, strategy.checkpoint_io)
     if io is strategy.checkpoint_io:
         strategy.remove_checkpoint(path)
@@ -46,24 +44,24 @@ def remove_checkpoint(strategy: Strategy, path: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SearchResult:
-    """What one process found, for all of them."""
+    """The result of rank 0's search, for all ranks."""
 
     path: str | None = None
     error: str | None = None
 
 
 class Search(Enum):
-    """Checkpoints that a run looks for without being given a path or a name."""
+    """Searches for a checkpoint without a path or a name."""
 
     NEWEST = "the complete one with the most steps, or a fresh start where there is none"
     BEST_OF_LAST_FIT = "the one that evaluation uses where it is called without a module"
 
 
 def requested_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> CheckpointRequest:
-    """Return what ``fit`` was asked to go on from.
+    """Return the request of ``fit`` for a checkpoint to resume from.
 
     Raises:
-        MisuseError: ``resume`` is not known, or both are given.
+        MisuseError: ``resume`` is unknown, or both arguments are set.
     """
     if resume is None:
         return ckpt_path
@@ -77,17 +75,18 @@ def requested_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> Ch
 
 
 def resolve_checkpoint(trainer: Trainer, requested: CheckpointRequest) -> str | Path | None:
-    """Return the checkpoint to load; collective where it has to be found.
+    """Return the checkpoint to load; collective if it must be searched for.
 
     Args:
-        trainer: In a run that has been set up.
+        trainer: In a run with open communication.
         requested: A path, ``"last"``, ``"best"``, a search, or None.
 
     Raises:
-        CheckpointError: There is no such checkpoint.
+        CheckpointError: The search has no result.
     """
     if not isinstance(requested, Search) and requested not in ("last", "best"):
         return None if requested is None else os.path.expanduser(requested)  # noqa: PTH111 - it may be a URL
+    # Only rank 0 searches: ranks could see another newest file, and would load different checkpoints.
     result = trainer.strategy.broadcast(_find(trainer, requested) if trainer.is_global_zero else _SearchResult())
     if result.error is not None:
         raise CheckpointError(result.error)
@@ -95,7 +94,7 @@ def resolve_checkpoint(trainer: Trainer, requested: CheckpointRequest) -> str | 
 
 
 def _find(trainer: Trainer, requested: CheckpointRequest) -> _SearchResult:
-    """Return what is asked for, and log it; in one process."""
+    """Search for a checkpoint, and log the result; on rank 0 only."""
     try:
         result = _best_of_last_fit(trainer) if requested is Search.BEST_OF_LAST_FIT else _search(trainer, requested)
     except OSError as error:
@@ -119,7 +118,7 @@ def _search(trainer: Trainer, requested: CheckpointRequest) -> _SearchResult:
 
 
 def _description(trainer: Trainer, requested: CheckpointRequest, path: str) -> str:
-    """Return what to log of the checkpoint that was found."""
+    """Return the log message about the result of a search."""
     if requested is Search.NEWEST:
         return f"resume='auto': training goes on from {path}"
     is_best = requested in ("best", Search.BEST_OF_LAST_FIT)
@@ -134,12 +133,12 @@ def _description(trainer: Trainer, requested: CheckpointRequest, path: str) -> s
 
 
 def _rank_of_best(trainer: Trainer, path: str) -> str:
-    """Return the score of a checkpoint, and whose best one it is where there are several callbacks."""
+    """Return the score of a checkpoint, and its callback if there are several with a best checkpoint."""
     callback: Any = trainer.checkpoint_callback
     score = callback.best_model_score if getattr(callback, "best_model_path", "") == path else None
     scored = "" if score is None else f"{callback.monitor} = {float(score):.6g}"
-    knowing = [other for other in trainer.callbacks if hasattr(other, "best_model_path")]
-    of_several = "" if len(knowing) == 1 else f"of the first of {len(knowing)} {type(callback).__name__} callbacks"
+    count = sum(hasattr(callback, "best_model_path") for callback in trainer.callbacks)
+    of_several = "" if count == 1 else f"of the first of {count} {type(callback).__name__} callbacks"
     facts = ", ".join(filter(None, (scored, of_several)))
     return f" ({facts})" if facts else ""
 
@@ -181,7 +180,7 @@ def _best(trainer: Trainer) -> _SearchResult:
     if newest is None:
         return _SearchResult(error=f"ckpt_path='best', and {_nothing_in(folders)}")
     best = _saved_state(newest, trainer.strategy.checkpoint_io, callback.state_key).get("best_model_path")
-    if not best or not place(best).exists():
+    if not best or not as_path(best).exists():
         return _SearchResult(
             error=f"ckpt_path='best', and the newest checkpoint {str(newest)!r} does not know a best one that is "
             f"still there: give the path of one of {_list(newest.parent)}"
@@ -189,8 +188,8 @@ def _best(trainer: Trainer) -> _SearchResult:
     return _SearchResult(path=best)
 
 
-def _saved_state(path: Place, checkpoint_io: CheckpointIO, state_key: str) -> dict[str, Any]:
-    """Return what a checkpoint knows of a callback; of a portable one without reading its tensors."""
+def _saved_state(path: CheckpointPath, checkpoint_io: CheckpointIO, state_key: str) -> dict[str, Any]:
+    """Return the state of a callback in a checkpoint; of a portable one without reading tensors."""
     io = io_for(str(path), checkpoint_io)
     without_tensors = {"state_dict": None, "optimizers": None}
     saved = io.load_into(str(path), without_tensors) if io.is_collective else io.load_checkpoint(str(path))
@@ -198,68 +197,60 @@ def _saved_state(path: Place, checkpoint_io: CheckpointIO, state_key: str) -> di
     return state
 
 
-def _folders(trainer: Trainer) -> list[Place]:
-    """Return the callbacks' folders, if there is a checkpoint in one; otherwise those below ``default_root_dir``."""
+def _folders(trainer: Trainer) -> list[CheckpointPath]:
+    """Return the callbacks' folders; if none of them has a checkpoint, those below ``default_root_dir`` too."""
     callback_folders = [
-        place(folder) for callback in trainer.checkpoint_callbacks if (folder := getattr(callback, "dirpath", None))
+        as_path(folder) for callback in trainer.checkpoint_callbacks if (folder := getattr(callback, "dirpath", None))
     ]
     callback_folders = [folder for folder in dict.fromkeys(callback_folders) if folder.is_dir()]
     if _newest(callback_folders, trainer.strategy.checkpoint_io) is not None:
         return callback_folders
     root = trainer.default_root_dir.absolute()
-    below: Iterable[Place] = chain.from_iterable(
+    below: Iterable[CheckpointPath] = chain.from_iterable(
         sorted(root.glob(pattern)) if pattern else [root] for pattern in _FOLDER_PATTERNS
     )
     return list(dict.fromkeys([*callback_folders, *below]))
 
 
-def _newest(folders: Iterable[Place], io: CheckpointIO) -> Place | None:
-    """Return the complete checkpoint with the most steps, and of those with as many the latest.
-
-    Where one does not say its steps without being read as a whole, it is the latest of all.
-    """
+def _newest(folders: Iterable[CheckpointPath], io: CheckpointIO) -> CheckpointPath | None:
+    """Return the complete checkpoint with the most steps, and of equal ones the latest; None if there is none."""
     paths = [path for folder in folders for path in _complete_in(folder, io)]
     if len(paths) < 2:
         return paths[0] if paths else None
     steps = {path: _step_of(path, io) for path in paths}
-    if None in steps.values():
+    if None in steps.values():  # some formats have no steps without reading the full file: compare by time only
         steps = dict.fromkeys(paths, 0)
     return max(paths, key=lambda path: (steps[path], written_ns(path), str(path)))
 
 
-def _step_of(path: Place, io: CheckpointIO) -> int | None:
+def _step_of(path: CheckpointPath, io: CheckpointIO) -> int | None:
     if path.is_dir():
         from dstrat.checkpoint.portable.newest import step_of
 
         return step_of(path)
-    if not storage_of(path).is_local or not _is_ours(io):
+    if not storage_of(path).is_local or not is_builtin(io):
         return None
     try:
-        content = read_content(cast("Path", path), path, mmap=True)  # without the values of its tensors
+        content = read_content(cast("Path", path), path, mmap=True)  # does not read the values of tensors
     except CheckpointError:
         return None
-    step = content.get("global_step") if isinstance(content, dict) else None
-    return step if isinstance(step, int) else None
+    return read_step(content)
 
 
-def _complete_in(folder: Place, io: CheckpointIO) -> list[Place]:
+def _complete_in(folder: CheckpointPath, io: CheckpointIO) -> list[CheckpointPath]:
     from dstrat.checkpoint.portable.newest import newest_checkpoint
 
     newest = newest_checkpoint(folder)
     portable = [] if newest is None else [newest]
-    return [*portable, *(path for path in folder.glob("*.ckpt") if path.is_file() or not _is_ours(io))]
+    # A custom checkpoint io may write folders with any content.
+    return [*portable, *(path for path in folder.glob("*.ckpt") if path.is_file() or not is_builtin(io))]
 
 
-def _is_ours(io: CheckpointIO) -> bool:
-    inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
-    return type(inner) in (TorchCheckpointIO, PortableCheckpointIO)
-
-
-def written_ns(path: Place) -> int:
-    """Return when a checkpoint was written, in nanoseconds since the epoch.
+def written_ns(path: CheckpointPath) -> int:
+    """Return the time when a checkpoint was written, in nanoseconds since the epoch.
 
     Raises:
-        OSError: It is not there, or the store or disk fails.
+        OSError: The checkpoint does not exist, or the store or disk fails.
     """
     if path.is_dir():
         from dstrat.checkpoint.portable.reader import read_manifest
@@ -268,31 +259,31 @@ def written_ns(path: Place) -> int:
             return read_manifest(path).created_ns
         except StoreError:
             raise
-        except CheckpointError:  # the folder of somebody's own checkpoint io
+        except CheckpointError:  # a folder of a custom checkpoint io
             pass
     return storage_of(path).modified_ns(path)
 
 
-def _nothing_in(folders: list[Place]) -> str:
+def _nothing_in(folders: list[CheckpointPath]) -> str:
     return f"there is no complete checkpoint in {', '.join(repr(str(folder)) for folder in folders[:4])}"
 
 
-def _list(folder: Place) -> str:
+def _list(folder: CheckpointPath) -> str:
     names = sorted(path.name for path in folder.glob("*.ckpt"))
     return ", ".join(names[:8]) or "no other"
 
 
-def check_writable(folder: Place, io: CheckpointIO) -> None:
-    """Check before training that checkpoints can be written to a folder, and write nothing.
+def check_writable(folder: CheckpointPath, io: CheckpointIO) -> None:
+    """Check before training, without writing, that checkpoints can be written to a folder.
 
     Args:
-        folder: May be missing.
-        io: Writes the checkpoints; only that of dstrat is known to write them to the file system.
+        folder: May not exist yet.
+        io: The checkpoint io; a custom one is not checked, as it may write elsewhere.
 
     Raises:
-        CheckpointError: The system refuses it.
+        CheckpointError: The folder is not writable.
     """
-    reason = storage_of(folder).why_not_writable(folder) if _is_ours(io) else None
+    reason = storage_of(folder).why_not_writable(folder) if is_builtin(io) else None
     if reason is not None:
         raise CheckpointError(
             f"checkpoints cannot be written to {str(folder)!r}, as {reason}: pass "

@@ -1,4 +1,4 @@
-"""Restoration of a run from a checkpoint, also of another number of ranks."""
+"""Restoration of a run from a checkpoint, saved on any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.training.trainer import Trainer
 
@@ -35,27 +36,29 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointRestore:
-    """A checkpoint that a run goes on from, read and shown to the hooks before there are optimizers; collective.
+    """A checkpoint to restore, read and passed to ``on_load_checkpoint`` before optimizers exist; collective.
 
     Args:
-        trainer: In a run whose module is configured, and not yet set up by the strategy.
+        trainer: In a run with a configured module, before the strategy's setup.
         path: The checkpoint.
 
     Raises:
-        CheckpointError: It cannot be read, or is none of a training.
+        CheckpointError: The checkpoint cannot be read, or is not a checkpoint of a training.
     """
 
     def __init__(self, trainer: Trainer, path: str | Path) -> None:
         self._trainer, self._path = trainer, path
-        self._io = io_for(path, trainer.strategy.checkpoint_io)
+        self._io = _io_for(path, trainer.strategy.checkpoint_io)
         self._values = read_values(trainer.strategy, self._io, path)
         trainer.context.hooks.call("on_load_checkpoint", self._values)
 
     def finish(self) -> None:
-        """Load everything, in a fit with optimizers, schedulers and counters, when the strategy has set up; collective.
+        """Load the module's state, and in a fit optimizers, schedulers and counters; collective.
+
+        To be called after the strategy's setup.
 
         Raises:
-            CheckpointError: It does not fit this training.
+            CheckpointError: The checkpoint does not fit this training.
         """
         trainer = self._trainer
         checkpoint = load_module(
@@ -68,7 +71,7 @@ class CheckpointRestore:
             trainer.final_state = trainer.final_state.with_weights_of(self._path, trainer.stage)
 
     def _restore_training(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on where the checkpoint was saved: exactly on as many processes, as near to it as can be on others."""
+        """Resume from the checkpoint: exactly on the same number of ranks, approximately on another."""
         if "own_loop" in checkpoint:
             raise CheckpointError(
                 f"{self._path} was saved by OwnLoop.save_checkpoint, and a Trainer cannot continue that loop: go on "
@@ -95,7 +98,7 @@ class CheckpointRestore:
         elif checkpoint["world_size"] == trainer.world_size:
             self._restore_rank(checkpoint)
         else:
-            self._move(checkpoint)
+            self._reshard(checkpoint)
 
     def _restore_rank(self, checkpoint: Mapping[str, Any]) -> None:
         trainer, ranks = self._trainer, checkpoint.get("ranks", [])
@@ -106,14 +109,14 @@ class CheckpointRestore:
             self._log_summary(f"one of {trainer.world_size} processes alone", rank_state, dropped)
             return
         trainer.fit_loop.load_rank_state(rank_state)
-        load_rank_buffers(trainer.strategy, rank_state.get("buffers", {}))  # which older ones lack
+        load_rank_buffers(trainer.strategy, rank_state.get("buffers", {}))  # absent in older checkpoints
         if takes_state:
             trainer.strategy.load_rank_state(rank_state["strategy"])
         if dropped and trainer.is_global_zero:
             _log.warning("%s %s", self._path, dropped)
 
-    def _move(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take what another number of processes had for themselves, as far as it belongs to all of them."""
+    def _reshard(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the state that another number of ranks had, as far as it is independent of their number."""
         trainer, saved_by = self._trainer, checkpoint["world_size"]
         ranks = checkpoint.get("ranks") or self._saved_ranks(saved_by)
         trainer.fit_loop.scales_position = True
@@ -124,7 +127,7 @@ class CheckpointRestore:
         self._log_summary(how, first, _describe_dropped(checkpoint, first))
 
     def _log_summary(self, how: str, rank_state: Mapping[str, Any] | None, dropped: str) -> None:
-        """Log what is the same and what is not."""
+        """Log which state is restored, and which is not."""
         trainer = self._trainer
         if trainer.is_global_zero:
             _log.warning(
@@ -137,7 +140,7 @@ class CheckpointRestore:
             )
 
     def _saved_ranks(self, saved_by: int) -> list[dict[str, Any]]:
-        """Return what the processes had that saved; only the first one's where no gradients of the others are asked."""
+        """Return the states of the ranks that saved; without accumulated gradients that of rank 0 only."""
         first = self._io.load_rank(self._path, 0)
         if first is None:
             return []
@@ -156,15 +159,22 @@ class CheckpointRestore:
             )
 
 
+def _io_for(path: str | Path, run_io: CheckpointIO) -> CheckpointIO:
+    """Return what reads a checkpoint: also a file of Lightning."""
+    from dstrat.training.checkpoint.lightning import LightningFileIO, is_lightning_file  # only such files need it
+
+    return LightningFileIO() if is_lightning_file(path) else io_for(path, run_io)
+
+
 def _describe_dropped(
     checkpoint: Mapping[str, Any], rank_state: Mapping[str, Any] | None, *, takes_state: bool = False
 ) -> str:
-    """Return what is to be said of gradients that this run does not begin with; nothing where there are none.
+    """Return the end of a log message about gradients that are not restored; empty if there are none.
 
     Args:
-        checkpoint: What it goes on from.
-        rank_state: What a process had for itself, None where that is not known.
-        takes_state: Whether the strategy goes on with the one's that saved.
+        checkpoint: The checkpoint.
+        rank_state: The state of a rank; None if it is not known.
+        takes_state: Whether the strategy loads the state of the strategy that saved.
     """
     # Only strategies with ``saves_gradients`` have gradients in their rank state.
     has_saved_gradients = rank_state is not None and bool(rank_state["strategy"].get("gradients"))
@@ -177,7 +187,7 @@ def _describe_dropped(
 
 
 def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Give callbacks and data module their states, for evaluation too: some average weights, or split data."""
+    """Load the states of callbacks and data module, also for an evaluation: some average weights, or split data."""
     states = checkpoint.get("callbacks", {})
     for callback in trainer.called_callbacks:
         if callback.state_key in states:
@@ -190,10 +200,10 @@ def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
 
 
 def training_entries(*, epochs_done: int, global_step: int, batches_seen: int) -> dict[str, Any]:
-    """Return the entries of a checkpoint that lead a fit to the beginning of an epoch, with nothing logged yet.
+    """Return the entries of a checkpoint from which a fit resumes at the beginning of an epoch, without logged values.
 
     Args:
-        epochs_done: Number of epochs whose batches have all been trained on.
+        epochs_done: Number of completed epochs.
         global_step: Number of optimizer steps taken.
         batches_seen: Number of batches trained on in all epochs.
     """
@@ -206,16 +216,16 @@ def training_entries(*, epochs_done: int, global_step: int, batches_seen: int) -
 
 
 class SteppedSchedulers:
-    """Schedulers that a converted checkpoint has no state of, stepped to where they would be after its steps.
+    """Schedulers without a state in a converted checkpoint, stepped as often as the checkpoint's counters say.
 
-    Those that watch a value, and all in manual optimization, begin anew: nobody knows when they were stepped.
+    Schedulers that monitor a value, and all in manual optimization, start anew: the number of their steps is unknown.
 
     Args:
-        trainer: In a fit whose strategy has set up, before the optimizers are loaded.
+        trainer: In a fit after the strategy's setup, before the optimizers are loaded.
         loops: The counters of the checkpoint.
 
     Attributes:
-        states: What the schedulers say of themselves then.
+        states: The states of the schedulers after these steps.
     """
 
     def __init__(self, trainer: Trainer, loops: Mapping[str, Any]) -> None:
@@ -230,12 +240,12 @@ class SteppedSchedulers:
 
     def _step(self, config: SchedulerConfig, count: int) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*lr_scheduler.step")  # before optimizer.step(), which is meant
+            warnings.filterwarnings("ignore", ".*lr_scheduler.step")  # "before optimizer.step()", intended here
             for _ in range(count // config.frequency):
                 self._module.lr_scheduler_step(config.scheduler, None)
 
     def set_rates(self) -> None:
-        """Give the optimizers, whose state has the learning rates of the other program, those of the schedulers."""
+        """Set the optimizers' learning rates to the schedulers'; the loaded state has those of the other program."""
         for config in self._stepped:
             scheduler = config.scheduler
             if hasattr(scheduler, "optimizer") and hasattr(scheduler, "get_last_lr"):

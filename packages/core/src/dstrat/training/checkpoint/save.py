@@ -1,4 +1,4 @@
-"""Content of a training's checkpoint."""
+"""Collection of the content of a training's checkpoint."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def collect_checkpoint(
 
     Args:
         trainer: In a run, or after a fit.
-        weights_only: Whether everything but the module's weights and the hyperparameters is left out.
-        ended: What was kept of the fit, after its end.
+        weights_only: Whether the result has the module's weights and the hyperparameters only.
+        ended: The final state of the fit, after its end.
     """
     checkpoint = _weights(trainer)
     if not weights_only:
@@ -43,12 +43,12 @@ def collect_checkpoint(
 
 
 def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
-    """Write a checkpoint to a file from this process alone, when the others may be gone; nothing communicates.
+    """Write a checkpoint from this process alone, without collectives, as other ranks may have ended.
 
-    What each of the others had for itself, such as its random numbers, is not in it.
+    It has no states of other ranks, such as their random states.
 
     Args:
-        trainer: Of a broken run, whose strategy replicates the state.
+        trainer: Of a failed run, whose strategy replicates the state.
         path: The file to write.
     """
     io = trainer.strategy.checkpoint_io
@@ -56,7 +56,7 @@ def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
     if trainer.world_size == 1:
         checkpoint |= _of_each_rank(trainer, collect_rank_state(trainer))
     else:
-        checkpoint["state_dict"] = trainer.strategy.module_state_dict()  # with this process's buffers
+        checkpoint["state_dict"] = trainer.strategy.module_state_dict()  # _weights leaves buffers to global rank 0
     trainer.context.hooks.call("on_save_checkpoint", checkpoint)
     writes_alone = trainer.world_size == 1 or not io.is_collective
     (io if writes_alone else TorchCheckpointIO()).save_checkpoint(checkpoint, path)
@@ -85,27 +85,27 @@ def _training(trainer: Trainer, optimization: dict[str, Any]) -> dict[str, Any]:
 
 
 def collect_rank_state(trainer: Trainer) -> dict[str, Any]:
-    """Return what belongs to this process alone; collective."""
+    """Return the state of this rank; collective."""
     of_strategy = trainer.strategy.rank_state()
     if trainer.fit_loop.is_in_backward and of_strategy.get("gradients"):
-        of_strategy["gradients"] = {}  # those of the batch that is trained on once more are among them
+        of_strategy["gradients"] = {}  # a resume repeats the current batch, whose gradients are partly in them
     return {**trainer.fit_loop.rank_state(), "strategy": of_strategy, "buffers": rank_buffers(trainer.strategy)}
 
 
 def _of_each_rank(trainer: Trainer, rank_state: dict[str, Any]) -> dict[str, Any]:
-    """Return what belongs to single processes: only this one's where each process saves; collective."""
+    """Return the entry with the states of all ranks, or of this rank only if every rank saves; collective."""
     if trainer.strategy.checkpoint_io.is_collective:
         return {"per_rank": rank_state}
     return {"ranks": _gather(trainer.strategy, rank_state)}
 
 
 def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, module: nn.Module) -> None:
-    """Let a checkpoint have each process's buffers of another module with the same names; collective.
+    """Replace the buffers of ranks in a checkpoint by those of another module; collective.
 
     Args:
-        checkpoint: Changed in place, if it has what belongs to single processes.
-        strategy: Of the processes.
-        module: What training goes on with, while the strategy's module has other values.
+        checkpoint: Changed in place, if it has states of ranks.
+        strategy: Of the run.
+        module: The module with the weights of the training, while the strategy's module has others, such as averages.
     """
     if "per_rank" in checkpoint:
         checkpoint["per_rank"]["buffers"] = rank_buffers(strategy, module)

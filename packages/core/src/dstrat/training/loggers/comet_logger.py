@@ -1,4 +1,4 @@
-"""Logged values for Comet."""
+"""Logger for Comet."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 
 class CometLogger(Logger):
-    """Writes to an experiment of Comet; needs the extra ``dstrat[comet]``.
+    """Logger for an experiment of Comet; needs the extra ``dstrat[comet]``.
 
-    The experiment is opened by the first write.  At the end of a fit, validation, test or prediction it is flushed and
-    stays open, for a later one and for the user; ``experiment.end()``, or the end of the process, writes the archive of
-    an offline one.  In a process that was started for the run, the run's end ends it.  Comet's own capture of torch is
-    off, as the Trainer logs.
+    The first write opens the experiment.  At the end of a fit, validation, test or prediction it is flushed, and stays
+    open for the next one and for the user; ``experiment.end()``, or the end of the process, writes the archive of an
+    offline experiment.  In a process started for the run the experiment ends with the run.  Comet's own logging of
+    torch is off.
 
     Args:
-        api_key: Of the account; by default what ``comet login`` has stored, or ``COMET_API_KEY``.
-        workspace: That the project belongs to; by default the account's.
-        project: That the experiment belongs to; by default Comet's.
-        experiment_key: The id of the experiment: of 32 to 50 letters and digits.
-        mode: ``"get_or_create"`` goes on in an experiment if it exists, ``"get"`` requires one, ``"create"`` makes one.
-        online: Whether values are sent; False writes an archive, which ``comet upload`` sends.
-        prefix: Comes before the names of values, with an underscore between.
-        **kwargs: For ``comet_ml.ExperimentConfig``, such as ``name``, ``tags`` and ``offline_directory``, which by
-            default is the trainer's ``default_root_dir``.
+        api_key: API key of the account; by default that of ``comet login``, or ``COMET_API_KEY``.
+        workspace: Workspace of the project; by default the account's.
+        project: Project of the experiment; by default Comet's.
+        experiment_key: Id of the experiment: 32 to 50 letters and digits.
+        mode: ``"get_or_create"`` continues an experiment if it exists, ``"get"`` requires one, ``"create"`` makes one.
+        online: Whether to send values; False writes an archive for ``comet upload``.
+        prefix: Prefix of names, separated by an underscore.
+        **kwargs: Arguments of ``comet_ml.ExperimentConfig``, such as ``name``, ``tags`` and ``offline_directory``, by
+            default the Trainer's ``default_root_dir``.
 
     Raises:
         MissingRequirementError: comet_ml is not installed.
@@ -64,7 +64,7 @@ class CometLogger(Logger):
         **kwargs: Any,
     ) -> None:
         require("comet_ml", "CometLogger", extra="comet")
-        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # which Comet reads when it is imported
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # Comet reads it at import
         folder = kwargs.pop("offline_directory", None)
         self.root_dir = None if folder is None else home_path(folder)
         self._start = {"api_key": api_key, "workspace": workspace, "mode": mode, "online": online}
@@ -72,7 +72,7 @@ class CometLogger(Logger):
         self._experiment: CometExperiment | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_experiment": None}  # it has connections; another process opens the same key
+        return {**vars(self), "_experiment": None}  # connections cannot be pickled; the key reopens the experiment
 
     @property
     def name(self) -> str | None:
@@ -81,7 +81,7 @@ class CometLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The experiment's key; None before it was opened, unless it was chosen."""
+        """The experiment's key; None before it is opened, unless the user has passed it."""
         return self._key
 
     @property
@@ -92,7 +92,7 @@ class CometLogger(Logger):
     @writer_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         values = as_numbers(metrics)
-        epoch = values.pop("epoch", None)  # which Comet keeps beside each value
+        epoch = values.pop("epoch", None)  # an argument of its own in Comet
         self._open().log_metrics(values, prefix=self._prefix, step=step, epoch=epoch)
 
     @writer_only
@@ -153,7 +153,7 @@ class CometLogger(Logger):
             return
         if parent_process() is None:
             self._experiment.flush()
-        else:  # a rank ends without what Comet does at the end of a process
+        else:  # a rank exits without the atexit functions in which Comet ends experiments
             self._experiment.end()
             self._experiment = None
 

@@ -1,4 +1,4 @@
-"""Logged values as a table in a CSV file."""
+"""Logger for a CSV file."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ if TYPE_CHECKING:
     from io import FileIO
     from pathlib import Path
 
+_FILE = "metrics.csv"
+
 
 class CSVLogger(FolderLogger):
-    """Writes ``metrics.csv``, one row for each step and source of values, and ``hparams.json``.
+    """Logger that writes ``metrics.csv``, with a row for each write of values, and ``hparams.json``.
 
-    Every row is handed to the system at once, so a run that is killed loses nothing.  A name that appears later
-    becomes a new column: the file is then written anew and replaced in one move.
+    Each row is written at once, so that a killed run loses nothing.  A new name becomes a new column: the file is then
+    rewritten, and replaced atomically.
 
     Args:
-        save_dir: Holds everything; by default the trainer's ``default_root_dir``.
-        name: The folder in it that holds all versions; None and ``""`` are ``save_dir`` itself.
-        version: A number, or a folder's own name; by default the next number that is free.  Rows are added to what
-            a version has already.
-        prefix: Comes before the names of values, with a hyphen between.
-        flush_logs_every_n_steps: Steps whose rows are written together, for a slow file system.  Rows also get written
-            at the end of a run, and at that of an epoch if it took longer than a few seconds.
+        save_dir: Folder of all runs; by default the Trainer's ``default_root_dir``.
+        name: Subfolder of all versions; None and ``""`` are ``save_dir`` itself.
+        version: A number, or the name of a folder; by default the next free number.  Rows are appended to an existing
+            version.
+        prefix: Prefix of names, separated by a hyphen.
+        flush_logs_every_n_steps: Number of steps whose rows are written together, for slow file systems.  Rows are also
+            written at the end of a run, and of an epoch that takes longer than a few seconds.
 
     Raises:
         RequestError: The number of steps is not positive.
@@ -71,13 +73,25 @@ class CSVLogger(FolderLogger):
         step = self._num_rows if step is None else step
         self._rows.append({"step": step, **values})
         self._num_rows += 1
-        if self._flush_every == 1 or abs(step - self._flushed_step) >= self._flush_every:  # a later run counts anew
+        # abs, since the steps of a later run start at 0 again.
+        if self._flush_every == 1 or abs(step - self._flushed_step) >= self._flush_every:
             self._flushed_step = step
             self._flush()
 
     @writer_only
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         self.write_hparams(params)
+
+    @override
+    def bookmark(self) -> int:
+        """Return the number of rows in the table."""
+        self._flush()
+        return _count_rows(self.claimed_dir / _FILE)
+
+    @override
+    @writer_only
+    def rewind(self, bookmark: int) -> None:
+        _cut_rows(self.claimed_dir / _FILE, bookmark)
 
     @writer_only
     def save(self) -> None:
@@ -94,19 +108,19 @@ class CSVLogger(FolderLogger):
             self._table = None
 
     def _flush(self) -> None:
-        """Write the rows that wait; where one cannot be written they are lost, and later ones are not."""
-        rows, self._rows = self._rows, []
+        """Write the buffered rows."""
+        rows, self._rows = self._rows, []  # first: rows that cannot be written must not block later ones
         if rows:
             if self._table is None:
-                self._table = CSVTable(self.claimed_dir / "metrics.csv")
+                self._table = CSVTable(self.claimed_dir / _FILE)
             self._table.add(*rows)
 
 
 class CSVTable:
-    """A CSV file that grows by rows and, when needed, by columns.
+    """A CSV file to which rows, and if necessary columns, are appended.
 
     Args:
-        path: The file; rows are added to those that are there.
+        path: The file, which may exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,13 +133,13 @@ class CSVTable:
         self._file = self._open()
 
     def _open(self) -> FileIO:
-        return self._path.open("ab", buffering=0)  # so that nothing waits to be written where a write has failed
+        return self._path.open("ab", buffering=0)  # a buffer would write its content again after a failed write
 
     def add(self, *rows: Mapping[str, float]) -> None:
-        """Append rows, with new columns where they have new names.
+        """Append rows, and columns for new names.
 
         Raises:
-            OSError: The disk is full; the file is as it was then.
+            OSError: The disk is full; the file is not changed then.
         """
         new = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in self._columns]
         if new:
@@ -135,7 +149,7 @@ class CSVTable:
         self._append(lines.getvalue().encode())
 
     def _append(self, line: bytes) -> None:
-        end = self._file.seek(0, os.SEEK_END)  # where a write failed the position is beyond it
+        end = self._file.seek(0, os.SEEK_END)  # after a failed write the position is beyond the end
         try:
             while line:
                 line = line[self._file.write(line) :]
@@ -144,7 +158,7 @@ class CSVTable:
             raise
 
     def sync(self) -> None:
-        """Bring the rows to the disk."""
+        """Flush the rows to the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -175,6 +189,21 @@ class CSVTable:
             rows = csv.reader(source)
             next(rows, None)
             writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
+
+
+def _count_rows(path: Path) -> int:
+    """Return the number of complete rows below the header."""
+    return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
+
+
+def _cut_rows(path: Path, num_rows: int) -> None:
+    """Remove all rows but the first ones; the header too, where none is left."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    temporary = path.with_suffix(".csv.tmp")
+    temporary.write_bytes(b"".join(lines[: num_rows + 1] if num_rows else ()))
+    temporary.replace(path)
 
 
 def _cut_broken_row(path: Path) -> None:

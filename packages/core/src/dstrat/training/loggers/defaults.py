@@ -1,4 +1,4 @@
-"""Loggers of a Trainer: the user's, the default one, or none."""
+"""Default loggers of a Trainer, and calls of several loggers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import LoggerError, RequestError
+from dstrat.training.adaptation import adapt_all, install_hint
 from dstrat.training.loggers.logger import Logger, Silence
 
 if TYPE_CHECKING:
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
 def complete_loggers(
     requested: Logger | Iterable[Logger] | bool | None, root_dir: Path, *, writes: bool = True, is_tried: bool = False
 ) -> list[Logger]:
-    """Return the loggers of a Trainer, each with a folder to write in.
+    """Return the loggers of a Trainer, each with its folder.
 
     Args:
-        requested: One, several in any collection, True or None for the CSV logger, False for none.
-        root_dir: Where a logger writes that was given no folder.
-        writes: Whether this process is the one that writes.
-        is_tried: Whether the run is only tried: silent ones then take the place of all of them.
+        requested: One logger, a collection of several, True or None for the CSV logger, False for none.
+        root_dir: Folder of loggers without one.
+        writes: Whether this process writes.
+        is_tried: Whether the run is a trial, in which silent loggers replace all others.
 
     Raises:
-        RequestError: Something given is no logger.
+        RequestError: A value is not a logger.
     """
     if requested is None or requested is True:
         from dstrat.training.loggers.csv_logger import CSVLogger
@@ -36,11 +37,13 @@ def complete_loggers(
     if requested is False:
         return []
     is_one = isinstance(requested, str | Logger) or not isinstance(requested, Iterable)
-    loggers: list[Any] = [requested] if is_one else list(requested)  # type: ignore[arg-type]  # it is known to be iterable
+    passed: list[Any] = [requested] if is_one else list(requested)  # type: ignore[arg-type]  # it is known to be iterable
+    loggers = adapt_all(passed, Logger)
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise RequestError(
                 f"logger={logger!r} is not a Logger, True or False: give an instance, such as CSVLogger()"
+                f"{install_hint(logger)}"
             )
     if is_tried:
         loggers = [SilentLogger() for _ in loggers]
@@ -50,11 +53,11 @@ def complete_loggers(
     return loggers
 
 
-# Logger of a trial run, which writes nothing
+# Logger of a trial run
 
 
 class SilentLogger(Logger):
-    """Takes every call of any logger and does nothing, so that code which uses one can be tried."""
+    """A logger that accepts every call of any logger and does nothing, for trial runs of code that uses one."""
 
     @property
     def experiment(self) -> Silence:
@@ -64,7 +67,7 @@ class SilentLogger(Logger):
         pass
 
     def __getattr__(self, name: str) -> Silence:
-        """Answer for the methods that one kind of logger has."""
+        """Return a silent method for those of other loggers."""
         if name.startswith("__"):
             raise AttributeError(name)
         return Silence()
@@ -74,17 +77,17 @@ class SilentLogger(Logger):
 
 
 def call_loggers(loggers: Sequence[Logger], method: str, *args: Any) -> None:
-    """Call a method of every logger that writes in this process, also after one that fails.
+    """Call a method of every logger that writes in this process, also after a failure of another one.
 
     Raises:
-        LoggerError: One failed; what it raised is the cause.
+        LoggerError: A logger failed; its error is the cause.
     """
     failed: list[tuple[Logger, Exception]] = []
     for logger in loggers:
         if logger.writes:
             try:
                 getattr(logger, method)(*args)
-            except Exception as error:  # noqa: BLE001 - it is raised below, with the logger's name
+            except Exception as error:  # noqa: BLE001 - raised below, with the logger's name
                 failed.append((logger, error))
     if failed:
         messages = [_describe(logger, method, cause) for logger, cause in failed]
@@ -92,12 +95,12 @@ def call_loggers(loggers: Sequence[Logger], method: str, *args: Any) -> None:
 
 
 def _describe(logger: Logger, name: str, cause: Exception) -> str:
-    # Its own errors are sentences, which a repr would only quote.
+    # A LoggerError is a sentence already.
     return f"{type(logger).__name__}.{name} failed: {cause if isinstance(cause, LoggerError) else repr(cause)}"
 
 
 def agree_on_folders(loggers: Sequence[Logger], strategy: Strategy) -> Path | None:
-    """Let global rank 0 alone write, and broadcast where; collective.
+    """Broadcast the folders of global rank 0's loggers, the only ones that write; collective.
 
     Returns:
         The folder of the first logger that has one.

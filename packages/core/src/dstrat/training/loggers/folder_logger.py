@@ -1,4 +1,4 @@
-"""Base of loggers that write to a numbered folder."""
+"""Base class of loggers that write to a numbered folder."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class FolderLogger(Logger):
     """A logger whose files are in ``<save_dir>/<name>/version_<n>``.
 
     Args:
-        save_dir: Holds everything; by default the trainer's ``default_root_dir``.
-        name: The folder in it that holds all versions; None and ``""`` are ``save_dir`` itself.
-        version: A number, or a folder's own name; by default the next number that is free.
-        prefix: Comes before the names of values, with a hyphen between.
+        save_dir: Folder of all runs; by default the Trainer's ``default_root_dir``.
+        name: Subfolder of all versions; None and ``""`` are ``save_dir`` itself.
+        version: A number, or the name of a folder; by default the next free number.
+        prefix: Prefix of names, separated by a hyphen.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class FolderLogger(Logger):
         self._folder.join(log_dir)
 
     def write_hparams(self, params: Mapping[str, Any]) -> None:
-        """Add settings to those in ``hparams.json``."""
+        """Add hyperparameters to ``hparams.json``."""
         self._hparams |= as_mapping(params)
         path = self.claimed_dir / "hparams.json"
         temporary = path.with_suffix(".json.tmp")
@@ -66,25 +66,25 @@ class FolderLogger(Logger):
         return self._folder.claim(self.root_dir)
 
 
-# The folder of one run: ``<root>/<name>/version_<n>``.
+# The folder of a run: ``<root>/<name>/version_<n>``
 
 
 _VERSION = re.compile(r"version_(\d+)")
 
 
 class VersionFolder:
-    """A numbered folder that belongs to one run, also where several start at the same moment.
+    """A numbered folder of one run, also if several runs start at the same time.
 
     Args:
-        name: The folder that holds all versions; empty for the root itself.
-        version: A number, or a folder's own name; None takes the next number that is free.
+        name: Folder of all versions; empty for the root itself.
+        version: A number, or the name of a folder; None is the next free number.
 
     Attributes:
-        name: The folder that holds all versions; empty for the root itself.
-        claimed: The folder, None before the first claim.
+        name: Folder of all versions; empty for the root itself.
+        claimed: The folder; None before the first claim.
 
     Raises:
-        RequestError: The version is neither.
+        RequestError: The version is neither a number nor a name.
     """
 
     def __init__(self, name: str, version: int | str | None) -> None:
@@ -96,20 +96,20 @@ class VersionFolder:
 
     @property
     def version(self) -> int | str | None:
-        """The number or name; None before one was claimed."""
+        """The number or name; None before the first claim."""
         if self._version is not None or self.claimed is None:
             return self._version
         match = _VERSION.fullmatch(self.claimed.name)
         return int(match[1]) if match else self.claimed.name
 
     def claim(self, root: Path | None) -> Path:
-        """Return the folder; the first call creates it, because a number is taken only by a folder that exists.
+        """Return the folder; the first call creates it, since only an existing folder reserves its number.
 
         Args:
-            root: Holds everything; None is the working directory.
+            root: Folder of all runs; None is the working directory.
 
         Raises:
-            LoggerError: The system refuses it, as a name that is too long.
+            LoggerError: The folder cannot be created, for example because its name is too long.
         """
         if self.claimed is None:
             parent = Path(root or Path.cwd()) / self.name
@@ -125,7 +125,7 @@ class VersionFolder:
         return self.claimed
 
     def join(self, folder: Path | None) -> None:
-        """Take the folder that another process of the same run has claimed."""
+        """Set the folder that another process of the same run has claimed."""
         self.claimed = folder
 
 
@@ -142,7 +142,7 @@ def _next_version(parent: Path) -> Path:
         folder = parent / f"version_{number}"
         try:
             folder.mkdir()
-        except FileExistsError:  # another run took it in this moment
+        except FileExistsError:  # another run has created it at the same time
             number += 1
         else:
             return folder

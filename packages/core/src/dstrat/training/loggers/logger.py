@@ -1,4 +1,4 @@
-"""Base class of loggers, and what their implementations share."""
+"""Base class of loggers, and functions that their implementations share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from typing_extensions import Self
 
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.errors import MissingRequirementError, RequestError
 from dstrat.plugins.known import pip_command
 from dstrat.training.module.hyperparameters import fields_of
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     import numpy as np
     from torch.nn import Module
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.training.callbacks.callback import Callback
 
 
 class Logger(ABC):
-    """Where logged values are written.  Only global rank 0 writes; files are opened by the first write.
+    """A destination of logged values.  Only global rank 0 writes; the first write opens files.
 
     The smallest complete subclass::
 
@@ -37,12 +37,12 @@ class Logger(ABC):
             def log_metrics(self, metrics, step):
                 print(step, metrics)
 
-    An exception in one of its methods ends the run, with the logger's name.
+    An exception in one of its methods ends the run, with an error that names the logger.
 
     Attributes:
-        root_dir: The folder that holds everything of this logger; None takes the trainer's ``default_root_dir``.
-        writes: Whether this process is the one that writes.  In the others the Trainer calls no logger; methods that
-            users call there too are marked with :func:`~dstrat.training.loggers.logger.writer_only`.
+        root_dir: The folder of all runs; None is the Trainer's ``default_root_dir``.
+        writes: Whether this process writes.  The Trainer calls no logger in other processes; methods that users call
+            there are decorated with :func:`~dstrat.training.loggers.logger.writer_only`.
     """
 
     root_dir: Path | None = None
@@ -50,30 +50,40 @@ class Logger(ABC):
 
     @property
     def name(self) -> str | None:
-        """The name that several runs share, None for a logger without one."""
+        """The name that several runs share; None for a logger without one."""
         return None
 
     @property
     def version(self) -> int | str | None:
-        """What tells this run from others of its name; None where there is nothing, or it is not known yet."""
+        """The identifier of this run among those with its name; None if there is none, or not yet."""
         return None
 
     @property
     def save_dir(self) -> Path | None:
-        """The folder that holds everything of this logger: its ``root_dir``."""
+        """The folder of all runs: ``root_dir``."""
         return self.root_dir
 
     @property
     def log_dir(self) -> Path | None:
-        """The folder of this run; None for a logger that writes elsewhere, or where it is not known yet."""
+        """The folder of this run; None for a logger without one, or before it is known."""
         return None
 
     def join(self, log_dir: Path | None) -> None:
-        """Take the folder that global rank 0 writes to, in a process that does not write."""
+        """Set the folder of global rank 0, in a process that does not write."""
+
+    def bookmark(self) -> Any:
+        """Return the end of what is logged so far, as a value for JSON; None where :meth:`rewind` cannot return to it.
+
+        The Trainer asks for it with each checkpoint where ``max_restarts`` is given.
+        """
+        return None
+
+    def rewind(self, bookmark: Any) -> None:
+        """Remove what an attempt that has failed logged after a bookmark; called before anything else is logged."""
 
     @property
     def experiment(self) -> Any:
-        """The object of the library that writes, for what this class does not offer; None without one."""
+        """The library's own object, for features that this class lacks; None without one."""
         return None
 
     @abstractmethod
@@ -81,33 +91,33 @@ class Logger(ABC):
         """Write values by name.
 
         Args:
-            metrics: Numbers; those that the Trainer logs are plain.
-            step: Number of optimizer steps taken; of values of evaluation steps, the number of batches evaluated.  The
-                Trainer always gives it.
+            metrics: Numbers; from the Trainer plain Python numbers.
+            step: Number of optimizer steps taken; for values of evaluation steps the number of evaluated batches.  The
+                Trainer always passes it.
         """
 
     def start_run(self) -> None:
-        """Begin a run; the Trainer calls it when the strategy has set the module up."""
+        """Start a run; called by the Trainer after the strategy's setup."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the settings of a run."""
+        """Write the hyperparameters of a run."""
 
     def log_graph(self, model: Module, input_array: Any = None) -> None:
-        """Write the graph of a module; the Trainer calls it when a run starts, before the strategy wraps the module.
+        """Write the graph of a module; called by the Trainer at the start of a run, before the strategy's setup.
 
         Args:
             model: The module.
-            input_array: The input of its ``forward``; by default the module's ``example_input_array``.
+            input_array: Input of its ``forward``; by default the module's ``example_input_array``.
         """
 
     def after_save_checkpoint(self, checkpoint_callback: Callback) -> None:
-        """Take note of what a ModelCheckpoint has just saved: its ``saved_paths``."""
+        """Called after a ModelCheckpoint has saved its ``saved_paths``."""
 
     def save(self) -> None:
-        """Bring what was written to the disk."""
+        """Flush written values to the disk."""
 
     def finalize(self, status: str) -> None:
-        """Close what was opened; the status is success, failed or interrupted."""
+        """Close files and connections; the status is success, failed or interrupted."""
 
 
 # Restriction of writing to one process
@@ -117,7 +127,7 @@ M = TypeVar("M", bound="Callable[..., None]")
 
 
 def writer_only(method: M) -> M:
-    """Make a logger's method do nothing in the processes that do not write."""
+    """Make a method of a logger do nothing in processes that do not write."""
 
     @wraps(method)
     def in_the_writer(self: Logger, /, *args: Any, **kwargs: Any) -> None:
@@ -128,7 +138,7 @@ def writer_only(method: M) -> M:
 
 
 class Silence:
-    """What loggers return as ``experiment`` where they do not write: takes every call and does nothing."""
+    """The ``experiment`` of loggers in processes that do not write: it accepts every call and does nothing."""
 
     def __getattr__(self, name: str) -> Self:
         if name.startswith("__"):
@@ -148,17 +158,17 @@ class Silence:
         pass
 
 
-# Conversion of settings and values for loggers
+# Conversion of hyperparameters and values for loggers
 
 
 def as_mapping(params: Any) -> Mapping[str, Any]:
-    """Return the settings, which may be a mapping, a namespace or a dataclass, by name."""
+    """Return the items of hyperparameters, which may be a mapping, a namespace or a dataclass, by name."""
     fields = fields_of(params)
     return vars(params) if fields is None else fields
 
 
 def flatten(params: Any) -> dict[str, Any]:
-    """Return the settings without nesting, as ``outer/inner``."""
+    """Return nested hyperparameters as a flat dict with names such as ``outer/inner``."""
     flat: dict[str, Any] = {}
     for name, value in as_mapping(params).items():
         if isinstance(value, Mapping):
@@ -169,16 +179,16 @@ def flatten(params: Any) -> dict[str, Any]:
 
 
 def as_numbers(metrics: Mapping[str, Any], prefix: str = "", separator: str = "-") -> dict[str, Any]:
-    """Return values with a prefix before their names; tensors, which users log, as numbers."""
+    """Return values as numbers, with a prefix before their names."""
     start = f"{prefix}{separator}" if prefix else ""
     return {f"{start}{name}": value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
 
 
 def named_images(key: str, images: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield images with a name for each: the key for one, and ``key/0``, ``key/1`` ... for several.
+    """Yield pairs of a name and an image: the key for one image, and ``key/0``, ``key/1`` ... for several.
 
     Raises:
-        RequestError: There is no list of them.
+        RequestError: The images are not a list.
     """
     if not isinstance(images, list | tuple):
         raise RequestError(f"log_image({key!r}) takes a list of images, and got {type(images).__name__}")
@@ -214,11 +224,11 @@ def require(library: str, feature: str, *, extra: str | None = None) -> None:
 
     Args:
         library: The module to import.
-        feature: What needs it.
-        extra: The extra of dstrat that brings it; by default of the library's name.
+        feature: The feature that needs it, for the message.
+        extra: The extra of dstrat with the library; by default the library's name.
 
     Raises:
-        MissingRequirementError: It is not.
+        MissingRequirementError: The library is not installed.
     """
     if find_spec(library) is None:
         raise MissingRequirementError(
@@ -230,13 +240,13 @@ def require(library: str, feature: str, *, extra: str | None = None) -> None:
 
 
 class Uploads:
-    """Uploads the best checkpoint at the end, or each as soon as it is saved; from a store by way of this machine.
+    """Uploads of the best checkpoint at the end, or of each checkpoint after its save.
 
-    Of several callbacks each has its best one; what the one that saved last sends bears the names in the end.
+    Each of several callbacks uploads its best checkpoint; the names then belong to the callback that saved last.
 
     Args:
-        mode: False for none, True for the best ones, ``"all"`` for each.
-        upload: Sends a file or folder, with names for it.
+        mode: False uploads none, True the best ones, ``"all"`` each.
+        upload: Uploads a local file or folder, with its names.
     """
 
     def __init__(self, mode: bool | Literal["all"], upload: Callable[[Path, list[str]], None]) -> None:
@@ -245,7 +255,7 @@ class Uploads:
         self._sent: set[str] = set()
 
     def take(self, checkpoint_callback: Any) -> None:
-        """Take note of a callback that has saved checkpoints, of which some may replace what was sent."""
+        """Register a callback after a save, which may have overwritten a checkpoint that was uploaded."""
         self._callbacks = [other for other in self._callbacks if other is not checkpoint_callback]
         self._callbacks.append(checkpoint_callback)
         self._sent.difference_update(checkpoint_callback.saved_paths)
@@ -255,30 +265,30 @@ class Uploads:
                 self._send(path, ["latest", "best"] if is_best else ["latest"])
 
     def finish(self) -> None:
-        """Upload the best one of each callback."""
+        """Upload the best checkpoint of each callback."""
         if self._mode:
             for callback in self._callbacks:
                 self._send(callback.best_model_path, ["latest", "best"])
 
     def _send(self, path: str, names: list[str]) -> None:
         if path and path not in self._sent:
-            with _on_this_disk(place(path)) as local:
+            with _local_copy(as_path(path)) as local:
                 self._upload(local, names)
             self._sent.add(path)
 
 
 @contextlib.contextmanager
-def _on_this_disk(where: Place) -> Iterator[Path]:
-    """Yield a checkpoint's path; one in a store is copied for the time of the block."""
-    if isinstance(where, Path):
-        yield where
+def _local_copy(path: CheckpointPath) -> Iterator[Path]:
+    """Yield the local path of a checkpoint, or of a temporary copy of one in a store."""
+    if isinstance(path, Path):
+        yield path
         return
     with tempfile.TemporaryDirectory(prefix="dstrat-") as folder:
-        local = Path(folder, where.name)
-        if where.is_dir():
+        local = Path(folder, path.name)
+        if path.is_dir():
             local.mkdir()
-            for name in where.file_sizes():
-                (where / name).download(local / name)
+            for name in path.file_sizes():
+                (path / name).download(local / name)
         else:
-            where.download(local)
+            path.download(local)
         yield local

@@ -1,4 +1,4 @@
-"""Logged values for MLflow."""
+"""Logger for MLflow."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback
 
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-_MOST_PARAMETERS = 100  # that MLflow takes in one request
+_MAX_PARAMETERS = 100  # MLflow's limit of one request
 _SECONDS_OF_SILENCE = 10.0
 
 _log = logging.getLogger(__name__)
 
 
 class MLFlowLogger(Logger):
-    """Writes to a run of MLflow; needs the extra ``dstrat[mlflow]``.
+    """Logger for a run of MLflow; needs the extra ``dstrat[mlflow]``.
 
-    The run is made by the first write; a later fit or test goes on in it.
+    The first write creates the run; a later fit or test continues it.
 
     Args:
-        experiment_name: The experiment that the run belongs to; made where there is none.
-        run_name: Shown for the run; by default MLflow makes one up.
+        experiment_name: Experiment of the run; created if it does not exist.
+        run_name: Displayed name of the run; by default MLflow's.
         tracking_uri: The server or database; by default ``MLFLOW_TRACKING_URI``, and without that the file
             ``mlflow.db`` in ``save_dir``.
-        tags: For the run.
-        save_dir: Holds the database and, without a server, what is uploaded; by default the trainer's
+        tags: Tags of the run.
+        save_dir: Folder of the database and, without a server, of uploads; by default the Trainer's
             ``default_root_dir``.
-        log_model: Whether checkpoints are uploaded: True sends the best one at the end, ``"all"`` each when a
-            ``ModelCheckpoint`` has saved it.
-        prefix: Comes before the names of values, with a hyphen between.
-        artifact_location: Where the experiment keeps what is uploaded, if it is made anew.
-        run_id: A run to go on in.
-        synchronous: Whether each write waits until it is done; by default MLflow decides.
+        log_model: Whether to upload checkpoints: True uploads the best one at the end, ``"all"`` each one after its
+            save by a ``ModelCheckpoint``.
+        prefix: Prefix of names, separated by a hyphen.
+        artifact_location: Location of uploads, for a new experiment.
+        run_id: Id of a run to continue.
+        synchronous: Whether each write waits for its completion; by default MLflow decides.
 
     Raises:
         MissingRequirementError: mlflow is not installed.
@@ -91,24 +91,24 @@ class MLFlowLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The run's id; None before the run was made."""
+        """The run's id; None before the first write."""
         return self._run_id
 
     @property
     def experiment(self) -> MlflowClient | Silence:
-        """The client of MLflow; :attr:`version` is the run that it writes to."""
+        """The client of MLflow; :attr:`version` is the run's id."""
         return self._open() if self.writes else Silence()
 
     @property
     def run_id(self) -> str | None:
-        """The run's id; the run is made where there is none yet."""
+        """The run's id; reading it creates the run."""
         if self._run_id is None and self.writes:
             self._open()
         return self._run_id
 
     @property
     def experiment_id(self) -> str | None:
-        """The experiment's id; the run is made where there is none yet."""
+        """The experiment's id; reading it creates the run."""
         if self._experiment is None and self.writes:
             self._open()
         return self._experiment
@@ -128,8 +128,8 @@ class MLFlowLogger(Logger):
         from mlflow.entities import Param
 
         settings = [Param(name, str(value)) for name, value in flatten(params).items()]
-        for start in range(0, len(settings), _MOST_PARAMETERS):
-            self._open().log_batch(self._run_id, params=settings[start : start + _MOST_PARAMETERS], **self._waits)
+        for start in range(0, len(settings), _MAX_PARAMETERS):
+            self._open().log_batch(self._run_id, params=settings[start : start + _MAX_PARAMETERS], **self._waits)
 
     @writer_only
     def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Any) -> None:
@@ -170,13 +170,13 @@ class MLFlowLogger(Logger):
         return self._client
 
     def _connect(self) -> MlflowClient:
-        """Return a client that has a run."""
+        """Return a client, after creating or continuing the run."""
         from mlflow.tracking import MlflowClient
         from mlflow.tracking.context.registry import resolve_tags
 
         client = MlflowClient(tracking_uri=self._uri or self._database())
         if self._run_id is None:
-            tags = resolve_tags(self._tags)  # with user, source and commit, as MLflow's own functions have them
+            tags = resolve_tags(self._tags)  # adds user, source and commit, as mlflow.start_run does
             run = client.create_run(self._find_experiment(client), tags=tags, run_name=self._run_name)
             self._run_id = run.info.run_id
         else:
@@ -196,7 +196,7 @@ class MLFlowLogger(Logger):
 
     @contextmanager
     def _warn_if_slow(self) -> Iterator[None]:
-        """Say so when an answer takes long: MLflow tries for minutes, without a word."""
+        """Log a warning if a request takes long: MLflow retries for minutes without a message."""
         line = (
             "MLFlowLogger waits for an answer of %r: MLflow gives up after MLFLOW_HTTP_REQUEST_MAX_RETRIES tries, "
             "which may take minutes"

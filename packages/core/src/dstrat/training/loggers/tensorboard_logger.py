@@ -1,4 +1,4 @@
-"""Logged values for TensorBoard."""
+"""Logger for TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _HP_METRIC = "hp_metric"
-"""What TensorBoard compares runs by, where no value of their own is logged beside the settings."""
+"""The value by which TensorBoard compares runs, if hyperparameters are logged without one."""
 
 _log = logging.getLogger(__name__)
 
 
 class TensorBoardLogger(FolderLogger):
-    """Writes event files that ``tensorboard --logdir`` shows, and ``hparams.json``; needs ``dstrat[tensorboard]``.
+    """Logger that writes event files for ``tensorboard --logdir``, and ``hparams.json``; needs ``dstrat[tensorboard]``.
 
     Args:
-        save_dir: Holds everything; by default the trainer's ``default_root_dir``.
-        name: The folder in it that holds all versions; None and ``""`` are ``save_dir`` itself.
-        version: A number, or a folder's own name; by default the next number that is free.
-        log_graph: Whether the graph of the module is written when a run starts; the module needs an
+        save_dir: Folder of all runs; by default the Trainer's ``default_root_dir``.
+        name: Subfolder of all versions; None and ``""`` are ``save_dir`` itself.
+        version: A number, or the name of a folder; by default the next free number.
+        log_graph: Whether to write the graph of the module at the start of a run; the module needs an
             ``example_input_array``.
-        default_hp_metric: Whether settings without values of their own come with ``hp_metric``, which is -1.  Otherwise
-            they are not written to the event file, so that a later ``log_hyperparams(settings, values)`` can do so.
-        prefix: Comes before the names of values, with a hyphen between.
-        sub_dir: A folder in that of the version for the event files.
-        **kwargs: For ``torch.utils.tensorboard.SummaryWriter``, such as ``flush_secs`` and ``max_queue``.
+        default_hp_metric: Whether hyperparameters without values are written with ``hp_metric=-1``.  Otherwise they are
+            not written to the event file, which a later ``log_hyperparams(params, metrics)`` can do.
+        prefix: Prefix of names, separated by a hyphen.
+        sub_dir: Subfolder of the version for the event files.
+        **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``, such as ``flush_secs`` and ``max_queue``.
 
     Raises:
         MissingRequirementError: tensorboard is not installed.
@@ -61,16 +61,19 @@ class TensorBoardLogger(FolderLogger):
         self._logs_graph, self._default_hp_metric = log_graph, default_hp_metric
         self._sub_dir, self._options = sub_dir or "", kwargs
         self._writer: SummaryWriter | None = None
+        self._next_step = 0
+        self._purge_step: int | None = None  # of the next event file only
 
     @property
     def experiment(self) -> SummaryWriter | Silence:
-        """The ``SummaryWriter``, for what else it takes, such as embeddings and figures."""
+        """The ``SummaryWriter``, for other content such as embeddings and figures."""
         return self._open() if self.writes else Silence()
 
     @writer_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write values by name; those of a dict become one chart."""
+        """Write values by name; a dict of values becomes one chart."""
         writer = self._open()
+        self._next_step = max(self._next_step, (step or 0) + 1)
         for name, value in as_numbers(metrics, self._prefix).items():
             if isinstance(value, dict):
                 writer.add_scalars(name, value, step)
@@ -81,11 +84,11 @@ class TensorBoardLogger(FolderLogger):
     def log_hyperparams(
         self, params: Mapping[str, Any], metrics: Mapping[str, Any] | float | None = None, step: int | None = None
     ) -> None:
-        """Write the settings of a run, and values to compare runs by.
+        """Write the hyperparameters of a run, with values by which to compare runs.
 
         Args:
-            params: The settings.
-            metrics: Values by name, or one, which is ``hp_metric``.
+            params: The hyperparameters.
+            metrics: Values by name, or one value for ``hp_metric``.
             step: The step of the values.
         """
         from torch.utils.tensorboard.summary import hparams
@@ -167,6 +170,17 @@ class TensorBoardLogger(FolderLogger):
         lines = ("|".join(["", *(str(cell).replace("|", "\\|") for cell in row), ""]) for row in rows)
         self.log_text(key, "\n".join(lines), step)
 
+    @override
+    def bookmark(self) -> int | None:
+        """Return the step after the last one with logged numbers; None where an earlier job's may be the last ones."""
+        is_new_folder = self._folder._version is None  # noqa: SLF001 - of this module's base class
+        return self._next_step if self._next_step or is_new_folder else None
+
+    @override
+    def rewind(self, bookmark: int) -> None:
+        """Let TensorBoard show nothing of the earlier event files from that step on."""
+        self._next_step = self._purge_step = bookmark
+
     @writer_only
     def save(self) -> None:
         if self._writer is not None:
@@ -183,7 +197,10 @@ class TensorBoardLogger(FolderLogger):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self.claimed_dir / self._sub_dir), **self._options)
+            purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
+            self._writer = SummaryWriter(str(self.claimed_dir / self._sub_dir), **{**self._options, **purge})
+            # Once: the file of a later run, such as a test, would hide what this attempt has written.
+            self._purge_step = None
         return self._writer
 
 
@@ -192,7 +209,7 @@ def _simple(value: Any) -> bool | float | str:
 
 
 def _no_graph(model: Module, example: Any) -> str | None:
-    """Return why a module cannot be traced, None where it can."""
+    """Return the reason why a module cannot be traced; None if it can."""
     from torch import Tensor
 
     if example is None:

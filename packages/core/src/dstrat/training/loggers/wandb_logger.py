@@ -1,4 +1,4 @@
-"""Logged values for Weights & Biases."""
+"""Logger for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _log = logging.getLogger(__name__)
 
 
 class WandbLogger(Logger):
-    """Writes to a run of Weights & Biases; needs the extra ``dstrat[wandb]``.
+    """Logger for a run of Weights & Biases; needs the extra ``dstrat[wandb]``.
 
-    The run is opened by the first write and finished at the end of the fit, validation, test or prediction; a later
-    one goes on in it.  A run that is in progress is used instead, and not finished.  Charts have the number of
-    optimizer steps as their axis.
+    The first write opens the run, and the end of the fit, validation, test or prediction finishes it; a later one
+    continues it.  A run in progress is used instead, and not finished.  The axis of charts is the number of optimizer
+    steps.
 
     Args:
-        name: Shown for the run; by default W&B makes one up.
-        save_dir: Holds the folder ``wandb``; by default the trainer's ``default_root_dir``.
-        version: The run's id, also of one to go on in; by default a new one.
-        offline: Whether everything stays in the folder, until ``wandb sync`` sends it.
+        name: Displayed name of the run; by default W&B's.
+        save_dir: Folder with the folder ``wandb``; by default the Trainer's ``default_root_dir``.
+        version: Id of the run, possibly of one to continue; by default a new one.
+        offline: Whether to write files only, for ``wandb sync``.
         dir: The same as ``save_dir``.
         id: The same as ``version``.
         anonymous: Whether W&B may log without an account.
-        project: The project that the run belongs to; by default ``WANDB_PROJECT``, and without that ``dstrat_logs``.
-        log_model: Whether checkpoints become artifacts: True sends the best one at the end, ``"all"`` each when a
-            ``ModelCheckpoint`` has saved it.
-        experiment: A run of the user's own, which is not finished and keeps the axis of its charts; arguments of
-            ``wandb.init`` do not apply then.
-        prefix: Comes before the names of values, with a hyphen between.
-        checkpoint_name: Of the artifacts; by default ``model-`` and the run's id.
-        add_file_policy: ``"mutable"`` copies a file before it is sent, ``"immutable"`` relies on it staying as it is.
-        **kwargs: For ``wandb.init``.
+        project: Project of the run; by default ``WANDB_PROJECT``, and without that ``dstrat_logs``.
+        log_model: Whether to upload checkpoints as artifacts: True uploads the best one at the end, ``"all"`` each one
+            after its save by a ``ModelCheckpoint``.
+        experiment: The user's own run, which is not finished, and whose charts keep their axis; arguments of
+            ``wandb.init`` have no effect then.
+        prefix: Prefix of names, separated by a hyphen.
+        checkpoint_name: Name of the artifacts; by default ``model-`` and the run's id.
+        add_file_policy: ``"mutable"`` copies a file before its upload, ``"immutable"`` relies on it not changing.
+        **kwargs: Arguments of ``wandb.init``.
 
     Raises:
         MissingRequirementError: wandb is not installed.
@@ -91,7 +91,7 @@ class WandbLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The run's id; None before the run was opened."""
+        """The run's id; None before the first write."""
         return self._id if self._run is None else self._run.id
 
     @property
@@ -121,16 +121,16 @@ class WandbLogger(Logger):
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Let W&B write histograms of gradients and weights, and the graph, until the end of the run.
+        """Write histograms of gradients and weights, and the graph, with W&B until the end of the run.
 
-        Before a run it is noted, and begins with the run, in the process that writes.  What a strategy shards is not
-        watched, as one process does not have it; a line says so.
+        A call before a run takes effect at its start.  Sharded modules are not watched, which is logged, since one
+        process does not have them in full.
 
         Args:
-            model: The module, or a part of it.
-            log: What is written.
+            model: The module, or a submodule.
+            log: The histograms to write.
             log_freq: Number of batches between two writes.
-            log_graph: Whether the graph is written.
+            log_graph: Whether to write the graph.
         """
         self._watched.append((model, {"log": log, "log_freq": log_freq, "log_graph": log_graph}))
         if self._run is not None:
@@ -192,7 +192,7 @@ class WandbLogger(Logger):
         self.log_metrics({key: wandb.Histogram(values)}, step)
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """Return an artifact of W&B, and note that the run uses it."""
+        """Return an artifact of W&B, and record that the run uses it."""
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     @writer_only

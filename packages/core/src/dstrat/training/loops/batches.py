@@ -1,4 +1,4 @@
-"""Batches of a run: iterated, and moved to the device."""
+"""Batches of a run: the training loader, iteration, and transfer to the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 
-# Training data of a process: its loader, limits, and batches of an epoch.
+# Training data of a process: loader, limits, and batches of an epoch
 
 
 _log = logging.getLogger(__name__)
@@ -38,13 +38,13 @@ class TrainingData:
     """The training loader of this process.
 
     Args:
-        trainer: Its strategy divides the data; its arguments limit it.
+        trainer: Has the strategy, which divides the data, and the limits.
 
     Attributes:
-        loader: What is read, None before it is known.
-        num_batches: Number of batches in an epoch, None where the loader has no length or is not known yet.
-        beginning: How the epoch began; None before the first.
-        batches_per_item: Number of batches in what the loader gives at once: 1, but for compiled training steps that
+        loader: The loader; None before it is made.
+        num_batches: Number of batches in an epoch; None if the loader has no length, or is not made yet.
+        beginning: The random state at the beginning of the epoch; None before the first one.
+        batches_per_item: Number of batches in an item of the loader: 1, or more for compiled training steps that
             consume several.
     """
 
@@ -59,12 +59,12 @@ class TrainingData:
 
     @property
     def length(self) -> int | None:
-        """Number of batches of the whole loader, without a limit; None where it is unknown."""
+        """Number of batches of the loader, without a limit; None if it is unknown."""
         length = length_of(self.loader)
         return None if length is None else length * self.batches_per_item
 
     def load(self, sources: DataSources) -> None:
-        """Take the loader from where the user gave it, unless that is done; collective."""
+        """Make the loader from the user's, unless it exists; collective."""
         trainer = self._trainer
         if self.loader is None:
             loader = sources.loader("train")
@@ -79,7 +79,7 @@ class TrainingData:
             self.num_batches = self._round_to_items(limit)
 
     def _round_to_items(self, count: int | None) -> int | None:
-        """Return the number of batches that whole items have, and log where it is another one."""
+        """Round a number of batches to complete items, and log a warning if that changes it."""
         rounded = round_to_items(count, self.batches_per_item)
         if rounded != count:
             _log.warning(
@@ -91,13 +91,13 @@ class TrainingData:
         return rounded
 
     def open(self, sources: DataSources, epoch: int) -> None:
-        """Take the loader, and agree with the other processes on its length; collective."""
+        """Make the loader, and agree with the other ranks on its length; collective."""
         self.load(sources)
         self._loaded_in_epoch = epoch
         self.num_batches = agreed_length(self._trainer.strategy, self.num_batches)
 
     def reload_when_due(self, sources: DataSources, epoch: int) -> bool:
-        """Take another loader where the Trainer was asked to, and return whether it was time; collective then."""
+        """Make a new loader if ``reload_dataloaders_every_n_epochs`` says so, and return whether it did; collective."""
         every = self._trainer.reload_dataloaders_every_n_epochs
         if not every or epoch - self._loaded_in_epoch < every:
             return False
@@ -106,17 +106,22 @@ class TrainingData:
         return True
 
     def scaled(self, batches_done: int, other_length: int | None) -> int:
-        """Return how many batches are the part of an epoch that other processes had done, with another length of it."""
+        """Return the number of batches for the same fraction of an epoch on another number of ranks.
+
+        Args:
+            batches_done: Number of batches that each rank had done.
+            other_length: Number of batches in the epoch of those ranks; None if it is unknown.
+        """
         if not self.length or not other_length:
             return batches_done
         scaled = batches_done * self.length // other_length
         return scaled - scaled % self.batches_per_item
 
     def check_position(self, batches_done: int) -> None:
-        """Check that an epoch can go on after so many batches.
+        """Check that an epoch can be resumed after a number of batches.
 
         Raises:
-            ConflictError: They end within what one call of a compiled step takes.
+            ConflictError: The number is not a multiple of the batches in a call of the compiled step.
         """
         is_over = self.num_batches is not None and batches_done >= self.num_batches
         if batches_done % self.batches_per_item and not is_over:
@@ -127,10 +132,10 @@ class TrainingData:
             )
 
     def position(self, batches_done: int | None) -> Any:
-        """Return the position of a stateful loader after a number of batches, None for other loaders.
+        """Return the position of a stateful loader after a number of batches; None for other loaders.
 
         Args:
-            batches_done: None at the end of an epoch.
+            batches_done: The number; None for the end of the epoch.
         """
         if self._stateful is None:
             return None
@@ -147,14 +152,14 @@ class TrainingData:
         position: Any = None,
         is_over: bool = False,
     ) -> Iterable[tuple[Any, bool]]:
-        """Return the items of an epoch that are left, on the device, each with whether it is the last.
+        """Return the remaining items of an epoch on the device, each with whether it is the last.
 
         Args:
-            module: Whose hooks take part in the transfer.
-            done: Number of batches that have been trained on.
-            beginning: How the epoch began, where some have been.
-            position: Where the loader was then, if it knows that.
-            is_over: Whether the last one has been.
+            module: Has the transfer hooks.
+            done: Number of batches of the epoch that have been trained on.
+            beginning: The random state at the beginning of the epoch, if it is resumed.
+            position: Position of a stateful loader after these batches.
+            is_over: Whether the epoch's last batch is among them.
         """
         trainer, num_remaining = self._trainer, self.num_batches
         done //= self.batches_per_item
@@ -173,12 +178,12 @@ class TrainingData:
         return device_batches(batches, move, copies_ahead_to=copies_ahead_to, prefetching=prefetching)
 
     def record_position(self) -> None:
-        """Record the position of the loader before something else may read it, such as a validation."""
+        """Record the position of a stateful loader before a validation, which may read the same dataset."""
         if self._stateful is not None:
             self._stateful.record_position()
 
     def _read_from(self, beginning: Beginning, done: int, position: Any, *, is_over: bool, is_read_ahead: bool) -> Any:
-        """Return what gives the batches that are left of an epoch."""
+        """Return an iterable of the remaining batches of an epoch."""
         self._stateful = None
         if is_stateful(self.loader) and (position is not None or not done):
             self._stateful = StatefulLoader(
@@ -194,13 +199,13 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 class Batches:
     """The batches of a loader up to a limit, each with whether it is the last.
 
-    A loader whose length is known is read one batch at a time, so that its random numbers are drawn in the order of
-    a hand-written loop; one of unknown length is read one batch ahead.
+    A loader of known length is read one batch at a time, so that it draws random numbers in the order of a hand-written
+    loop.  One of unknown length is read one batch ahead, to know the last one.
 
     Args:
         loader: Any iterable of batches.
-        count: Number of batches to take at most, None for all of a loader of unknown length.
-        required_for: What needs at least one batch, such as ``"training"``; None does without.
+        count: Maximal number of batches; None for all of a loader of unknown length.
+        required_for: Purpose that needs at least one batch, such as ``"training"``; None needs none.
     """
 
     def __init__(self, loader: Any, count: int | None, required_for: str | None = None) -> None:
@@ -248,12 +253,12 @@ def device_batches(
     """Yield batches on the device, each with whether it is the last.
 
     Args:
-        batches: Such as :class:`Batches` gives them.
-        move: Brings a batch (with the index of its loader) to the device, such as :func:`batch_mover` returns it.
-        dataloader_idx: Index of the loader among those that are read one after the other.
-        copies_ahead_to: The CUDA device to which the next batch is copied during a step; None copies when a batch is
-            due.  :func:`device_to_copy_ahead_to` says which.
-        prefetching: The strategy that reads and copies batches in threads, as :func:`prefetching_strategy` returns it.
+        batches: Pairs of :class:`Batches`.
+        move: The result of :func:`batch_mover`: moves a batch (with the index of its loader) to the device.
+        dataloader_idx: Index of the loader.
+        copies_ahead_to: The result of :func:`device_to_copy_ahead_to`: the CUDA device to which the next batch is
+            copied during a step; None copies each batch before its step.
+        prefetching: The result of :func:`prefetching_strategy`: the strategy that prefetches batches in threads.
     """
     if prefetching is not None:
         yield from prefetching.prefetch(batches, lambda pair: (move(pair[0], dataloader_idx), pair[1]))
@@ -266,29 +271,25 @@ def device_batches(
 
 
 def device_to_copy_ahead_to(trainer: Trainer, module: TrainModule) -> torch.device | None:
-    """Return the device to which batches can be copied during the step before; None where they cannot.
-
-    That needs CUDA, and that nobody else takes part in the transfer, who might rely on its time or on its stream.
-    """
+    """Return the device to which batches can be copied during the previous step; None if they cannot."""
+    # Only with CUDA, and without a user's transfer code, which may rely on the order of calls or on the stream.
     strategy = trainer.strategy
     is_ours = not any(_hook_owners(trainer, module)) and not overrides(strategy, "batch_to_device", Strategy)
     return strategy.root_device if is_ours and strategy.root_device.type == "cuda" else None
 
 
 def prefetching_strategy(trainer: Trainer, module: TrainModule, loader: Any) -> Strategy | None:
-    """Return the strategy where it reads and copies a loader's batches in threads; None where it must not, or does not.
-
-    A hook of the user's that takes part in the transfer is not called in a thread, and a profiler measures in one only.
-    """
+    """Return the strategy if it prefetches a loader's batches in threads; otherwise None."""
+    # Not with transfer hooks, which are not called in threads, and not with a profiler, which measures one thread.
     strategy = trainer.strategy
     does = overrides(strategy, "prefetch", Strategy) and loads_in_workers(loader)
     return strategy if does and trainer.profiler is None and not any(_hook_owners(trainer, module)) else None
 
 
 def batch_mover(trainer: Trainer, module: TrainModule) -> Callable[[Any, int], Any]:
-    """Return what brings a batch (with the index of its loader) to the device.
+    """Return the function that moves a batch (with the index of its loader) to the device.
 
-    The module's or data module's transfer hooks take part where they are overridden.
+    It calls the transfer hooks that the module or the data module overrides.
     """
     strategy = trainer.strategy
     before, transfer, after = owners = _hook_owners(trainer, module)
@@ -309,7 +310,7 @@ def batch_mover(trainer: Trainer, module: TrainModule) -> Callable[[Any, int], A
 
 
 def _leanest_mover(strategy: Strategy) -> Callable[[Any, int], Any]:
-    """Return what does the same as the strategy's method; what that looks up per batch is looked up here, once."""
+    """Return an equivalent of the strategy's method, with its look-ups done once instead of per batch."""
     if overrides(strategy, "batch_to_device", Strategy):
         to_device = strategy.batch_to_device
         return lambda batch, dataloader_idx: to_device(batch)  # noqa: ARG005 - no hook asks for it
@@ -318,7 +319,7 @@ def _leanest_mover(strategy: Strategy) -> Callable[[Any, int], Any]:
 
 
 def _hook_owners(trainer: Trainer, module: TrainModule) -> list[DataHooks | None]:
-    """Return for each transfer hook who overrides it: the data module, the module, or nobody."""
+    """Return, for each transfer hook, the data module or module that overrides it; None if neither does."""
     owners: list[DataHooks | None] = [trainer.datamodule, module]
     return [
         next((owner for owner in owners if owner is not None and overrides(owner, name, _base(owner))), None)

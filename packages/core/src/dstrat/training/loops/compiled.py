@@ -1,4 +1,4 @@
-"""Compiled training steps: the strategy computes gradients and steps the optimizer in one call."""
+"""Compiled training steps, in which a strategy computes gradients and steps the optimizer in one call."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ _METHODS_WITHIN = ("backward", "optimizer_step", "optimizer_zero_grad", "configu
 
 
 class CompiledOptimization:
-    """Runs ``training_step`` of a strategy of which :meth:`compiled_steps` is not None, and counts its steps.
+    """Optimization by a strategy with :meth:`compiled_steps`.
 
-    Nothing of the user's or of dstrat's can run within such a step.  What would is refused here, before anything is
-    compiled.
+    No hook can run within such a step.  Hooks that would have to are an error here, before anything is compiled.
 
     Args:
-        trainer: Its strategy is used.
+        trainer: Has the strategy.
         module: The user's module.
-        compiled: What one call does.
+        compiled: Numbers of batches and optimizer steps in one call.
 
     Attributes:
-        optimizers: What the module's ``optimizers`` method returns.
-        is_in_backward: Always False, as no other code runs in a backward pass.
+        optimizers: The result of the module's ``optimizers`` method.
+        is_in_backward: Always False, as no other code runs during a backward pass.
 
     Raises:
         ConflictError: The module, a callback or an argument of the Trainer needs to run within the step.
@@ -45,10 +44,10 @@ class CompiledOptimization:
         self._loop, self._steps = trainer.fit_loop, compiled.optimizer_steps
 
     def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - within the call
-        """Train on the batches of one call; return what ``training_step`` returned.
+        """Train on the batches of one call; return the result of ``training_step``.
 
         Args:
-            arguments: What ``training_step`` takes.
+            arguments: The arguments of ``training_step``.
             group_size: Always 1.
             applies: Always True.
         """
@@ -57,11 +56,11 @@ class CompiledOptimization:
         return outputs
 
     def check_position(self, trainer: Trainer) -> None:
-        """Check that a training can be resumed here.
+        """Check that a training can be resumed at the checkpoint's position.
 
         Raises:
-            ConflictError: Its checkpoint has gradients of batches that wait for an optimizer step, or its number of
-                steps is none that calls of several steps reach, and something depends on the number.
+            ConflictError: The checkpoint has accumulated gradients, or a number of steps that calls of several steps
+                skip while ``max_steps`` or a scheduler depends on it.
         """
         name = type(trainer.strategy).__name__
         if self._loop.in_group:
@@ -109,7 +108,7 @@ def _check(trainer: Trainer, module: TrainModule, compiled: CompiledSteps) -> No
 
 
 def _check_steps(trainer: Trainer, name: str, steps: int) -> None:
-    """Raise ConflictError where something has to happen between optimizer steps of one call."""
+    """Raise a ConflictError if ``max_steps`` or a scheduler would have to act between the optimizer steps of a call."""
     if trainer.max_steps > 0 and trainer.max_steps % steps:
         raise ConflictError(
             f"max_steps={trainer.max_steps} cannot be met, as {name} takes {steps} optimizer steps in one call: "

@@ -1,4 +1,4 @@
-"""Loop of validation, testing and prediction: steps without gradients over one or several loaders."""
+"""Loop of validation, test and prediction over one or several loaders."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ _LIMITS = {
 
 
 class EvaluationLoop:
-    """Runs a step of the module over every batch of its loaders, once.
+    """A loop that runs a step of the module for every batch of its loaders.
 
     Args:
-        trainer: Whose settings apply.
-        module: Set up by the strategy.
+        trainer: Has the settings.
+        module: The user's module, set up by the strategy.
         loaders: The user's loader, or a list of them.
-        purpose: Which step and hooks are meant.
+        purpose: Determines the step and the hooks.
 
     Attributes:
-        loaders: What this process evaluates, a loader each.
+        loaders: The loaders of this process.
         logged: The values that the module logs.
-        batch_indices: Indices in the dataset of the samples of a batch that is predicted, where a callback reads them
-            and the loader knows them; None otherwise.
-        keeps_outputs: Whether what the steps return is kept for :meth:`predictions`.
+        batch_indices: Indices in the dataset of the samples of the current prediction batch, if a callback reads them
+            and the loader has them; otherwise None.
+        keeps_outputs: Whether the results of the steps are kept for :meth:`predictions`.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule, loaders: Any, purpose: Purpose) -> None:
@@ -84,7 +84,7 @@ class EvaluationLoop:
         self.load(loaders)
 
     def load(self, loaders: Any) -> None:
-        """Take other loaders than before."""
+        """Replace the loaders."""
         trainer = self._trainer
         prepared = [
             prepare_evaluation_loader(
@@ -111,25 +111,23 @@ class EvaluationLoop:
 
     @property
     def num_batches(self) -> list[int | None]:
-        """Number of batches of each loader; None where it is unknown."""
+        """Number of batches of each loader; None for an unknown one."""
         return [round_to_items(count, self._per_item) for count in self._limited()]
 
     def _limited(self) -> list[int | None]:
-        """Return the number of batches of each loader as the limit says, which may end within an item."""
+        """Return the number of batches of each loader by the limit, not rounded to complete items."""
         lengths = [length_of(loader) for loader in self.loaders]
         batches = [None if length is None else length * self._per_item for length in lengths]
         return [limit_of(self._limit, count, self._limit_name) for count in batches]
 
     def run(self, at_most: int | None = None, *, before_end: Callable[[], None] | None = None) -> None:
-        """Evaluate; the values over the epoch are then published, predictions come from :meth:`predictions`.
-
-        Without a loader nothing happens, as where a module's ``val_dataloader`` returned None.
+        """Run the steps and hooks, and publish the values of the epoch.
 
         Args:
-            at_most: Number of batches to take of each loader, below the Trainer's limit.
-            before_end: Is called when everything is done but the last hook, ``on_validation_end`` and its like.
+            at_most: Maximal number of batches from each loader, beside the Trainer's limit.
+            before_end: Called before the last hook, such as ``on_validation_end``.
         """
-        if self.loaders:
+        if self.loaders:  # val_dataloader may have returned None
             with self._trainer.strategy.evaluation_context(), self._no_gradients():
                 self._run(at_most, before_end)
 
@@ -158,26 +156,27 @@ class EvaluationLoop:
                 before_end()
             for hook in hooks.early(f"on_{purpose}_end"):
                 hook()
-            self.logged.reset_metrics()  # before a checkpoint is saved, as after an epoch of training
+            # Late hooks save checkpoints, from which the next epoch starts: with metric objects that are reset.
+            self.logged.reset_metrics()
             for hook in hooks.late(f"on_{purpose}_end"):
                 hook()
-        finally:  # also for a fit after one whose validation broke
+        finally:  # another fit may follow one whose validation has failed
             for submodule, was_training in modes:
                 submodule.training = was_training
         hook_of(self._module, f"on_{purpose}_model_train", TrainModule)()
         trainer.context.is_evaluating = False
 
     def predictions(self) -> list[list[Any]]:
-        """Return what the steps returned, for each loader in the order of its batches; collective.
+        """Return the results of the steps for each loader, in the order of its batches; collective.
 
-        Every process returns the predictions of the whole job, or its own where a loader was not divided.
+        Every process returns the predictions of all ranks; of a loader that was not divided, its own.
         """
         strategy = self._trainer.strategy
         if not any(self._divided):
             return self._outputs
         readers = self._readers()
         try:
-            everyone = [strategy.broadcast(self._outputs, src=rank) for rank in readers]
+            outputs_of_ranks = [strategy.broadcast(self._outputs, src=rank) for rank in readers]
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             unpicklable = describe_unpicklable({"predictions": self._outputs})
             raise MisuseError(
@@ -185,19 +184,20 @@ class EvaluationLoop:
                 "tensors, or pass return_predictions=False and write them with a PredictionWriter"
             ) from error
         return [
-            _interleaved([outputs[index] for outputs in everyone]) if divided else self._outputs[index]
+            _interleaved([outputs[index] for outputs in outputs_of_ranks]) if divided else self._outputs[index]
             for index, divided in enumerate(self._divided)
         ]
 
     def _readers(self) -> list[int]:
-        """Return for each share of the data, in order, the first rank that reads it; several ranks may share one."""
+        """Return the first rank of each share of the data; ranks of model parallelism read the same share."""
         strategy = self._trainer.strategy
         share = strategy.distributed_sampler_kwargs["rank"]
         shares = [strategy.broadcast(share, src=rank) for rank in range(strategy.world_size)]
         return [shares.index(number) for number in range(strategy.distributed_sampler_kwargs["num_replicas"])]
 
     def _no_gradients(self) -> AbstractContextManager[Any]:
-        """Return the context of the steps and all hooks; in a fit tensors of it must be usable in training later."""
+        """Return the context of steps and hooks without gradients."""
+        # Tensors of inference mode cannot be used in autograd later, and a fit may do so after a validation.
         trainer = self._trainer
         if trainer.inference_mode and trainer.strategy.allows_inference_mode and not trainer.is_fitting:
             return torch.inference_mode()
@@ -215,7 +215,7 @@ class EvaluationLoop:
         publishes = bool(self._trainer.log_every_n_steps and self._trainer.loggers)
         batch_start = self._with_index(f"on_{self._purpose}_batch_start", 2, dataloader_idx)
         batch_end = self._with_index(f"on_{self._purpose}_batch_end", 3, dataloader_idx)
-        profiler = None if self._trainer.is_fitting else self._trainer.profiler  # a fit counts batches of training
+        profiler = None if self._trainer.is_fitting else self._trainer.profiler  # in a fit it counts training batches
         logged.in_step, logged.dataloader_idx = True, dataloader_idx if index_of_loader else None
         batch_idx = -1
         indices = itertools.count(0, self._per_item)
@@ -242,7 +242,9 @@ class EvaluationLoop:
     def _with_index(
         self, name: str, num_arguments: int, dataloader_idx: int
     ) -> list[tuple[Callable[..., Any], tuple[int, ...]]]:
-        """Return what is called of a hook, each with the index of the loader where there are several, or it needs it.
+        """Return the functions of a hook, each with its trailing arguments: the index of the loader, or none.
+
+        The index is passed if there are several loaders, or if the hook requires it.
 
         Args:
             name: Of the hook.
@@ -259,7 +261,7 @@ class EvaluationLoop:
         self._trainer.publisher.publish_evaluation_step(self.logged, self._batches_seen[dataloader_idx])
 
     def _batches(self, dataloader_idx: int, loader: Any, count: int | None) -> Iterable[Any]:
-        """Return the batches of a loader, on the device; several processes vote between them."""
+        """Return the batches of a loader on the device; several processes vote between them."""
         items = None if count is None else count // self._per_item
         host_batches = self._trainer.profiled_batches(itertools.islice(loader, items))
         if self._votes is None:
@@ -269,10 +271,10 @@ class EvaluationLoop:
         return self._votes.between(self._batches_of_rank(dataloader_idx, host_batches, loader))
 
     def _batches_of_rank(self, dataloader_idx: int, host_batches: Iterable[Any], loader: Any) -> Iterable[Any]:
-        """Return the batches on the device; on the CPU nothing of ours runs between them."""
+        """Return the batches on the device."""
         ahead = device_to_copy_ahead_to(self._trainer, self._module)
         prefetching = prefetching_strategy(self._trainer, self._module, loader)
-        if ahead is None and prefetching is None:
+        if ahead is None and prefetching is None:  # no generator in between, which would cost time per batch
             return map(self._mover, host_batches, itertools.repeat(dataloader_idx))
         pairs = ((batch, False) for batch in host_batches)
         copied = device_batches(
@@ -283,7 +285,7 @@ class EvaluationLoop:
     def _batches_together(
         self, dataloader_idx: int, host_batches: Iterable[Any], votes: EvaluationVotes
     ) -> Iterator[Any]:
-        """Yield the batches of this process, and run the steps that only keep other processes company."""
+        """Yield the batches of this process, and run padding steps while other processes still have batches."""
         trainer, loader = self._trainer, self._passed_loaders[dataloader_idx]
         for index, (host_batch, counts) in enumerate(pad_to_longest(host_batches, loader, trainer.strategy)):
             batch = self._mover(host_batch, dataloader_idx)
@@ -296,7 +298,7 @@ class EvaluationLoop:
 
 
 def _interleaved(rank_batches: list[list[Any]]) -> list[Any]:
-    """Put batches back in order: the first of each process, then the second of each, and so on."""
+    """Return batches in the order of the dataset: the first of each rank, then the second of each, and so on."""
     longest = max(map(len, rank_batches))
     return [batches[index] for index in range(longest) for batches in rank_batches if index < len(batches)]
 
@@ -307,23 +309,23 @@ def _smaller(count: int | None, at_most: int | None) -> int | None:
     return at_most if count is None else min(count, at_most)
 
 
-# Padding of evaluation to the process with the most batches
+# Padding to the process with the most batches, for strategies whose steps are collective
 
 
 def pad_to_longest(
     batches: Iterable[Any], substitutes: Iterable[Any], strategy: Strategy
 ) -> Iterator[tuple[Any, bool]]:
-    """Yield this process's batches, and then others until every process is through; collective.
+    """Yield this process's batches, then padding until every process has finished; collective.
 
-    Before each batch the processes agree on whether any of them has one, as their numbers may be unknown.
+    Before each batch the processes agree whether any of them has one, since their numbers may be unknown.
 
     Args:
-        batches: What this process evaluates.
-        substitutes: Where it takes a batch from if it has none at all.
-        strategy: Of which ``evaluates_together`` is True.
+        batches: The batches of this process.
+        substitutes: Loader of a padding batch, if this process has no batch at all.
+        strategy: Whose ``evaluates_together`` is True.
 
     Yields:
-        A batch, and whether it counts.
+        A batch, and whether it is this process's own, not padding.
     """
     iterator, nothing = iter(batches), object()
     last = nothing
@@ -341,18 +343,18 @@ def pad_to_longest(
 
 @contextmanager
 def discard_results(trainer: Trainer, module: TrainModule, batch: Any) -> Iterator[None]:
-    """In this context nothing that a step logs or adds to a metric object is kept.
+    """Discard logged values and updates of metric objects in a ``with`` block.
 
     Args:
-        trainer: Whose logged values stay as they are.
-        module: Whose metric objects do.
+        trainer: Has the logged values.
+        module: Has the metric objects.
         batch: The batch of the step.
     """
     logged, trainer.context.logged = trainer.context.logged, LoggedValues(training=False)
     trainer.context.logged.start_epoch()
     trainer.context.logged.in_step, trainer.context.logged.batch = True, batch
     metrics: list[Any] = [submodule for submodule in module.modules() if is_metric(submodule)]
-    states = [(copy.deepcopy(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001 - torchmetrics offers no other way to set it back
+    states = [(copy.deepcopy(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001 - torchmetrics has no public way to restore it
     try:
         yield
     finally:

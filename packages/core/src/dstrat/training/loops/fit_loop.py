@@ -1,4 +1,4 @@
-"""The training loop: epochs, batches, and validation between them."""
+"""The training loop: epochs, batches, validation and stopping."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 
 
 class FitLoop(Position):
-    """Trains a module over the batches of a loader, epoch after epoch.
+    """The loop that trains a module over the batches of a loader, epoch after epoch.
 
     Attributes:
-        scales_position: Whether the counters come from processes with another share of the data.
-        data: What this process trains from.
-        logged: The values that the module logs while it trains.
+        scales_position: Whether the counters are of another number of ranks, with other shares of the data.
+        data: The training data of this process.
+        logged: The values that the module logs in training.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -61,11 +61,11 @@ class FitLoop(Position):
         self._broken_off: dict[str, Any] | None = None
         self._has_skipped = False
 
-    # What is asked of it
+    # Properties
 
     @property
     def finished(self) -> bool:
-        """Whether the asked number of epochs or steps is done."""
+        """Whether ``max_epochs`` or ``max_steps`` is reached."""
         return self._epochs_done or self._steps_done
 
     @property
@@ -78,30 +78,30 @@ class FitLoop(Position):
 
     @property
     def _wants_to_stop(self) -> bool:
-        """Whether something in this process asks to stop, and the least number of epochs and steps is done."""
+        """Whether ``should_stop`` is set in this process, after ``min_epochs`` and ``min_steps``."""
         trainer = self._trainer
         enough = self.epochs_done >= trainer.min_epochs and self.global_step >= trainer.min_steps
         return trainer.should_stop and enough
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers as the module steps them: its own in automatic optimization."""
+        """The optimizers that ``TrainModule.optimizers`` returns: proxies in manual optimization."""
         return self._trainer.optimizers if self._optimization is None else self._optimization.optimizers
 
     @property
     def manual_optimization(self) -> ManualOptimization | None:
-        """What manual optimization goes through, None while the module is optimized automatically."""
+        """The manual optimization; None in automatic optimization."""
         return self._optimization if isinstance(self._optimization, ManualOptimization) else None
 
     @property
     def validation_loaders(self) -> list[Any]:
-        """What this process validates between training batches; nothing where there is no validation."""
+        """The validation loaders of this process; empty without validation."""
         return [] if self._validation is None else self._validation.loaders
 
     # The run
 
     def setup(self, module: TrainModule, sources: DataSources) -> None:
-        """Prepare to train a module that the strategy has set up."""
+        """Prepare the training of a module, after the strategy's setup."""
         self._module, self._sources = module, sources
         self.is_in_batch, self._before_validation, self._broken_off = False, None, None
         self._optimization = self._find_optimization(module)
@@ -117,10 +117,10 @@ class FitLoop(Position):
         return optimization(self._trainer, module)
 
     def run(self, validation: EvaluationLoop | None) -> None:
-        """Train until the asked epochs or steps are done, or something asks to stop.
+        """Train until ``max_epochs`` or ``max_steps`` is reached, or ``should_stop`` or a signal stops the training.
 
         Args:
-            validation: Runs at the interval that the Trainer was given; None never.
+            validation: The validation loop, run at the Trainer's intervals; None without validation.
         """
         trainer = self._trainer
         self._validation = validation
@@ -135,7 +135,7 @@ class FitLoop(Position):
         self._votes = Votes(trainer.strategy, self.batches_seen)
         self._agrees_on_end = self._must_agree_on_end()
         trainer.context.log_to(self.logged)
-        self.logged.start_epoch()  # what on_train_start logs belongs to the first epoch
+        self.logged.start_epoch()  # values that on_train_start logs belong to the first epoch
         trainer.context.hooks.call("on_train_start")
         _warn_of_evaluation_mode(self._module)
         if self.finished and trainer.is_global_zero:
@@ -163,7 +163,8 @@ class FitLoop(Position):
         self.logged.start_epoch()
         hooks.call("on_train_epoch_start")
         if continuation is not None and goes_on:
-            continuation.restore()  # after the hooks, which have drawn their random numbers before
+            # After the hook: the saved random state is of the middle of the epoch, when the hook had been called.
+            continuation.restore()
         self._look_up()
         self.logged.in_step = True
         completed = self._train_batches()
@@ -171,11 +172,11 @@ class FitLoop(Position):
         if completed:
             self.epochs_done, self.batches_done = self.epoch + 1, 0
         else:
-            self._broken_off = self.logged.state_dict()  # for a run that goes on with the epoch
+            self._broken_off = self.logged.state_dict()  # for a resume within the epoch; the publication resets it
         trainer.publisher.publish_epoch(self.logged, hooks.early("on_train_epoch_end"))
         if completed:
             self._schedulers.after_epoch(self.epochs_done)
-        self.logged.reset_metrics()  # before a checkpoint is saved, which another epoch begins from
+        self.logged.reset_metrics()  # late hooks save checkpoints, from which the next epoch starts
         for hook in hooks.late("on_train_epoch_end"):
             hook()
         self.epoch = self.epochs_done
@@ -189,19 +190,19 @@ class FitLoop(Position):
                 self._validation.load(self._sources.loader("val", may_be_none=True))
 
     def _train_batches(self) -> bool:
-        """Train on the batches of an epoch; return whether it was not broken off."""
+        """Train on the remaining batches of an epoch; return whether the epoch was completed."""
         trainer, logged, votes, interruption = self._trainer, self.logged, self._votes, self._trainer.interruption
         is_alone, is_timed = trainer.world_size == 1, self._schedule.is_timed
         batch_start = trainer.context.hooks.of("on_train_batch_start")
         must_agree = self._agrees_on_end
-        batches = self._batches()  # which may go on in the middle of the epoch
-        if self.phase != "done":
+        batches = self._batches()
+        if self.phase != "done":  # the checkpoint was saved between a batch and what follows it
             self._follow_up()
             self._stops = self._decide()
             if self._stops or self._steps_done:
                 return self.is_last_batch
         indices = itertools.count(self.batches_done, self.data.batches_per_item)
-        for batch_idx, (batch, is_last) in zip(indices, batches, strict=False):  # there is always another index
+        for batch_idx, (batch, is_last) in zip(indices, batches, strict=False):  # indices are endless
             self.is_in_batch, self.batch_idx, self.is_last_batch, logged.batch = True, batch_idx, is_last, batch
             if batch_start or must_agree:
                 is_over = batch is not None and -1 in [hook(batch, batch_idx) for hook in batch_start]
@@ -220,7 +221,7 @@ class FitLoop(Position):
         return True
 
     def _batches(self) -> Iterable[tuple[Any, bool]]:
-        """Return the batches of the epoch that are left, on the device, each with whether it is the last."""
+        """Return the remaining batches of the epoch on the device, each with whether it is the last."""
         beginning = position = None
         if self._continuation is not None:
             beginning, position = self._continuation.beginning, self._continuation.position
@@ -231,13 +232,14 @@ class FitLoop(Position):
             if self.in_group:
                 self._optimization.go_on_accumulating()
             else:
-                self._optimization.start_group()  # on_train_batch_start may have ended an epoch within a group
+                # Discards gradients of the last epoch, which on_train_batch_start may have ended within a group.
+                self._optimization.start_group()
         return self.data.batches(
             self._module, done=self.batches_done, beginning=beginning, position=position, is_over=self.is_last_batch
         )
 
     def _look_up(self) -> None:
-        """Find what is called for each batch, before the first of an epoch."""
+        """Look up once per epoch what every batch needs: attribute look-ups per batch cost measurable time."""
         trainer = self._trainer
         assert self._optimization is not None  # noqa: S101 - setup made it
         self._optimize = self._optimization.run
@@ -274,10 +276,10 @@ class FitLoop(Position):
                 hook(outputs, batch, batch_idx)
 
     def _skip_batch(self, *, applies: bool) -> None:
-        """Train nothing with a batch that is None, such as of a ``collate_fn`` that found no sample to use.
+        """Skip a batch that is None, for example from a ``collate_fn`` without a usable sample.
 
         Raises:
-            MisuseError: Other processes would wait for its gradients.
+            MisuseError: There are several ranks: the others would wait for the gradients of this one.
         """
         strategy = self._trainer.strategy
         if strategy.world_size > 1:
@@ -296,9 +298,9 @@ class FitLoop(Position):
             self._optimization.skip_batch(applies=applies)
 
     def _follow_up(self) -> None:
-        """Do what follows the hooks of a batch."""
+        """Publish, validate and step schedulers after a batch and its hooks."""
         has_stepped = self.global_step != self.steps_before
-        if self.phase != "validated":  # as it is where a checkpoint of that moment is continued
+        if self.phase != "validated":  # a resumed checkpoint may have been saved at the end of this validation
             if has_stepped and self._publishes:
                 self._publish_when_due()
             if self._validation is not None:
@@ -310,7 +312,7 @@ class FitLoop(Position):
         self.phase = "done"
 
     def _group_size(self, batch_idx: int) -> int:
-        """Return the number of batches in this one's group; the last group of an epoch may have fewer."""
+        """Return the number of batches that accumulate into one step; the last group of an epoch may be smaller."""
         accumulate = self._accumulate
         if self.data.num_batches is None:
             return accumulate
@@ -325,11 +327,12 @@ class FitLoop(Position):
     # Validation and stopping
 
     def _must_agree_on_end(self) -> bool:
-        """Return whether ``on_train_batch_start`` may end an epoch in any process, of several; collective."""
+        """Return whether ``on_train_batch_start`` of any rank may end the epoch; collective."""
         trainer = self._trainer
         if trainer.world_size == 1:
             return False
-        answering = trainer.context.hooks.answering("on_train_batch_start")  # in some, where rank 0 has callbacks alone
+        # It may differ between ranks: callbacks may exist on rank 0 only.
+        answering = trainer.context.hooks.answering("on_train_batch_start")
         if answering and trainer.is_global_zero:
             _log.warning(
                 "on_train_batch_start of %s may return -1, so that the processes ask each other before every batch: "
@@ -339,7 +342,7 @@ class FitLoop(Position):
         return trainer.strategy.reduce_boolean_decision(bool(answering), all=False)
 
     def _agree_on_end(self, is_over: bool) -> bool:
-        """Return whether ``on_train_batch_start`` ends the epoch in any process, and so in all of them; collective."""
+        """Return whether ``on_train_batch_start`` of any rank ends the epoch; collective."""
         strategy = self._trainer.strategy
         ends = strategy.reduce_boolean_decision(is_over, all=False)
         if ends and not is_over:
@@ -359,7 +362,8 @@ class FitLoop(Position):
             batches_seen=self.batches_seen,
             batches=self.data.batches_per_item,
         ):
-            self.phase = "batch_end"  # a run that goes on from here validates again, as if for the first time
+            # A checkpoint that is saved during the validation repeats it when it is resumed, with its random state.
+            self.phase = "batch_end"
             random_state = self._before_validation = RandomState.capture()
             try:
                 self._validate(frees_gradients=self.in_group == 0 and self.manual_optimization is None)
@@ -372,22 +376,22 @@ class FitLoop(Position):
             self.phase = "validated"
 
     def _note_validated(self) -> None:
-        """Let what is saved when validation ends go on after it."""
+        """Let a checkpoint that is saved at the end of validation resume after it."""
         if self._before_validation is not None:
             self.phase, self._before_validation = "validated", None
 
     def _validate(self, *, frees_gradients: bool = False) -> None:
         assert self._validation is not None  # noqa: S101 - it is due only when there is one
-        if frees_gradients:
+        if frees_gradients:  # the next batch clears them anyway; freed now, they leave memory to the validation
             hook_of(self._module, "on_validation_model_zero_grad", TrainModule)()
         self.data.record_position()
         self._validation.run(before_end=self._note_validated)
         self._schedule.note_run()
         self._trainer.context.log_to(self.logged)
-        self._must_vote = True  # something may have seen enough, perhaps not in every process
+        self._must_vote = True  # a callback, perhaps of one rank only, may have set should_stop
 
     def _decide(self) -> bool:
-        """Vote on what this process and the others wish; return whether training stops."""
+        """Vote with the other ranks on signals, stopping and timed validation; return whether training stops."""
         self._must_vote = False
         clock = self._validation is not None and self._schedule.time_is_up
         wishes = (self._trainer.interruption.requested, self._wants_to_stop, clock)
@@ -411,7 +415,7 @@ class FitLoop(Position):
         self._saved_length = state["loader_length"]
 
     def rank_state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this process alone."""
+        """Return the state of this rank for a checkpoint."""
         return rank_state(
             self._trainer,
             self.data.beginning,
@@ -422,27 +426,27 @@ class FitLoop(Position):
 
     @property
     def _before_first_batch(self) -> RandomState | None:
-        """The random numbers of before the epoch's order was drawn, within its first batch, which is read anew."""
+        """The random state before the epoch's order was drawn, during the first batch, which a resume reads again."""
         beginning = self.data.beginning
         return beginning.random if self.is_in_batch and not self.batches_done and beginning is not None else None
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether gradients of a batch that does not count as done are among those that wait for a step."""
+        """Whether the accumulated gradients include those of the current batch, which a resume repeats."""
         return self._optimization is not None and self._optimization.is_in_backward
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a process had when the checkpoint was saved."""
+        """Resume from the state of a rank in a checkpoint, when the next epoch begins."""
         self._continuation = ResumeState(self._trainer, state)
 
 
 def _detached(outputs: Any) -> Any:
-    """Return outputs that keep no graph alive."""
+    """Return outputs without the autograd graph, whose memory is freed."""
     return outputs.detach() if isinstance(outputs, Tensor) else apply_to_tensors(outputs, Tensor.detach)
 
 
 def _warn_of_evaluation_mode(module: TrainModule) -> None:
-    """Log that parts of the module, or all of it, stay as in evaluation: such as layers that the user has frozen."""
+    """Warn if submodules are in evaluation mode, which may be intended, for example for frozen layers."""
     modes = [submodule.training for submodule in module.modules()]
     if not all(modes):
         _log.warning(

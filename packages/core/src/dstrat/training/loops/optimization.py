@@ -1,4 +1,4 @@
-"""Automatic and manual optimization, and optimizers whose step goes through the strategy."""
+"""Automatic and manual optimization, and proxies of optimizers."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class OptimizerProxy:
-    """An optimizer as a module gets it: its ``step`` is the strategy's, everything else is its own.
+    """A proxy of an optimizer for the user's module, whose ``step`` calls the strategy's.
 
-    Precisions that scale losses, and strategies that average or shard, do their part in the step.
+    So precisions that scale losses, and strategies that average or shard gradients, take part in the step.
 
     Args:
-        optimizer: One that ``configure_optimizers`` returned.
-        strategy: Steps it.
-        module: The module whose parameters it has.
+        optimizer: An optimizer of ``configure_optimizers``.
+        strategy: Steps the optimizer.
+        module: The module with the optimizer's parameters.
 
     Attributes:
         optimizer: The optimizer itself.
@@ -55,20 +55,20 @@ class OptimizerProxy:
         """Step the optimizer.
 
         Args:
-            closure: Computes the loss and its gradients and returns the loss.
-            **kwargs: Passed to the optimizer's ``step``.
+            closure: Computes the loss and its gradients, and returns the loss.
+            **kwargs: Arguments of the optimizer's ``step``.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         return self._strategy.optimizer_step(self.optimizer, closure or _nothing, self._module, **kwargs)
 
-    @property  # type: ignore[misc]  # so that isinstance holds, which torch's schedulers ask for
+    @property  # type: ignore[misc]  # torch's schedulers require isinstance(optimizer, Optimizer)
     def __class__(self) -> type:
         return type(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        if "optimizer" not in self.__dict__:  # while it is unpickled
+        if "optimizer" not in self.__dict__:  # unpickling looks up attributes before it sets any: endless recursion
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -77,7 +77,7 @@ class OptimizerProxy:
 
 
 def _nothing() -> None:
-    """Compute nothing: the gradients are there."""
+    """Do nothing: the gradients have been computed."""
 
 
 # Automatic optimization
@@ -86,23 +86,24 @@ def _nothing() -> None:
 _log = logging.getLogger(__name__)
 
 
-class _NothingToLearnError(Exception):
+class _SkipBatch(Exception):  # noqa: N818 - not an error: it leaves the closure of an optimizer
     """``training_step`` returned None."""
 
 
 class AutomaticOptimization:
-    """Clears gradients, runs ``training_step``, backward, clipping and the optimizer's step, with the hooks between.
+    """The steps of automatic optimization for a batch.
 
-    Everything that can be found out once is found out here, before the first batch.  Gradients are cleared before
-    the forward pass, so that old gradients and new activations are never held together.
+    It clears gradients, and runs ``training_step``, backward, clipping and the optimizer's step, with their hooks.  All
+    look-ups are done here, before the first batch.  Gradients are cleared before the forward pass, so that old
+    gradients and new activations are never in memory together.
 
     Args:
-        trainer: Its strategy and hooks are used.
+        trainer: Has the strategy and the hooks.
         module: The user's module.
 
     Attributes:
-        optimizers: What the module's ``optimizers`` method returns.
-        is_in_backward: Whether a backward pass has begun in a batch that is not done.
+        optimizers: The result of the module's ``optimizers`` method.
+        is_in_backward: Whether a backward pass of the current batch has begun.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule) -> None:
@@ -130,7 +131,7 @@ class AutomaticOptimization:
         self._arguments: tuple[Any, ...] = ()
         self._group_size = 1
         self._applies = True
-        self._clears = True  # until something has been accumulated
+        self._clears = True  # False while gradients accumulate
         self._outputs: Any = None
         self._has_warned = False
         self.is_in_backward = False
@@ -153,20 +154,20 @@ class AutomaticOptimization:
         return lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer)
 
     def start_group(self) -> None:
-        """Clear the gradients before the next batch, also those that wait for a step in vain."""
+        """Clear the gradients before the next batch, also accumulated ones."""
         self._clears = True
 
     def go_on_accumulating(self) -> None:
-        """Keep the gradients that there are for the next optimizer step, as those of a checkpoint."""
+        """Keep the current gradients, such as those of a checkpoint, for the next optimizer step."""
         self._clears = False
 
     def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:
-        """Train on a batch; return what ``training_step`` returned.
+        """Train on a batch; return the result of ``training_step``.
 
         Args:
-            arguments: What ``training_step`` takes.
+            arguments: The arguments of ``training_step``.
             group_size: Number of batches whose gradients make up one optimizer step.
-            applies: Whether it is the last of its group, after which the optimizer steps.
+            applies: Whether the optimizer steps after this batch, the last one of its group.
         """
         self._arguments, self._group_size, self._applies = arguments, group_size, applies
         try:
@@ -178,7 +179,7 @@ class AutomaticOptimization:
                 with self._strategy.no_backward_sync():
                     self._closure()
             self._clears = False
-        except _NothingToLearnError:
+        except _SkipBatch:
             self._warn_of_no_loss()
             if applies and not self._clears:  # earlier batches of the group have gradients
                 self._optimizer_step(self._prepare_step)
@@ -195,7 +196,7 @@ class AutomaticOptimization:
         return outputs
 
     def skip_batch(self, *, applies: bool) -> None:
-        """Step with the gradients of the group's other batches, if there are any and its last batch is left out."""
+        """Skip a batch; if it is the last of its group, step with the gradients of the group's other batches."""
         if applies and not self._clears:
             self._optimizer_step(self._prepare_step)
             self._loop.global_step += 1
@@ -206,7 +207,7 @@ class AutomaticOptimization:
             for hook in self._before_zero_grad:
                 hook(self._optimizer)
             self._zero_grad()
-        elif self._outputs is not None:
+        elif self._outputs is not None:  # the optimizer calls the closure again, and would add gradients twice
             raise MisuseError(
                 f"{type(self._optimizer).__name__} computes the loss of a batch several times in one step, which "
                 "cannot be combined with accumulate_grad_batches: leave that out"
@@ -234,7 +235,7 @@ class AutomaticOptimization:
                 f"training_step returned None on rank {self._strategy.global_rank} of {self._strategy.world_size}: "
                 "the other ranks would wait for its gradients; return a loss, such as 0 * output.sum()"
             )
-        raise _NothingToLearnError
+        raise _SkipBatch
 
     def _warn_of_no_loss(self) -> None:
         if not self._has_warned:
@@ -273,19 +274,20 @@ def _only(optimizers: list[Optimizer]) -> Optimizer:
 
 
 class ManualOptimization:
-    """Runs ``training_step``, which does the rest through :class:`ManualOptimizer` and ``manual_backward``.
+    """Manual optimization: ``training_step`` calls ``manual_backward`` and steps each :class:`ManualOptimizer`.
 
     Args:
-        trainer: Its strategy and hooks are used; its arguments for automatic optimization must be at their defaults.
-        module: Of which ``automatic_optimization`` is False.
+        trainer: Has the strategy and the hooks.
+        module: Whose ``automatic_optimization`` is False.
 
     Attributes:
-        module: As it was given.
-        optimizers: What the module's ``optimizers`` method returns.
-        waits: Whether gradients have been computed since the last step of an optimizer.
+        module: The module.
+        optimizers: The result of the module's ``optimizers`` method.
+        has_gradients: Whether gradients have been computed since the last step of an optimizer.
+        is_in_backward: Whether a backward pass of the current batch has begun.
 
     Raises:
-        ConflictError: The Trainer was asked to clip or to accumulate.
+        ConflictError: The Trainer has arguments for clipping or accumulation.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule) -> None:
@@ -296,15 +298,15 @@ class ManualOptimization:
         self._before_backward = trainer.context.hooks.of("on_before_backward")
         self._after_backward = trainer.context.hooks.of("on_after_backward")
         self.optimizers = [ManualOptimizer(optimizer, trainer, self) for optimizer in trainer.strategy.optimizers]
-        self.waits = self.is_in_backward = False
+        self.has_gradients = self.is_in_backward = False
         if trainer.is_global_zero:
             _warn_of_intervals(trainer.strategy.lr_schedulers, module)
 
     def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - the module accumulates by itself
-        """Train on a batch; return what ``training_step`` returned.
+        """Train on a batch; return the result of ``training_step``.
 
         Args:
-            arguments: What ``training_step`` takes.
+            arguments: The arguments of ``training_step``.
             group_size: Always 1.
             applies: Always True.
         """
@@ -313,23 +315,23 @@ class ManualOptimization:
         return outputs
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss, with the hooks around it."""
+        """Compute the gradients of a loss, and call the hooks before and after."""
         for hook in self._before_backward:
             hook(loss)
         self.is_in_backward = True
         self._backward(loss, *args, **kwargs)
-        self.waits = True
+        self.has_gradients = True
         for hook in self._after_backward:
             hook()
 
 
 class ManualOptimizer(OptimizerProxy):
-    """An optimizer as manual optimization sees it: its steps are counted too, and hooks come before them.
+    """A proxy of an optimizer in manual optimization, whose steps call the hooks and count.
 
     Args:
-        optimizer: One that ``configure_optimizers`` returned.
-        trainer: Its strategy steps the optimizer.
-        manual: Has the module whose parameters it has, and is told of steps.
+        optimizer: An optimizer of ``configure_optimizers``.
+        trainer: Has the strategy, which steps the optimizer.
+        manual: The manual optimization of the module with the optimizer's parameters.
     """
 
     _module: TrainModule
@@ -350,15 +352,15 @@ class ManualOptimizer(OptimizerProxy):
 
         output = self._step(prepared, **kwargs)
         self._loop.global_step += 1
-        self._manual.waits = False
+        self._manual.has_gradients = False
         return output
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Let only this optimizer's parameters require gradients in a ``with`` block.
+        """Restrict gradients to this optimizer's parameters in a ``with`` block.
 
         Args:
-            sync_grad: Whether gradients are synchronised over the processes in it.
+            sync_grad: Whether gradients are synchronized between ranks in the block.
         """
         self._module.toggle_optimizer(self)
         try:
@@ -395,14 +397,14 @@ def _check_arguments(trainer: Trainer, module: TrainModule) -> None:
             )
 
 
-# Loss in the outputs of training_step, and errors without a usable one
+# Errors about the loss in the outputs of training_step
 
 
 _FIX = "return the loss, a tensor with one element that depends on the parameters, or a dict with it as 'loss'"
 
 
 def no_loss(outputs: Any) -> MisuseError:
-    """Return the error for outputs without a tensor as the loss."""
+    """Return the error about outputs whose loss is not a tensor."""
     if isinstance(outputs, Mapping) and "loss" in outputs:
         return MisuseError(f"training_step returned a dict whose 'loss' is {_described(outputs['loss'])}: {_FIX}")
     if isinstance(outputs, Mapping):
@@ -412,11 +414,11 @@ def no_loss(outputs: Any) -> MisuseError:
 
 
 def unusable_loss(outputs: Any, module: nn.Module) -> MisuseError | None:
-    """Return the error for a loss of which no gradients can be computed; None for any other.
+    """Return the error about a loss without gradients; None for a usable loss.
 
     Args:
-        outputs: What ``training_step`` returned, with a tensor as the loss.
-        module: Whose step it was.
+        outputs: The result of ``training_step``.
+        module: The module of the step.
     """
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor):
@@ -440,10 +442,10 @@ def unusable_loss(outputs: Any, module: nn.Module) -> MisuseError | None:
 
 
 def closure_not_called(module: TrainModule, optimizer: Optimizer) -> MisuseError:
-    """Return the error for an optimizer step in which no loss was computed.
+    """Return the error about an optimizer step that did not call the closure.
 
     Args:
-        module: Which may have an ``optimizer_step``.
+        module: The module, which may override ``optimizer_step``.
         optimizer: Of the step.
     """
     if overrides(module, "optimizer_step", TrainModule):

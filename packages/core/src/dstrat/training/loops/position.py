@@ -1,4 +1,4 @@
-"""Counters of a fit, and how a resumed fit continues them."""
+"""Counters of a fit, and the per-rank state of a resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 Phase = Literal["batch_end", "validated", "done"]
-"""What has been done after a batch: its hooks, validation where it was due, everything."""
+"""Progress after a batch: its hooks are done, its validation is done, everything is done."""
 
 _SAVED = (
     "epochs_done",
@@ -44,22 +44,23 @@ _SAVED = (
 
 
 class Position:
-    """The counters of a fit; a base class of its loop rather than a part, as a look-up less in each step shows.
+    """The counters of a fit.
 
     Attributes:
         epoch: Index of the epoch, from 0.
         epochs_done: Number of epochs whose batches have all been trained on.
         global_step: Number of optimizer steps taken.
-        batch_idx: Index of the batch in the epoch.
-        is_last_batch: Whether it is the epoch's last.
+        batch_idx: Index of the current batch in the epoch.
+        is_last_batch: Whether it is the last one of the epoch.
         batches_seen: Number of batches trained on in all epochs.
         batches_done: Number of batches trained on in this epoch.
-        in_group: Number of batches whose gradients wait for an optimizer step.
-        steps_before: Number of optimizer steps before the batch.
-        phase: How much of what follows a batch or an epoch has been done.
-        is_in_batch: Whether a batch is being trained on, which then does not count as done.
+        in_group: Number of batches whose gradients are accumulated.
+        steps_before: Number of optimizer steps before the current batch.
+        phase: Progress after the current batch.
+        is_in_batch: Whether the current batch is in progress, and not yet among ``batches_done``.
     """
 
+    # A base class of the loop, not an attribute of it: that saves a look-up per counter in each step.
     def __init__(self) -> None:
         self.epoch = 0
         self.epochs_done = 0
@@ -74,22 +75,22 @@ class Position:
         self.is_in_batch = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters for a checkpoint, the same in every process."""
+        """Return the counters for a checkpoint, which are equal on all ranks."""
         return {name: getattr(self, name) for name in _SAVED} | {"is_last_batch": self.ends_epoch}
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether no batch of the epoch is left to train on."""
+        """Whether the epoch's last batch is done."""
         return self.is_last_batch and not self.is_in_batch
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the counters."""
+        """Restore the counters."""
         for name in _SAVED:
             setattr(self, name, state[name])
         self.epoch = self.epochs_done
 
 
-# Per-rank resume state: random state and position in the data.
+# Per-rank state of a resume: random state, position in the data, gradients
 
 
 _log = logging.getLogger(__name__)
@@ -103,17 +104,18 @@ def rank_state(
     logged: dict[str, Any],
     has_gradients: bool,
 ) -> dict[str, Any]:
-    """Return what a checkpoint keeps of this process alone, as plain values and tensors.
+    """Return the state of this rank for a checkpoint, as plain values and tensors.
 
     Args:
         trainer: In a fit.
-        beginning: How the epoch began; None before the first.
-        random: The random numbers to go on with.
-        logged: What the epoch has logged so far.
-        has_gradients: Whether gradients may wait for an optimizer step, or stay behind one.
+        beginning: The random state at the beginning of the epoch; None before the first one.
+        random: The random state to resume with.
+        logged: The logged values of the epoch until now.
+        has_gradients: Whether gradients may be accumulated, or remain after an optimizer step.
     """
     strategy, loop = trainer.strategy, trainer.fit_loop
-    in_first = loop.is_in_batch and not loop.batches_done and beginning is not None  # the epoch begins anew
+    # A batch in progress is repeated; if it is the first one, the resume starts the epoch again.
+    in_first = loop.is_in_batch and not loop.batches_done and beginning is not None
     return {
         "random": random.state_dict(),
         "device_random": strategy.accelerator.get_random_state(strategy.root_device),
@@ -127,19 +129,19 @@ def rank_state(
 
 
 def _is_over(trainer: Trainer) -> bool:
-    """Return whether no batch of an epoch is left."""
+    """Return whether the position is between two epochs."""
     return trainer.fit_loop.ends_epoch or not trainer.fit_loop.batches_done
 
 
 def _gradients(trainer: Trainer) -> dict[str, Any] | None:
     strategy = trainer.strategy
-    if strategy.saves_gradients:
+    if strategy.saves_gradients:  # in its own rank state
         return None
     if strategy.replicates_state:
         named = strategy.module.named_parameters()
         return {name: _encode_gradient(p.grad) for name, p in named if p.grad is not None}
     manual = trainer.fit_loop.manual_optimization
-    if trainer.is_global_zero and (manual is None or manual.waits):
+    if trainer.is_global_zero and (manual is None or manual.has_gradients):
         _log.warning(
             "the checkpoint is saved between the batches of one optimizer step, and lacks their gradients, which the "
             "strategy keeps sharded: a run that continues it leaves these batches out"
@@ -152,7 +154,8 @@ def _encode_gradient(gradient: Tensor) -> Tensor | dict[str, Any]:
     if not gradient.is_sparse:
         return gradient
     return {
-        "indices": gradient._indices(),  # noqa: SLF001 - those of a sum that is not coalesced, which would round it
+        # Not indices() and values(): these coalesce the tensor, which adds values in another order, and rounds.
+        "indices": gradient._indices(),  # noqa: SLF001 - as above
         "values": gradient._values(),  # noqa: SLF001 - the same
         "size": list(gradient.shape),
         "is_coalesced": gradient.is_coalesced(),
@@ -169,17 +172,17 @@ def _decode_gradient(saved: Tensor | Mapping[str, Any]) -> Tensor:
 
 
 def reshard_rank_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what each process goes on with, where another number of them saved the checkpoint.
+    """Return the state for each rank of a resume on another number of ranks.
 
-    The order of the data and gradients that wait for an optimizer step belong to all of them; random numbers start
-    anew, and so do running means.
+    The order of the data and the mean of accumulated gradients do not depend on the number of ranks; random numbers and
+    running means start anew.
 
     Args:
-        states: What :func:`rank_state` returned in each process that saved.
+        states: The result of :func:`rank_state` on each rank that saved.
     """
     saved = [state["gradients"] for state in states if state["gradients"] is not None]
     gradients = [{name: _decode_gradient(value) for name, value in one.items()} for one in saved]
-    names = dict.fromkeys(name for one in gradients for name in one)  # some may be unused in some processes
+    names = dict.fromkeys(name for one in gradients for name in one)  # a rank lacks those of its unused parameters
     mean = {
         name: _encode_gradient(reduce(add, [one[name] for one in gradients if name in one]) / len(gradients))
         for name in names
@@ -190,29 +193,29 @@ def reshard_rank_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class ResumeState:
-    """The state of a process in the middle of an epoch, as it was saved.
+    """The saved state of a rank, to be restored at the beginning of an epoch or within it.
 
     Args:
         trainer: In a fit.
-        state: What :func:`rank_state` or :func:`moved_state` returned.
+        state: The result of :func:`rank_state` or :func:`reshard_rank_states`.
 
     Attributes:
-        beginning: How the epoch began; None where the state is of the time before the first.
-        place: Where the loader was, if it knows that.
+        beginning: The random state at the beginning of the epoch; None if the state is from before the first epoch.
+        position: Position of a stateful loader; None for others.
     """
 
     def __init__(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         self._trainer, self._state = trainer, state
         saved = state["beginning"]
         self.beginning = None if saved is None else Beginning.from_state_dict(saved)
-        self.position = state.get("place")  # which older ones lack
+        self.position = state.get("place")  # absent in older checkpoints
 
     def restore(self) -> None:
-        """Put random numbers, logged values and gradients back, when the hooks at the start have been called."""
+        """Restore random state, logged values and gradients, after the hooks at the start of the epoch."""
         trainer, state = self._trainer, self._state
         strategy = trainer.strategy
         if state["gradients"]:
-            self._put_back(state["gradients"])
+            self._restore_gradients(state["gradients"])
         if state["logged"] is not None:
             trainer.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
         loader = trainer.fit_loop.data.loader
@@ -225,11 +228,11 @@ class ResumeState:
             share_seeds(validated, seeds)
         if state["device_random"] is not None:
             strategy.accelerator.set_random_state(strategy.root_device, state["device_random"])
-        if state["random"] is not None:
+        if state["random"] is not None:  # last, as the steps above may draw numbers
             RandomState.from_state_dict(state["random"]).restore()
 
-    def _put_back(self, gradients: Mapping[str, Any]) -> None:
-        """Let the next backward pass accumulate onto whole gradients."""
+    def _restore_gradients(self, gradients: Mapping[str, Any]) -> None:
+        """Restore accumulated gradients, to which the next backward pass adds."""
         strategy = self._trainer.strategy
         if strategy.replicates_state:
             for name, parameter in strategy.module.named_parameters():

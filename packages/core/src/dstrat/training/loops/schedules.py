@@ -1,4 +1,4 @@
-"""Schedules of a fit: learning rates and validations."""
+"""Schedules of a fit: learning-rate schedulers and validation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class SchedulerSteps:
-    """Steps the schedulers of automatic optimization; in manual optimization the module does so itself.
+    """The steps of learning-rate schedulers in automatic optimization; in manual optimization the module steps them.
 
-    Those that watch a value are stepped after validation, which may have logged it.
+    Schedulers that monitor a value are stepped after validation, which may log the value.
 
     Args:
-        trainer: Has the schedulers and the monitored values.
-        module: Has the hook that steps one.
+        trainer: Has the schedulers and the logged values.
+        module: Has the hook that steps a scheduler.
 
     Attributes:
-        step_with_batches: Whether any is stepped during epochs.
+        step_with_batches: Whether any scheduler is stepped within epochs.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule) -> None:
@@ -42,15 +42,15 @@ class SchedulerSteps:
         self._after_epoch = [config for config in configs if config.interval == "epoch"]
 
     def after_step(self, count: int) -> None:
-        """Step what is due after an optimizer step, given the number of steps done."""
+        """Step schedulers that are due after an optimizer step, from the number of steps."""
         self._step(self._after_step, count)
 
     def after_validation(self, count: int) -> None:
-        """Step what watches a value and is due after an optimizer step, when validation may have logged it."""
+        """Step schedulers that monitor a value and are due after an optimizer step, from the number of steps."""
         self._step(self._after_validation, count)
 
     def after_epoch(self, count: int) -> None:
-        """Step what is due after an epoch, given the number of epochs done."""
+        """Step schedulers that are due after an epoch, from the number of completed epochs."""
         self._step(self._after_epoch, count)
 
     def _step(self, configs: Sequence[SchedulerConfig], count: int) -> None:
@@ -73,15 +73,15 @@ def _monitored(config: SchedulerConfig, metrics: Mapping[str, Any]) -> Any | Non
     return metrics.get(config.monitor)
 
 
-# Schedule of validation during a fit.
+# Validation during a fit
 
 
 class ValidationSchedule:
-    """Says after which batches validation is due.
+    """The batches after which validation is due.
 
     Args:
-        trainer: Its ``val_check_interval`` and ``check_val_every_n_epoch``.
-        num_batches: Number of training batches in an epoch, None where unknown.
+        trainer: Has ``val_check_interval`` and ``check_val_every_n_epoch``.
+        num_batches: Number of training batches in an epoch; None if it is unknown.
 
     Raises:
         MisuseError: Validation would never run.
@@ -110,14 +110,14 @@ class ValidationSchedule:
         return max(1, limit_of(interval, num_batches, "val_check_interval") or 1)
 
     def is_due(self, *, batches_done: int, is_last: bool, epoch: int, batches_seen: int, batches: int = 1) -> bool:
-        """Return whether validation runs after a batch, or after the last of several that were one call.
+        """Return whether validation is due after a batch, or after the last batch of a call of a compiled step.
 
         Args:
-            batches_done: Number of batches of the epoch, with this one.
-            is_last: Whether it is the epoch's last.
+            batches_done: Number of batches of the epoch, including this one.
+            is_last: Whether it is the last one of the epoch.
             epoch: Index of the epoch.
-            batches_seen: Number of batches in all epochs, with this one.
-            batches: Number of batches since validation could last have run.
+            batches_seen: Number of batches in all epochs, including this one.
+            batches: Number of batches in a call of the compiled step; otherwise 1.
         """
         if self._seconds is not None:
             return False
@@ -129,14 +129,14 @@ class ValidationSchedule:
 
     @property
     def is_timed(self) -> bool:
-        """Whether validation runs by the clock."""
+        """Whether the interval of validation is a time."""
         return self._seconds is not None
 
     @property
     def time_is_up(self) -> bool:
-        """Whether validation by the clock is due in this process."""
+        """Whether the interval has elapsed in this process."""
         return self._seconds is not None and time.monotonic() - self._last_time >= self._seconds
 
     def note_run(self) -> None:
-        """Take note that validation has run."""
+        """Restart the interval after a validation."""
         self._last_time = time.monotonic()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrat.data.combined_loader import is_structure, leaves
 from dstrat.data.loaders import check_loaders
 from dstrat.errors import MisuseError
+from dstrat.training.adaptation import adapt, install_hint
 from dstrat.training.hooks import check_no_removed_hooks, hook_of, overrides
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hooks import DataHooks
@@ -19,22 +20,32 @@ Source = Literal["train", "val", "test", "predict"]
 
 
 class DataSources:
-    """The loaders of a run.
+    """The sources of a run's loaders.
+
+    Loaders passed to the Trainer's method come first, then the hooks of the data module, then those of the module.
 
     Args:
-        module: Its own loader hooks are used where nothing else is given.
-        datamodule: Its loader hooks come first.
-        passed: Loaders that were passed to the Trainer's method, by source; they come before everything else.
+        module: The user's module.
+        datamodule: The user's data module; None without one.
+        passed: The loaders passed to the Trainer's method, by source.
+
+    Attributes:
+        module: The module, converted if it is another library's.
+        datamodule: The data module, converted likewise; None without one.
     """
 
     def __init__(self, module: TrainModule, datamodule: DataModule | None, passed: Mapping[Source, Any]) -> None:
+        module = adapt(module, TrainModule)
         _check_module(module)
         check_no_removed_hooks(module)
-        self._module = module
+        self.module = module
         self._passed = {source: loaders for source, loaders in passed.items() if loaders is not None}
+        datamodule = adapt(datamodule, DataModule)
         for source, loaders in list(self._passed.items()):
-            if isinstance(loaders, DataModule) and datamodule is None:  # given where the loaders are expected
-                datamodule = self._passed.pop(source)
+            loaders = adapt(loaders, DataModule)  # noqa: PLW2901 - the same one, converted
+            if isinstance(loaders, DataModule) and datamodule is None:  # fit(module, datamodule) by position
+                del self._passed[source]
+                datamodule = loaders
         for candidate in (datamodule, *self._passed.values()):
             _check_datamodule(candidate)
         self.datamodule = datamodule
@@ -47,21 +58,21 @@ class DataSources:
             check_loaders(loaders, f"the {source} loader")
 
     def has(self, source: Source) -> bool:
-        """Return whether there is a loader; an empty list is none."""
+        """Return whether a source has a loader; an empty list has none."""
         if source in self._passed:
             return not _is_empty(self._passed[source])
         return self._owner(source) is not None
 
     def has_step(self, name: str) -> bool:
         """Return whether the module implements a step."""
-        return overrides(self._module, name, TrainModule)
+        return overrides(self.module, name, TrainModule)
 
     def require(self, source: Source, step: str) -> None:
-        """Raise MisuseError unless the module has the step and there is a loader for it."""
-        name = type(self._module).__name__
-        is_needed = step != "predict_step" or getattr(self._module, step) is None
+        """Raise a MisuseError unless the module has a step, and the source a loader."""
+        name = type(self.module).__name__
+        is_needed = step != "predict_step" or getattr(self.module, step) is None
         if is_needed and not self.has_step(step):
-            _raise_missing(self._module, step)
+            _raise_missing(self.module, step)
         if source in self._passed:
             _check_any(self._passed[source], f"what was passed as the {source} loader")
         elif not self.has(source):
@@ -70,19 +81,19 @@ class DataSources:
             )
 
     def require_optimizers(self) -> None:
-        """Raise MisuseError unless the module configures its optimizers."""
-        if not overrides(self._module, "configure_optimizers", TrainModule):
-            _raise_missing(self._module, "configure_optimizers")
+        """Raise a MisuseError unless the module overrides ``configure_optimizers``."""
+        if not overrides(self.module, "configure_optimizers", TrainModule):
+            _raise_missing(self.module, "configure_optimizers")
 
     def loader(self, source: Source, *, may_be_none: bool = False) -> Any:
-        """Return the loader, or the structure of them.
+        """Return the loader, or the structure of loaders, of a source.
 
         Args:
-            source: Which.
+            source: The source.
             may_be_none: Whether a hook may return None, or a structure without a loader.
 
         Raises:
-            MisuseError: What a hook returned is no loader.
+            MisuseError: A hook returned something that is not a loader.
         """
         if source in self._passed:
             return self._passed[source]
@@ -99,14 +110,14 @@ class DataSources:
         name = f"{source}_dataloader"
         if self.datamodule is not None and overrides(self.datamodule, name, DataModule):
             return self.datamodule
-        return self._module if overrides(self._module, name, TrainModule) else None
+        return self.module if overrides(self.module, name, TrainModule) else None
 
     def passed(self, source: Source) -> Any:
-        """Return the loaders that were passed; None where a hook makes them."""
+        """Return the loaders passed to the Trainer's method; None if a hook makes them."""
         return self._passed.get(source)
 
     def arguments(self, stage: str) -> dict[str, Any]:
-        """Return what another Trainer's method takes to read the same data, but for the module."""
+        """Return the arguments, except the module, with which another Trainer's method reads the same data."""
         if stage == "fit":
             loaders = {"train_dataloaders": self.passed("train"), "val_dataloaders": self.passed("val")}
         else:
@@ -120,13 +131,13 @@ class DataSources:
 
     @property
     def _owners(self) -> list[DataModule | TrainModule]:
-        return [owner for owner in (self.datamodule, self._module) if owner is not None]
+        return [owner for owner in (self.datamodule, self.module) if owner is not None]
 
 
 def _raise_missing(module: TrainModule, name: str) -> None:
     if name == "predict_step":
         raise MisuseError(f"{type(module).__name__}.predict_step is None: define it, or leave it as it is")
-    getattr(TrainModule, name)(module)  # which says what to define
+    getattr(TrainModule, name)(module)  # the base class raises the error
 
 
 def _is_empty(loaders: Any) -> bool:
@@ -139,25 +150,25 @@ def _check_any(loaders: Any, origin: str) -> None:
 
 
 def _check_datamodule(candidate: Any) -> None:
-    """Raise MisuseError where a data module is one of another library."""
+    """Raise a MisuseError for a data module of another library."""
     kind = type(candidate)
     if not isinstance(candidate, DataModule) and callable(getattr(candidate, "train_dataloader", None)):
         raise MisuseError(
             f"{kind.__name__} (of {kind.__module__.partition('.')[0]}) is a data module of another library: derive it "
             "from dstrat.DataModule, or pass the loaders that its hooks return, such as "
-            "train_dataloaders=datamodule.train_dataloader()"
+            f"train_dataloaders=datamodule.train_dataloader(){install_hint(candidate)}"
         )
 
 
 def _check_module(module: Any) -> None:
     if isinstance(module, TrainModule):
         return
-    if isinstance(getattr(module, "_orig_mod", None), TrainModule):  # what torch.compile makes of one
+    if isinstance(getattr(module, "_orig_mod", None), TrainModule):  # a wrapper of torch.compile
         raise MisuseError(
             "torch.compile(module) wraps the module, and its steps would run uncompiled: call module.compile() and "
             "pass the module itself"
         )
     raise MisuseError(
         f"{type(module).__name__} is not a TrainModule: derive it from dstrat.TrainModule, "
-        "which is an nn.Module with training_step and configure_optimizers"
+        f"which is an nn.Module with training_step and configure_optimizers{install_hint(module)}"
     )

@@ -1,7 +1,5 @@
-"""The leanest callable that does what a strategy, a precision and a module do in a step.
-
-What nobody overrides is not called: each layer between the loop and the module costs as much as a small kernel.
-"""
+"""Binding of steps: the shortest function for what a strategy, a precision and a module do in a step."""
+# Methods that nobody overrides are skipped: each Python call between loop and module costs as much as a small kernel.
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def bind_step(strategy: Strategy, module: TrainModule, name: StepName) -> Callab
 
 
 def end_graph_after(end: GraphEnd, step: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
-    """Return a step after which the accelerator ends the graph; the step itself on hardware without graphs."""
+    """Return a step after which a lazy accelerator ends its graph; the step itself on eager hardware."""
     accelerator = strategy.accelerator
     if not overrides(accelerator, "end_graph", Accelerator):
         return step
@@ -58,7 +56,7 @@ def end_graph_after(end: GraphEnd, step: Callable[..., Any], strategy: Strategy)
 
 
 def bind_backward(strategy: Strategy) -> Callable[..., None]:
-    """Return what computes the gradients of a loss."""
+    """Return the function that computes the gradients of a loss."""
     precision = strategy.precision_plugin
     is_changed = (
         strategy.module_backward is not None
@@ -70,7 +68,7 @@ def bind_backward(strategy: Strategy) -> Callable[..., None]:
 
 
 def bind_unscaling(strategy: Strategy) -> Callable[[Optimizer], None] | None:
-    """Return what undoes a loss scale in the gradients of an optimizer; None where there is none."""
+    """Return the function that unscales the gradients of an optimizer; None if the loss is not scaled."""
     is_changed = overrides(strategy, "unscale_gradients", Strategy) or overrides(
         strategy.precision_plugin, "unscale_gradients", Precision
     )
@@ -80,7 +78,7 @@ def bind_unscaling(strategy: Strategy) -> Callable[[Optimizer], None] | None:
 def bind_optimizer_step(
     strategy: Strategy, module: TrainModule, optimizer: Optimizer
 ) -> Callable[[Callable[[], Any]], Any]:
-    """Return what runs a closure, which computes the gradients, and steps the optimizer."""
+    """Return the function that runs a closure, which computes the gradients, and steps the optimizer."""
     if overrides(strategy, "optimizer_step", Strategy):
         return lambda closure: strategy.optimizer_step(optimizer, closure, module)
     step = strategy.precision_plugin.optimizer_step
@@ -88,7 +86,7 @@ def bind_optimizer_step(
 
 
 def steps_plainly(strategy: Strategy) -> bool:
-    """Return whether neither strategy nor precision does anything in an optimizer's step."""
+    """Return whether neither strategy nor precision overrides the optimizer's step."""
     return not (
         overrides(strategy, "optimizer_step", Strategy)
         or overrides(strategy.precision_plugin, "optimizer_step", Precision)
@@ -96,7 +94,7 @@ def steps_plainly(strategy: Strategy) -> bool:
 
 
 def count_arguments(step: Any) -> int:
-    """Return how many of (batch, index of the batch, index of the loader) a step takes."""
+    """Return the number of arguments that a step accepts, out of batch, index of the batch, index of the loader."""
     parameters = inspect.signature(step).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return 3
@@ -104,6 +102,6 @@ def count_arguments(step: Any) -> int:
 
 
 def requires_arguments(step: Any) -> int:
-    """Return how many arguments a step or hook cannot be called without, as they have no default."""
+    """Return the number of positional arguments without a default of a step or hook."""
     parameters = inspect.signature(step).parameters.values()
     return sum(p.kind in _POSITIONAL and p.default is p.empty for p in parameters)

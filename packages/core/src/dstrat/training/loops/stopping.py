@@ -1,4 +1,4 @@
-"""Stop requests at the end of a step: signals, and votes of all ranks."""
+"""Stops at the end of a step: deferred signals, and votes of all ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 class Interrupted(KeyboardInterrupt):
-    """A SIGINT on which all processes agreed: they have stopped after the same step, and can still communicate."""
+    """A SIGINT that has stopped all ranks after the same step, so that they can still communicate."""
 
     signal: int = signal.SIGINT
 
 
 class Terminated(SystemExit):
-    """A SIGTERM or SIGHUP on which all processes agreed; its code is the one that shells expect, such as 143."""
+    """A SIGTERM, SIGHUP or SIGUSR1 that has stopped all ranks; its code is 128 plus the signal, as in shells."""
 
     @property
     def signal(self) -> int:
@@ -35,45 +32,72 @@ class Terminated(SystemExit):
 
 
 class Interruption:
-    """A context that keeps a first SIGINT, SIGTERM or SIGHUP for the end of the step; a second one interrupts at once.
+    """A context that defers the first SIGINT, SIGTERM or SIGHUP to the end of the step; a second one acts at once.
 
-    What comes too late for the last step acts when the context ends.  Ignored signals stay ignored (a program in the
-    background of a script, ``nohup``).
+    A signal during the last step acts at the end of the context.  Ignored signals stay ignored, such as SIGHUP under
+    ``nohup``.
+
+    Args:
+        preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler ends the job; None where none does.
+            With it SIGUSR1 is kept too, and a second SIGUSR1 has no effect: schedulers may repeat it.
 
     Attributes:
-        requested: Number of the signal that came, 0 before any.
+        requested: Number of the deferred signal; 0 without one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preemption_deadline: float | None = None) -> None:
         self.requested = 0
+        self._requested_at = 0.0
+        self._seconds = preemption_deadline
         self._previous: dict[int, Any] = {}
         self._actions: tuple[Callable[[int], None], ...] = ()
+        self._is_over: threading.Event | None = None  # only within the context, as events cannot be pickled
 
     def __enter__(self) -> Self:
-        # Only runs need them; and not in the handler, which may come in the middle of an import.
+        # Imported here, since only runs need them, and not in the handler, which may interrupt another import.
+        from dstrat.launch.ended_peers import obey_when_peers_end
         from dstrat.launch.rank import note_signal
-        from dstrat.launch.signals import leave_lost_terminal
+        from dstrat.launch.signals import leave_lost_terminal, stop_signals
 
+        self._restore()  # SIGUSR1, if it has ended an earlier run
         self.requested = 0
-        self._actions = (note_signal, lambda _: leave_lost_terminal())
+        is_over = self._is_over = threading.Event()
+        self._actions = (
+            note_signal,
+            lambda _: leave_lost_terminal(),
+            lambda number: obey_when_peers_end(number, is_over),
+        )
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not installed from Python
+            for number in stop_signals(includes_preemption=self._seconds is not None):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: a handler installed by C code
                     self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._restore()
+        if self._is_over is not None:
+            self._is_over.set()
+            self._is_over = None
+        if value is None or self.requested != signal.SIGUSR1:  # which may come again while a checkpoint is saved
+            self._restore()
         if self.requested and value is None:
             _act_on(self.requested)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signal module's signature
-        self.requested = number
+        self.requested, self._requested_at = number, time.monotonic()
         self._restore()
+        if number == signal.SIGUSR1:
+            self._previous = {number: signal.signal(number, signal.SIG_IGN)}
         for act in self._actions:
             act(number)
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds until a scheduler ends the job; None where none is known to do that."""
+        if self._seconds is None or self.requested not in (signal.SIGTERM, signal.SIGUSR1):
+            return None
+        return self._requested_at + self._seconds - time.monotonic()
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
@@ -82,11 +106,11 @@ class Interruption:
 
 
 def _act_on(number: int) -> None:
-    """Do what a signal does here outside of the context, but for ending the process without the end of the run.
+    """Act on a signal with the handlers outside of the context.
 
     Raises:
-        KeyboardInterrupt: For SIGINT.
-        SystemExit: For another one that has no handler.
+        KeyboardInterrupt: For SIGINT without a handler.
+        SystemExit: For another signal without a handler, so that the run cleans up; the default would kill the process.
     """
     if signal.getsignal(number) is not signal.SIG_DFL:
         signal.raise_signal(number)
@@ -97,11 +121,11 @@ def _act_on(number: int) -> None:
 
 
 def stop_by(number: int) -> None:
-    """Raise what a signal asks for, in every process.
+    """Raise the exception that stops the run on every rank after a signal.
 
     Raises:
         Interrupted: For SIGINT.
-        Terminated: For another one, with the code that shells expect, such as 143 for SIGTERM.
+        Terminated: For another signal.
     """
     if number == signal.SIGINT:
         raise Interrupted
@@ -109,11 +133,11 @@ def stop_by(number: int) -> None:
 
 
 def end_by(number: int) -> NoReturn:
-    """Raise what Python ends with as a shell expects, in the process that asked for a run that a signal has ended.
+    """Raise the exception with which Python exits after a signal, in the process that called the Trainer.
 
     Raises:
         KeyboardInterrupt: For SIGINT.
-        SystemExit: For another one.
+        SystemExit: For another signal, with the exit code of shells.
     """
     if number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -121,29 +145,29 @@ def end_by(number: int) -> NoReturn:
 
 
 def is_by_signal(error: KeyboardInterrupt | SystemExit) -> bool:
-    """Return whether a run ended by a signal, rather than by ``sys.exit``."""
-    return isinstance(error, KeyboardInterrupt) or (isinstance(error.code, int) and error.code > 128)  # as in a shell
+    """Return whether a signal ended a run, not ``sys.exit``: exit codes above 128 are signals, as in shells."""
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error.code, int) and error.code > 128)
 
 
-# Joint decisions of all ranks, after the same step.
+# Common decisions of all ranks, after the same step
 
 
 SECONDS_BETWEEN_VOTES = 0.5
-MOST_STEPS_BETWEEN_VOTES = 500
+MAX_STEPS_BETWEEN_VOTES = 500
 
 
 class Votes:
-    """Turns what any process wishes into what all of them do.
+    """Common decisions of all ranks about requests of any rank.
 
-    The processes vote by one small reduction about every half second, at step numbers that the last vote fixed for
-    all of them, so that they agree without a collective in every step.
+    The ranks vote by a small reduction about every half second.  Each vote also determines the number of the step of
+    the next one, so that no collective is needed in other steps.
 
     Args:
-        strategy: Whose processes vote.
-        step: Number of batches trained on already, the same in every process.
+        strategy: Has the collectives.
+        step: Number of batches trained on already, equal on all ranks.
 
     Attributes:
-        next_at: Number of batches after which the processes vote next.
+        next_at: Number of batches after which the ranks vote next.
     """
 
     def __init__(self, strategy: Strategy, step: int = 0) -> None:
@@ -155,22 +179,25 @@ class Votes:
         self.next_at = step + 1
         self._last_vote = (step, time.monotonic())
 
-    def take(self, step: int, *wishes: int) -> tuple[int, ...]:
+    def take(self, step: int, *requests: int) -> tuple[int, ...]:
         """Vote; collective.
 
         Args:
             step: Number of batches trained on.
-            *wishes: What this process wishes, each as a number of which 0 means no.
+            *requests: This rank's requests, each a number, 0 for none.
 
         Returns:
-            The largest number that any process gave, for each of the wishes.
+            The largest number of any rank, for each request.
         """
         if self._alone:
-            return wishes
+            return requests
         last_step, last_time = self._last_vote
-        seconds_per_step = (time.monotonic() - last_time) / max(1, step - last_step)
-        interval = min(MOST_STEPS_BETWEEN_VOTES, 1 + int(SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6)))
-        ballot = torch.tensor([*wishes, -interval], device=self._strategy.root_device)
+        interval = 1  # the time of a step is unknown before the first one
+        if step > last_step:
+            seconds_per_step = (time.monotonic() - last_time) / (step - last_step)
+            interval = min(MAX_STEPS_BETWEEN_VOTES, 1 + int(SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6)))
+        # Negative, so that the maximum is the shortest interval of any rank.
+        ballot = torch.tensor([*requests, -interval], device=self._strategy.root_device)
         *agreed, steps = self._strategy.reduce(ballot, reduce_op="max").tolist()
         self._beat()
         self.next_at = step - steps
@@ -178,20 +205,20 @@ class Votes:
         return tuple(agreed)
 
 
-# Votes of an evaluation, whose processes may have different numbers of batches
+# Votes in an evaluation, whose ranks may have different numbers of batches
 
 
 B = TypeVar("B")
 
 
 class EvaluationVotes:
-    """Lets several processes agree, about every half second, on whether a signal ends their evaluation.
+    """Votes on whether a signal ends an evaluation.
 
-    Those that are through with their batches go on voting until all are.
+    Ranks that have finished their batches continue to vote until all have.
 
     Args:
-        strategy: Whose processes evaluate.
-        interruption: Knows the signals of this process.
+        strategy: Has the collectives.
+        interruption: Has the deferred signal of this process.
     """
 
     def __init__(self, strategy: Strategy, interruption: Interruption) -> None:
@@ -205,19 +232,19 @@ class EvaluationVotes:
             self.count()
 
     def count(self) -> None:
-        """Take note of a batch, and vote when it is time; collective then."""
+        """Count a batch, and vote if it is time; collective then."""
         self._done += 1
         if self._done >= self._votes.next_at:
             self._vote(goes_on=True)
 
     def finish(self) -> None:
-        """Vote until every process is through with its loaders; collective."""
+        """Vote until every rank has finished its loaders; collective."""
         while self._vote(goes_on=False):
-            self._done = self._votes.next_at  # at the pace of the others, so that these are not asked more often
+            self._done = self._votes.next_at  # waits for the others at their pace, without more votes
 
     def _vote(self, *, goes_on: bool) -> bool:
-        """Vote; return whether any process will again."""
-        signal, anyone_goes_on = self._votes.take(self._done, self._interruption.requested, goes_on)
+        """Vote, and return whether any rank still has batches."""
+        signal, any_goes_on = self._votes.take(self._done, self._interruption.requested, goes_on)
         if signal:
             stop_by(signal)
-        return bool(anyone_goes_on)
+        return bool(any_goes_on)

@@ -1,4 +1,4 @@
-"""Logged values of one stage; tensors stay on their device until they are read."""
+"""Logged values of a stage, whose tensors stay on their device until they are read."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ if TYPE_CHECKING:
 
 
 _OF_LOGGERS = {"step", "epoch"}
-"""What a row of the loggers has beside the values."""
+"""Columns of the loggers beside the values."""
 
 _ADD_DATALOADER_IDX = Options._fields.index("add_dataloader_idx")
 
 
 class LoggedValues:
-    """All names that one stage of a run logs (train, validate, test), in the order of their first values.
+    """All names that a stage of a run logs (train, validate, test), in the order of their first values.
 
     Args:
-        training: Whether it is the training, where values count per step by default.
+        training: Whether it is the training, whose default is ``on_step=True``.
 
     Attributes:
-        in_step: Whether a step of the module runs, which decides the defaults of ``on_step`` and ``on_epoch``.
-        has_batches: Whether this process had a batch in this epoch.
-        lacks_a_loader: Whether it had none of one of several loaders.
-        writes_steps: Whether loggers write the value of a step of any name.
-        computed_metrics: Metric objects whose value over the epoch is known, and which still hold the epoch.
+        in_step: Whether a step of the module is in progress, which determines the defaults of ``on_step`` and
+            ``on_epoch``.
+        has_batches: Whether this process has had a batch in the epoch.
+        lacks_a_loader: Whether it has had no batch of one of several loaders.
+        writes_steps: Whether loggers write step values of any name.
+        computed_metrics: Metric objects that have computed the value of the epoch, and are not reset yet.
     """
 
     def __init__(self, *, training: bool) -> None:
         self._training = training
         self._entries: dict[str, NumberEntry | MetricEntry] = {}
-        self._owners: dict[str, str] = {}  # of the names of values: the names that they were logged by
-        self._resumed: dict[str, NumberEntry | MetricEntry] = {}  # of a checkpoint, and not logged again yet
+        self._owners: dict[str, str] = {}  # names of values (loss_step) -> logged names (loss)
+        self._resumed: dict[str, NumberEntry | MetricEntry] = {}  # from a checkpoint, and not logged again yet
         self._is_open = False
         self._suffix = ""
         self._batch: Any = None
@@ -54,30 +55,30 @@ class LoggedValues:
         self.in_step = False
         self.has_batches = self.lacks_a_loader = self.writes_steps = False
         self.computed_metrics: list[MetricEntry] = []
-        self._loaders_of: dict[str, set[str]] = {}  # of names that are logged without the index of a loader
+        self._loaders_of: dict[str, set[str]] = {}  # loaders of names that are logged without a loader's index
 
-    # What the loops tell
+    # Methods for the loops
 
     def start_epoch(self) -> None:
-        """Let the module log, until the end of the epoch; nothing where it may already."""
+        """Accept logged values until the end of the epoch; does nothing within one."""
         if not self._is_open:
             self._is_open, self.has_batches, self.lacks_a_loader = True, False, False
             self._loaders_of = {}
             self.forget()
 
     def end_epoch(self) -> None:
-        """Refuse what is logged, until the next epoch."""
+        """Refuse logged values until the next epoch."""
         self._is_open = False
 
     def reset_metrics(self) -> None:
-        """Let metric objects forget the epoch, when the hooks at its end have seen them."""
+        """Reset metric objects, after the hooks at the end of the epoch."""
         for entry in self.computed_metrics:
             entry.reset()
         self.computed_metrics = []
 
     @property
     def batch(self) -> Any:
-        """The batch of the step, whose size weighs means."""
+        """The batch of the step, whose size is the weight in means."""
         return self._batch
 
     @batch.setter
@@ -88,24 +89,24 @@ class LoggedValues:
 
     @property
     def dataloader_idx(self) -> int | None:
-        """Index of the loader where there are several; names get a suffix then."""
+        """Index of the loader among several, which becomes a suffix of names; None for a single loader."""
         return int(self._suffix.rpartition("_")[2]) if self._suffix else None
 
     @dataloader_idx.setter
     def dataloader_idx(self, index: int | None) -> None:
         self._suffix = "" if index is None else f"{DATALOADER_SUFFIX}{index}"
 
-    # What the module logs
+    # Logging
 
     def log(self, name: str, value: Any, arguments: tuple[Any, ...], batch_size: Any, module: TrainModule) -> None:
-        """Keep a value; see :meth:`TrainModule.log`.
+        """Log a value; see :meth:`TrainModule.log`.
 
         Args:
-            name: Its name.
+            name: The name.
             value: A number, a tensor or a metric object.
-            arguments: What :class:`Options` is made of.
-            batch_size: Its weight; None takes the size of the batch.
-            module: Logs it.
+            arguments: The fields of :class:`Options`.
+            batch_size: The weight; None is the size of the batch.
+            module: The module that logs.
         """
         if self._suffix:
             if arguments[_ADD_DATALOADER_IDX]:
@@ -113,6 +114,7 @@ class LoggedValues:
             else:
                 self._loaders_of.setdefault(name, set()).add(self._suffix)
         entry = self._entries.get(name)
+        # The usual case, a known name with the same options, is one comparison: log is called in every step.
         if entry is None or entry.options != arguments or entry.in_step is not self.in_step or not self._is_open:
             entry = self._admit(entry, name, value, arguments, module)
         if not entry.weighs:
@@ -127,7 +129,7 @@ class LoggedValues:
     def _admit(
         self, existing: LoggedValue | None, name: str, value: Any, arguments: tuple[Any, ...], module: TrainModule
     ) -> NumberEntry | MetricEntry:
-        """Return the entry of a name that is new; refuse one that is logged in another way than before."""
+        """Return the entry of a new name; raise if a known name is logged in another way than before."""
         if not self._is_open:
             raise MisuseError(
                 f"log({name!r}) works from the start of training, validation or test (on_train_start ...) to the end "
@@ -161,7 +163,7 @@ class LoggedValues:
         return entry
 
     def _check_names(self, entry: LoggedValue, *, has_loggers: bool) -> None:
-        """Refuse a value that would take the place of another one."""
+        """Raise if a value would overwrite another one in the loggers."""
         if entry.is_written and has_loggers and _OF_LOGGERS & {entry.step_name, entry.epoch_name}:
             raise MisuseError(
                 f"log({entry.name!r}): loggers write the {entry.name} with every value, and this one would take its "
@@ -187,35 +189,35 @@ class LoggedValues:
         self._batch_size = size
         return size
 
-    # What is read
+    # Reading
 
     @property
     def entries(self) -> Iterable[NumberEntry | MetricEntry]:
-        """Every name that was logged in any epoch."""
+        """The entries of all names logged in any epoch."""
         return (*self._entries.values(), *self._resumed.values())
 
     @property
     def loaders_of(self) -> dict[str, set[str]]:
-        """The suffixes of the loaders whose steps logged a value over the epoch without suffix, by its name."""
+        """The suffixes of the loaders that logged an epoch value without a suffix, by its name."""
         return {self._entries[name].epoch_name: suffixes for name, suffixes in self._loaders_of.items()}
 
     def forget(self) -> None:
-        """Forget the totals of the epoch."""
+        """Reset the totals of the epoch."""
         for entry in self.entries:
             entry.start_epoch()
 
-    # Going on in the middle of an epoch
+    # State, for a resume within an epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the epoch has brought so far, as plain values and tensors."""
+        """Return the values of the epoch until now, as plain values and tensors."""
         names = {e.name: {**e.state_dict(), "options": e.resolved._asdict()} for e in self.entries if e.was_logged}
         return {"has_batches": self.has_batches, "names": names}
 
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
-        """Go on from there, when the epoch has begun.
+        """Restore the values of an epoch, after its start.
 
         Args:
-            state: What :meth:`state_dict` returned.
+            state: The result of :meth:`state_dict`.
             module: Has the metric objects, on its device.
         """
         self.has_batches = state["has_batches"]
@@ -228,7 +230,7 @@ class LoggedValues:
 
 
 def entry_of(name: str, options: Options, module: nn.Module) -> NumberEntry | MetricEntry:
-    """Return an entry for a name of which only the resolved options are known, from another process or a checkpoint."""
+    """Return an entry from resolved options, which come from another rank or a checkpoint."""
     if options.metric_attribute is None:
         return NumberEntry(name, options, in_step=True, training=True)
     metric = module.get_submodule(options.metric_attribute)
@@ -236,7 +238,7 @@ def entry_of(name: str, options: Options, module: nn.Module) -> NumberEntry | Me
 
 
 def _as_weight(name: str, batch_size: Any) -> float:
-    """Return a batch size that is no plain number: one of numpy, or a tensor with one element, which is read."""
+    """Return a batch size that is a number of numpy, or a tensor with one element, as a float."""
     if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
         return float(batch_size)
     if isinstance(batch_size, Real):
@@ -248,7 +250,7 @@ def _describe_context(in_step: bool) -> str:
     return "in a step" if in_step else "around the steps"
 
 
-# Size of a batch, the weight of its values in means over an epoch
+# Size of a batch: the weight of its values in means over an epoch
 
 
 # Tuples of types are tested faster than unions.
@@ -257,12 +259,12 @@ _SEQUENCES = (list, tuple)
 
 
 def size_of(batch: Any) -> int | None:
-    """Return the length of the first dimension of the first array or tensor in a batch; None where there is none.
+    """Return the length of the first dimension of the first array or tensor in a batch; None if it has none.
 
-    Goes into mappings, sequences and dataclasses in their order.  A number, as a tensor without dimensions, is one.
+    It searches mappings, sequences and dataclasses in their order.  A number, or a 0-dim tensor, has the size 1.
     """
     kind = type(batch)
-    if kind is list or kind is tuple:  # what most batches are, and the quickest to tell
+    if kind is list or kind is tuple:  # most batches; an identity test is faster than isinstance
         items = batch
     else:
         shape = getattr(batch, "shape", None)
@@ -279,7 +281,7 @@ def size_of(batch: Any) -> int | None:
 
 
 def _items(batch: Any) -> Any:
-    if isinstance(batch, _SEQUENCES):  # named tuples
+    if isinstance(batch, _SEQUENCES):  # subclasses, such as named tuples
         return batch
     if isinstance(batch, Mapping):
         return batch.values()

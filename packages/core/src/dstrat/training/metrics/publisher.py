@@ -1,4 +1,4 @@
-"""Publication of logged values to callbacks, the progress bar and the loggers, when due."""
+"""Publication of logged values to callbacks, progress bar and loggers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SECONDS_BETWEEN_SAVES = 10.0
 
 
 class Publisher:
-    """Publishes the values of steps and epochs.
+    """Publication of step and epoch values to the loggers.
 
     Args:
-        trainer: Has the loggers, and is where others find :class:`Metrics` and the stage that logs now.
+        trainer: Has the loggers and the context with :class:`Metrics`.
     """
 
     def __init__(self, trainer: RunState) -> None:
@@ -39,32 +39,32 @@ class Publisher:
         self._last_save = monotonic()
 
     def start_run(self) -> None:
-        """Let the loggers begin."""
+        """Start the loggers."""
         call_loggers(self._trainer.loggers, "start_run")
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the settings of the run."""
+        """Write the hyperparameters."""
         if params:
             call_loggers(self._trainer.loggers, "log_hyperparams", params)
 
     def log_graph(self, module: TrainModule) -> None:
-        """Write the graph of the module, in loggers that do so; before the strategy wraps it."""
+        """Write the graph of the module to loggers that support it; called before the strategy wraps the module."""
         call_loggers(self._trainer.loggers, "log_graph", module)
 
     def publish_step(self, logged: LoggedValues) -> None:
-        """Write the values of steps to the loggers; collective."""
+        """Write step values to the loggers; collective."""
         self._write(self._trainer.context.metrics.of_step(logged))
 
     def publish_evaluation_step(self, logged: LoggedValues, batches_seen: int) -> None:
-        """Write the values of an evaluation step of this process; their axis is the number of batches evaluated."""
+        """Write the values of an evaluation step of this process, with the number of evaluated batches as the step."""
         values = self._trainer.context.metrics.of_local_step(logged)
         if not self._trainer.context.sanity_checking:
             self._write(values, step=batches_seen)
 
     def publish_epoch(self, logged: LoggedValues, hooks: Iterable[Callable[[], Any]]) -> None:
-        """Reduce the values over the epoch, call the hooks at its end, and write all to the loggers; collective.
+        """Reduce the values of the epoch, call the hooks at its end, and write all values to the loggers; collective.
 
-        The hooks see the values, and may log more.
+        The hooks read the values, and may log more.
         """
         trainer, metrics = self._trainer, self._trainer.context.metrics
         metrics.start_epoch()
@@ -78,12 +78,12 @@ class Publisher:
             self._save_when_due()
 
     def results(self, logged: LoggedValues, num_loaders: int) -> list[dict[str, float]]:
-        """Return the values that an evaluation logged, as numbers, a dict for each loader; collective."""
+        """Return the values of an evaluation as numbers, a dict for each loader; collective."""
         values = self._trainer.context.metrics.as_numbers(self._trainer.context.metrics.latest_epoch)
         if num_loaders == 1:
             return [values]
         suffixes = [f"{DATALOADER_SUFFIX}{index}" for index in range(num_loaders)]
-        loaders_of = self._trainer.strategy.broadcast(logged.loaders_of)  # another process may lack a loader's batches
+        loaders_of = self._trainer.strategy.broadcast(logged.loaders_of)  # this rank may have no batch of a loader
 
         def is_of(name: str, suffix: str) -> bool:
             return name.endswith(suffix) if DATALOADER_SUFFIX in name else suffix in loaders_of.get(name, suffixes)
@@ -91,7 +91,7 @@ class Publisher:
         return [{name: value for name, value in values.items() if is_of(name, suffix)} for suffix in suffixes]
 
     def finalize(self, status: str) -> None:
-        """Close the loggers; the status is success, failed or interrupted."""
+        """Close the loggers with a status: success, failed or interrupted."""
         call_loggers(self._trainer.loggers, "finalize", status)
 
     def _write(self, values: dict[str, float], *, step: int | None = None) -> None:
@@ -100,23 +100,23 @@ class Publisher:
             call_loggers(self._trainer.loggers, "log_metrics", row, self._trainer.global_step if step is None else step)
 
     def _save_when_due(self) -> None:
-        """Bring the rows to the disk at the end of an epoch, but not at that of every short one."""
+        """Flush the loggers at the end of an epoch, at most every :data:`SECONDS_BETWEEN_SAVES`."""
         if monotonic() - self._last_save > SECONDS_BETWEEN_SAVES:
             call_loggers(self._trainer.loggers, "save")
             self._last_save = monotonic()
 
 
-# The logged values of a run, for callbacks, loggers and the progress bar.
+# The logged values of a run, for callbacks, loggers and the progress bar
 
 
 class Metrics:
-    """The latest value of each name; what is on a device stays there until it is read.
+    """The latest value of each name, on its device until it is read.
 
     Args:
         strategy: Reads values from the device.
 
     Attributes:
-        latest_epoch: The values over the last epoch of training or evaluation.
+        latest_epoch: The values of the last epoch of training or evaluation.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -128,59 +128,59 @@ class Metrics:
         self.latest_epoch: dict[str, Tensor | float] = {}
 
     def follow(self, logged: LoggedValues) -> None:
-        """Take the values of steps from a stage too; those of an earlier one stay what they are."""
+        """Read step values from a stage too; an earlier stage keeps its values."""
         self._stages = [*(stage for stage in self._stages if stage is not logged), logged]
 
     # Reading
 
     @property
     def callback_values(self) -> dict[str, Tensor]:
-        """The values over the last epochs, and those of the latest steps."""
+        """The values of the last epochs and of the latest steps, by name."""
         steps = {e.step_name: e.step_value for stage in self._stages for e in stage.entries if e.on_step}
         return _as_tensors(self._values | {name: value for name, value in steps.items() if value is not None})
 
     @property
     def written_values(self) -> dict[str, Tensor]:
-        """Those of them that loggers write."""
+        """The values that loggers write, by name."""
         names = {e.step_name for stage in self._stages for e in stage.entries if e.on_step and e.is_written}
         return {name: value for name, value in self.callback_values.items() if name in names or name in self._written}
 
     @property
     def shown_values(self) -> dict[str, float]:
-        """What the progress bar shows, as numbers."""
+        """The values that the progress bar shows, as numbers."""
         values = {name: value for name, value in self._values.items() if name in self._shown}
         for stage in self._stages:
             values |= {e.name: e.shown_value for e in stage.entries if e.on_step and e.options.prog_bar}
         return self.as_numbers(values)
 
     def as_numbers(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
-        """Return the values as plain numbers; those on a device are read in one copy."""
+        """Return values as plain numbers; those on a device are copied together, as each copy waits for the device."""
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         numbers = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
         if tensors:
             numbers |= zip(tensors, self._strategy.read_values([*tensors.values()]), strict=True)
         return {name: numbers[name] for name in values}
 
-    # Taking what was logged
+    # Collection of logged values
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Let callbacks know values that loggers get in another way."""
+        """Add values for callbacks, without passing them to loggers."""
         self._values |= values
 
     def of_step(self, logged: LoggedValues) -> dict[str, float]:
-        """Return the values of steps that loggers write; collective."""
+        """Return the step values that loggers write; collective."""
         return self.as_numbers(take_step(logged, self._strategy))
 
     def of_local_step(self, logged: LoggedValues) -> dict[str, float]:
-        """Return the same of this process alone, as in evaluation, where processes differ in their steps."""
+        """Return the step values of this process, for evaluation, in which ranks have different numbers of steps."""
         return self.as_numbers(take_local_step(logged))
 
     def start_epoch(self) -> None:
-        """Begin to collect the values over another epoch."""
+        """Discard the values of the last epoch."""
         self.latest_epoch = {}
 
     def of_epoch(self, logged: LoggedValues) -> dict[str, float]:
-        """Reduce what was logged over an epoch, keep it, and return what loggers write of it; collective."""
+        """Reduce the values of an epoch, and return those that loggers write; collective."""
         reduced = take_epoch(logged, self._strategy, self._strategy.module)
         self.latest_epoch |= {entry.epoch_name: value for entry, value in reduced}
         self._values |= {name: value for entry, value in reduced for name in (entry.epoch_name, entry.name)}
@@ -190,12 +190,12 @@ class Metrics:
         return self.as_numbers(written)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values as numbers, and who reads which of them; for another process or a checkpoint."""
+        """Return the values as numbers, with their readers, for another process or a checkpoint."""
         names = {"shown": sorted(self._shown), "written": sorted(self.written_values)}
         return {"values": self.as_numbers(self.callback_values), **names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
         self._values |= state["values"]
         self._shown |= set(state["shown"])
         self._written |= set(state["written"])
@@ -208,17 +208,17 @@ def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
     }
 
 
-# Logged values of a step or an epoch, reduced over all processes
+# Reduction of the values of a step or an epoch over all ranks
 
 
 Values = list[tuple[LoggedValue, "Tensor | float"]]
 
 
 def take_step(logged: LoggedValues, strategy: Strategy) -> dict[str, Tensor | float]:
-    """Return what loggers write of the values logged in steps since this was last called, by name; collective.
+    """Return the step values since the last call that loggers write, by name; collective.
 
     Raises:
-        MisuseError: The processes logged different names with ``sync_dist=True``.
+        MisuseError: Ranks have logged different names with ``sync_dist=True``.
     """
     if strategy.world_size > 1:
         shared = _sorted(entry for entry in _fresh(logged) if isinstance(entry, NumberEntry) and entry.sync_step)
@@ -230,7 +230,7 @@ def take_step(logged: LoggedValues, strategy: Strategy) -> dict[str, Tensor | fl
 
 
 def take_local_step(logged: LoggedValues) -> dict[str, Tensor | float]:
-    """Return the same without reducing anything: the values of this process, and those that were reduced before."""
+    """Return the same without a collective: the values of this process, and those that were reduced before."""
     fresh = _fresh(logged)
     for entry in fresh:
         entry.is_fresh = False
@@ -238,17 +238,17 @@ def take_local_step(logged: LoggedValues) -> dict[str, Tensor | float]:
 
 
 def take_epoch(logged: LoggedValues, strategy: Strategy, module: nn.Module) -> Values:
-    """Return what was logged over the epoch, reduced over all processes, and forget it; collective.
+    """Return the values of the epoch, reduced over all ranks, and reset the totals; collective.
 
-    Metric objects still hold the epoch, for the hooks at its end: ``logged.reset_metrics`` is called after them.
+    Metric objects keep their state for the hooks at the end of the epoch; ``logged.reset_metrics`` follows these.
 
     Args:
-        logged: What the module logged.
-        strategy: Whose processes take part.
+        logged: The logged values.
+        strategy: Has the collectives.
         module: Has the metric objects.
 
     Raises:
-        MisuseError: The processes logged different names.
+        MisuseError: Ranks have logged different names.
     """
     entries = _sorted(entry for entry in logged.entries if entry.was_logged)
     if strategy.world_size == 1:
@@ -269,7 +269,7 @@ def _local_values(entries: Iterable[LoggedValue]) -> Values:
 def _reduced_values(
     entries: Sequence[LoggedValue], logged: LoggedValues, strategy: Strategy, module: nn.Module
 ) -> tuple[Values, list[MetricEntry]]:
-    """Return the values over the epoch, and the metric objects that all processes have to compute together."""
+    """Return the values of the epoch, and the metric objects to compute, which is collective."""
     local = _local_values(entry for entry in entries if isinstance(entry, NumberEntry) and not entry.sync_epoch)
     numbers = [e for e in entries if isinstance(e, NumberEntry) and (e.sync_epoch or e.sync_step)]
     metrics = [entry for entry in entries if isinstance(entry, MetricEntry)]
@@ -277,7 +277,7 @@ def _reduced_values(
     shares = [e.epoch_share for e in numbers if e.sync_epoch] + [e.step_share for e in numbers if e.sync_step]
     had_data = logged.has_batches and not logged.lacks_a_loader
     agreement = exchange_epoch(LocalSummary(names, shares, had_data), strategy)
-    if agreement.names is not names:  # this process lacks some, and takes its peers' names
+    if agreement.names is not names:  # this rank lacks names, and takes part in their reduction with its peers' names
         peers = [entry_of(name, options, module) for name, options in agreement.names.items()]
         numbers = [entry for entry in peers if isinstance(entry, NumberEntry)]
         metrics = [entry for entry in peers if isinstance(entry, MetricEntry)]
@@ -293,5 +293,5 @@ def _fresh(logged: LoggedValues) -> list[LoggedValue]:
 
 
 def _sorted(entries: Any) -> list[Any]:
-    """Return the entries in the order in which every process takes them."""
+    """Return entries sorted by name, an order that is the same on all ranks."""
     return sorted(entries, key=lambda entry: entry.name)

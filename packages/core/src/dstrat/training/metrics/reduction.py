@@ -1,4 +1,4 @@
-"""Reduction of logged values: one exchange carries the values and whether the names agree."""
+"""Reduction of logged values over ranks, with a check that all have logged the same names."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
 
 
-# Values that the first exchange carries.  It has the same size in every process, whatever was logged: processes that
-# disagree would otherwise wait for each other, or take each other's values.
+# Values in the first gather.  Its size is fixed: ranks that have logged different names would otherwise hang in a
+# collective of different sizes, or mix up their values.
 FIRST_ROWS = 62
 _HEADER = 3
 
 
 class Contribution(NamedTuple):
-    """What one process adds to one value that is reduced.
+    """The contribution of a rank to a reduced value.
 
     Attributes:
         name: Of the reduced value.
         reduction: mean, sum, max or min.
-        total: The process's own value, times its weight for a mean.
-        weight: Its weight in a mean; 0 where the process has no value.
-        group: The processes to reduce over; None is all.
+        total: The rank's value, for a mean times its weight.
+        weight: Weight in a mean; 0 if the rank has no value.
+        group: The process group to reduce over; None is all ranks.
     """
 
     name: str
@@ -42,12 +42,13 @@ class Contribution(NamedTuple):
 
 
 class LocalSummary(NamedTuple):
-    """What one process says of the values that it wants to be reduced.
+    """The values of a rank that are to be reduced.
 
     Attributes:
-        names: The options of each name that was logged.
-        shares: What it adds, in the same order in every process.
-        had_data: Whether it had a batch of every loader; one that had not may lack names, and adds nothing to them.
+        names: The options of each logged name.
+        shares: The contributions, in an order that is the same on all ranks.
+        had_data: Whether the rank has had a batch of every loader.  Otherwise it may lack names, to whose values it
+            contributes nothing.
     """
 
     names: Mapping[str, Options]
@@ -56,9 +57,9 @@ class LocalSummary(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """A number that differs for different names and options; 0 without any.
+        """A hash of the names and options; 0 without names.
 
-        What is shown or written does not count: rank 0 alone does that.
+        Options of display and loggers are excluded, since only rank 0 uses them.
         """
         same = [(name, *_common(options)) for name, options in sorted(self.names.items())]
         return zlib.crc32(repr(same).encode()) + 1 if same else 0
@@ -69,11 +70,11 @@ def _common(options: Options) -> Options:
 
 
 class ReducedValues(NamedTuple):
-    """What all processes have in common.
+    """The result of a reduction, which is equal on all ranks.
 
     Attributes:
-        names: The options of each name; those of its peers where a process lacks some.
-        values: The reduced values by name.
+        names: The options of each name; a rank that lacks names gets those of its peers.
+        values: The reduced values, by name.
     """
 
     names: Mapping[str, Options]
@@ -83,13 +84,11 @@ class ReducedValues(NamedTuple):
 def exchange_steps(statement: LocalSummary, strategy: Strategy) -> dict[str, float]:
     """Return the reduced values of a step; collective.
 
-    A process that has none reads nothing back from its device.
-
     Raises:
-        MisuseError: The processes logged different names.
+        MisuseError: Ranks have logged different names.
     """
     gathered = _gather_first(statement, strategy)
-    if not statement.names:
+    if not statement.names:  # without reading the result, which would wait for the device
         return {}
     table = gathered.cpu()
     digests, counts = table[:, 0].tolist(), table[:, 1].tolist()
@@ -105,7 +104,7 @@ def exchange_epoch(statement: LocalSummary, strategy: Strategy) -> ReducedValues
     """Return the reduced values of an epoch; collective.
 
     Raises:
-        MisuseError: The processes logged different names.
+        MisuseError: Ranks have logged different names.
     """
     table = _gather_first(statement, strategy).cpu()
     digests, counts, had_data = (table[:, column].tolist() for column in range(_HEADER))
@@ -115,18 +114,18 @@ def exchange_epoch(statement: LocalSummary, strategy: Strategy) -> ReducedValues
     source = max(complete or range(strategy.world_size), key=lambda rank: (digests[rank] > 0, counts[rank]))
     if len(set(digests)) > 1:
         statement = _completed(statement, source, strategy)
-        if set(digests) - {0, digests[source]}:  # some processes have sent fewer values, in other columns
+        if set(digests) - {0, digests[source]}:  # some ranks have sent fewer values, in other columns
             table = _gather_first(statement, strategy).cpu()
     return ReducedValues(statement.names, _reduce_all(table, statement.shares, int(max(counts)), strategy))
 
 
 def _completed(statement: LocalSummary, source: int, strategy: Strategy) -> LocalSummary:
-    """Return what a process says with nothing added to the names that it lacks; collective.
+    """Return the summary of a rank, completed by empty contributions to the names that it lacks; collective.
 
     Args:
-        statement: What this process says.
-        source: The process that has all names.
-        strategy: Whose processes take part.
+        statement: The summary of this rank.
+        source: A rank with all names.
+        strategy: Has the collectives.
     """
     names, outline = strategy.broadcast((statement.names, [share[:2] for share in statement.shares]), src=source)
     if any(options.sync_dist_group for options in names.values()):
@@ -155,7 +154,7 @@ def _gather_first(statement: LocalSummary, strategy: Strategy) -> Tensor:
 def _gather(
     header: Sequence[float], shares: Sequence[Contribution], rows: int, strategy: Strategy, group: Any = None
 ) -> Tensor:
-    if group is None and not strategy.is_first_reader:  # who has read the same data says the same
+    if group is None and not strategy.is_first_reader:  # ranks that read the same data count once
         shares = [share._replace(total=0.0, weight=0.0) for share in shares]
     numbers = [x for s in shares for x in (0.0 if isinstance(s.total, Tensor) else s.total, s.weight)]
     padding = [0.0] * (2 * rows - len(numbers))
@@ -185,7 +184,7 @@ def _reduce_all(table: Tensor, shares: Sequence[Contribution], count: int, strat
 
 
 def _combine(share: Contribution, totals: Tensor, weights: Tensor) -> float:
-    """Return the value of totals and weights, one of each process."""
+    """Return the reduced value from the totals and weights of all ranks."""
     if share.reduction == "mean":
         return float(totals.sum() / weights.sum())
     if share.reduction == "sum":
@@ -198,18 +197,18 @@ def _combine(share: Contribution, totals: Tensor, weights: Tensor) -> float:
 
 
 def _raise_different(statement: LocalSummary, speakers: list[int], strategy: Strategy) -> None:
-    """Raise what names the ranks and the names that differ; collective."""
-    everyone = [strategy.broadcast(dict(statement.names), src=rank) for rank in range(strategy.world_size)]
+    """Raise an error with the ranks and names that differ; collective."""
+    names_of = [strategy.broadcast(dict(statement.names), src=rank) for rank in range(strategy.world_size)]
     first = speakers[0]
     for rank in speakers[1:]:
         for one, other in ((first, rank), (rank, first)):
-            if missing := sorted(everyone[one].keys() - everyone[other].keys()):
+            if missing := sorted(names_of[one].keys() - names_of[other].keys()):
                 raise _different(one, missing, f"{other} did not")
-        for name in everyone[first]:
-            options, theirs = _common(everyone[first][name]), _common(everyone[rank][name])
+        for name in names_of[first]:
+            options, theirs = _common(names_of[first][name]), _common(names_of[rank][name])
             if differing := [field for field in options._fields if getattr(options, field) != getattr(theirs, field)]:
                 raise _different(first, [name], f"{rank} did so with another {' and '.join(differing)}")
-    raise AssertionError("the names are the same, and their digests are not")
+    raise AssertionError("the names are equal, and their digests differ")
 
 
 def _different(rank: int, names: Sequence[str], difference: str) -> MisuseError:
@@ -239,7 +238,7 @@ _SAME: dict[Any, str] = {
 
 
 class Options(NamedTuple):
-    """The arguments of ``log`` as they were given, in its order."""
+    """The arguments of ``log`` as the user passed them, in its order."""
 
     prog_bar: bool
     logger: bool
@@ -257,7 +256,7 @@ class Options(NamedTuple):
         """Return the name of the reduction.
 
         Raises:
-            MisuseError: It is none that gives the same value however the data is spread.
+            MisuseError: The result of the function would depend on how data is divided into batches and ranks.
         """
         reduce_fx = self.reduce_fx.lower() if isinstance(self.reduce_fx, str) else self.reduce_fx
         try:
@@ -270,10 +269,10 @@ class Options(NamedTuple):
             ) from None
 
     def check(self, name: str, *, in_step: bool) -> None:
-        """Refuse what makes no sense.
+        """Check the options of a name.
 
         Raises:
-            MisuseError: It does not.
+            MisuseError: Two options contradict each other, or one is not possible.
         """
         if self.enable_graph:
             raise MisuseError(
@@ -290,7 +289,7 @@ class Options(NamedTuple):
 
 
 def changed(name: str, before: Options, now: Sequence[Any]) -> MisuseError:
-    """Return the error for a name whose options are others than before."""
+    """Return the error about a name whose options have changed."""
     pairs = [(field, old, new) for field, old, new in zip(Options._fields, before, now, strict=True) if old != new]
     had = ", ".join(f"{field}={old!r}" for field, old, _ in pairs)
     has = ", ".join(f"{field}={new!r}" for field, _, new in pairs)

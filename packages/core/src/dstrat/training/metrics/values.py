@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 DATALOADER_SUFFIX = "/dataloader_idx_"
-"""What stands between a name and the index of the loader, where several are evaluated."""
+"""The separator between a name and the index of one of several loaders."""
 
 
 class LoggedValue:
-    """What every kind of logged name has: its options, and the names under which it is known.
+    """A logged name with its options: base class of numbers and metric objects.
 
     Args:
-        name: As the user logs it.
-        options: As they were given.
+        name: The name that the user logs.
+        options: The arguments of ``log``.
         in_step: Whether it is logged in steps, or around them.
-        training: Whether it is logged while training, which decides the defaults.
+        training: Whether it is logged in training, which determines the defaults.
 
     Attributes:
         is_fresh: Whether it was logged since the last write of step values.
         was_logged: Whether it was logged in this epoch.
         latest: The value of the last step in this process.
-        step_name: Name of the value of a step.
-        epoch_name: Name of the value over the epoch.
+        step_name: Name of the step value.
+        epoch_name: Name of the epoch value.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class LoggedValue:
 
     @property
     def value_names(self) -> set[str]:
-        """Names of its values in logs."""
+        """Names of the values in loggers."""
         enabled_by_name = {self.step_name: self.on_step, self.epoch_name: self.on_epoch}
         return {name for name, enabled in enabled_by_name.items() if enabled}
 
@@ -78,7 +78,7 @@ class LoggedValue:
 
     @property
     def step_value(self) -> Tensor | float | None:
-        """The value of the latest step, None where it is not known yet."""
+        """The value of the latest step; None if it is not known yet."""
         return self.latest
 
     @property
@@ -88,52 +88,52 @@ class LoggedValue:
 
     @property
     def resolved(self) -> Options:
-        """The options with every default filled in, without objects that only this process knows."""
+        """The options with their defaults resolved, without objects of this process, such as groups."""
         return self.options._replace(
             on_step=self.on_step, on_epoch=self.on_epoch, sync_dist_group=self.options.sync_dist_group is not None
         )
 
     def start_epoch(self) -> None:
-        """Begin another epoch."""
+        """Start another epoch."""
         self.was_logged = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the epoch has brought so far, as plain values and tensors."""
+        """Return the values of the epoch until now, as plain values and tensors."""
         return {"latest": self.latest, "is_fresh": self.is_fresh, "was_logged": self.was_logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the values of the epoch."""
         self.latest, self.is_fresh, self.was_logged = state["latest"], state["is_fresh"], state["was_logged"]
 
 
 def _extended(name: str, ending: str) -> str:
-    """Return a name with an ending, which stands before the index of a loader."""
-    base, mark, index = name.rpartition(DATALOADER_SUFFIX)
-    return f"{base}{ending}{mark}{index}" if mark else f"{name}{ending}"
+    """Return a name with an ending, inserted before the index of a loader."""
+    base, separator, index = name.rpartition(DATALOADER_SUFFIX)
+    return f"{base}{ending}{separator}{index}" if separator else f"{name}{ending}"
 
 
 # Logged numbers: the value of the latest step, and the total over the epoch
 
 
 class NumberEntry(LoggedValue):
-    """A name whose values are numbers or tensors with one element.
+    """A logged name whose values are numbers or tensors with one element.
 
-    Numbers and tensors in host memory are added up in double precision at once.  Those on another device stay there,
-    in a total of their own.
+    Numbers and CPU tensors are accumulated in double precision at once.  Tensors on another device are accumulated on
+    that device, in a total of their own.
 
     Args:
-        name: As the user logs it.
-        options: As they were given.
+        name: The name that the user logs.
+        options: The arguments of ``log``.
         in_step: Whether it is logged in steps, or around them.
-        training: Whether it is logged while training.
-        has_peers: Whether there are other processes to reduce over.
+        training: Whether it is logged in training.
+        has_peers: Whether there are other ranks to reduce over.
 
     Attributes:
         weighs: Whether the weight of a value matters.
         weight: Sum of the weights of the epoch's values.
-        sync_step: Whether the value of a step is reduced over all processes.
-        sync_epoch: Whether that over the epoch is.
-        reduced: The latest value of a step that was reduced; None before the first.
+        sync_step: Whether step values are reduced over all ranks.
+        sync_epoch: Whether the epoch value is reduced over all ranks.
+        reduced: The latest reduced step value; None before the first one.
     """
 
     __slots__ = (
@@ -195,7 +195,7 @@ class NumberEntry(LoggedValue):
         self._total, self._device_total, self.weight = state["total"], state["device_total"], state["weight"]
 
     def take(self, value: Any, weight: float) -> None:
-        """Take a value of a batch with its weight in the mean."""
+        """Accumulate the value of a batch with its weight in the mean."""
         self.is_fresh = self.was_logged = True
         if isinstance(value, Tensor):
             if not value.is_cpu:
@@ -232,16 +232,16 @@ class NumberEntry(LoggedValue):
     def _added_on_device(self, value: Tensor, weight: float) -> Tensor:
         total = self._device_total
         if total is None:
-            # Later values may come outside of inference mode, where a tensor made in it cannot be changed.
+            # Later values may come outside of inference mode, in which tensors of inference mode cannot be changed.
             with torch.inference_mode(mode=False), torch.no_grad():
                 dtype = torch.float32 if value.device.type == "mps" else torch.float64
-                # Copied, and with a dimension: a lazy device would make zeros, and any single zero, a constant of the
-                # graph, and compile the first step of an epoch again.
+                # Copied to the device, and with a dimension: a lazy device makes zeros created on it, and any 0-dim
+                # zero, a constant of the graph, and would compile the first step of each epoch again.
                 total = torch.zeros(1, dtype=dtype).to(value.device)
                 if not self.adds:
                     return total.copy_(value)
         elif total.device != value.device:
-            if total.is_cpu:  # as a checkpoint brought it
+            if total.is_cpu:  # loaded from a checkpoint
                 total = total.to(value.device)
             else:
                 value = value.to(total.device)
@@ -262,7 +262,7 @@ class NumberEntry(LoggedValue):
         """The value of the latest step in this process.
 
         Raises:
-            MisuseError: It was changed since it was logged.
+            MisuseError: The tensor was changed in place since it was logged.
         """
         if isinstance(self.latest, Tensor) and _version_of(self.latest) != self._version:
             raise MisuseError(
@@ -276,18 +276,18 @@ class NumberEntry(LoggedValue):
 
     @property
     def step_share(self) -> Contribution:
-        """What this process adds to the reduced value of the latest step."""
+        """This rank's contribution to the reduced value of the latest step."""
         total = self.local_latest * self._last_weight if self.adds else self.local_latest
         return self._share(self.step_name, total, self._last_weight)
 
     @property
     def epoch_share(self) -> Contribution:
-        """What this process adds to the reduced value over the epoch."""
+        """This rank's contribution to the reduced value of the epoch."""
         return self._share(self.epoch_name, self._combined_total, self.weight)
 
     @property
     def local_epoch_value(self) -> Tensor | float:
-        """The value over the epoch in this process."""
+        """The epoch value of this process."""
         if self.reduction != "mean":
             return self._combined_total
         return self._combined_total / self.weight if self.weight else math.nan
@@ -299,7 +299,7 @@ class NumberEntry(LoggedValue):
     def _combined_total(self) -> Tensor | float:
         total = self._total
         if self._device_total is None:
-            assert total is not None  # noqa: S101 - asked only of what was logged
+            assert total is not None  # noqa: S101 - the caller checks was_logged
             return total
         on_device = self._device_total.reshape(())
         if total is None:
@@ -310,14 +310,14 @@ class NumberEntry(LoggedValue):
 
 
 def _extreme(reduction: str, one: float, other: float) -> float:
-    if math.isnan(one) or math.isnan(other):
+    if math.isnan(one) or math.isnan(other):  # max and min of Python depend on the order of their arguments then
         return math.nan
     return max(one, other) if reduction == "max" else min(one, other)
 
 
 def _version_of(value: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for one of inference mode, which does not count."""
-    return 0 if value.is_inference() else value._version  # noqa: SLF001 - torch documents it under this name
+    """Return the number of in-place changes of a tensor; 0 for a tensor of inference mode, which does not count."""
+    return 0 if value.is_inference() else value._version  # noqa: SLF001 - documented by torch under this name
 
 
 def _number(name: str, value: Any) -> float:
@@ -333,28 +333,29 @@ def _not_one_number(name: str, value: Tensor) -> MisuseError:
     return MisuseError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}; log one number")
 
 
-# Logged metric objects of torchmetrics, which reduce themselves
+# Metric objects of torchmetrics, which reduce themselves
 
 
 def is_metric(value: Any) -> bool:
-    """Return whether a value is a metric object; torchmetrics is loaded where one exists, and only there."""
+    """Return whether a value is a metric object of torchmetrics."""
+    # Without importing torchmetrics: where a metric exists, it is imported already.
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 class MetricEntry(LoggedValue):
-    """A name whose value over the epoch a metric object computes, over all processes by its own means.
+    """A logged name whose epoch value a metric object computes, with its own collectives.
 
     Args:
-        name: As the user logs it.
-        options: As they were given.
+        name: The name that the user logs.
+        options: The arguments of ``log``.
         in_step: Whether it is logged in steps, or around them.
-        training: Whether it is logged while training.
-        metric: The object.
-        module: Has it as an attribute.
+        training: Whether it is logged in training.
+        metric: The metric object.
+        module: Has the metric as an attribute.
 
     Raises:
-        MisuseError: The module does not, or the options are not for metric objects.
+        MisuseError: The metric is not an attribute of the module, or an option is not for metric objects.
     """
 
     __slots__ = ("attribute", "metric")
@@ -378,33 +379,33 @@ class MetricEntry(LoggedValue):
         self.attribute = _attribute_of(name, metric, module, options.metric_attribute)
 
     def take(self, value: Any, weight: float) -> None:  # noqa: ARG002 - metrics weigh by themselves
-        """Take the value of a batch, which the metric has computed already."""
+        """Record the value of a batch, which the metric has computed already."""
         if value is not self.metric:
             raise MisuseError(f"log({self.name!r}) got another metric object than before: give each a name of its own")
         self.is_fresh = self.was_logged = True
         if self.on_step:
-            self.latest = self._checked(value._forward_cache, "returned")  # noqa: SLF001 - it has no public name
+            self.latest = self._checked(value._forward_cache, "returned")  # noqa: SLF001 - no public name
 
     @property
     def resolved(self) -> Options:
         return super().resolved._replace(metric_attribute=self.attribute, sync_dist=None)
 
     def compute(self) -> Tensor | float:
-        """Return the value over the epoch and all processes; collective."""
-        # Evaluation may have updated it in inference mode; training must be able to change what it holds.
+        """Return the epoch value over all ranks; collective."""
+        # Outside of inference mode, in which an evaluation may call this: training must be able to change the state.
         with torch.inference_mode(mode=False), torch.no_grad(), warnings.catch_warnings():
-            if not self.metric.update_called:  # this process had no data
+            if not self.metric.update_called:  # this rank had no data, which is not worth torchmetrics' warning
                 warnings.simplefilter("ignore")
             return self._checked(self.metric.compute(), "computed")
 
     def reset(self) -> None:
-        """Let the metric forget the epoch."""
+        """Reset the metric."""
         with torch.inference_mode(mode=False), torch.no_grad():
             self.metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
         metric = self.metric
-        count = metric._update_count  # noqa: SLF001 - torchmetrics has no public name for it
+        count = metric._update_count  # noqa: SLF001 - no public name
         state = {name: list(value) if isinstance(value, list) else value for name, value in metric.metric_state.items()}
         return {**super().state_dict(), "metric": state, "update_count": count}
 
@@ -413,7 +414,7 @@ class MetricEntry(LoggedValue):
         metric = self.metric
         for name, value in state["metric"].items():
             setattr(metric, name, _moved(value, metric.device))
-        metric._update_count, metric._computed = state["update_count"], None  # noqa: SLF001 - nor another way to set it
+        metric._update_count, metric._computed = state["update_count"], None  # noqa: SLF001 - no public way to set it
 
     def _checked(self, value: Any, verb: str) -> Tensor | float:
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -442,7 +443,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def _attribute_of(name: str, metric: Any, module: nn.Module, attribute: str | None) -> str:
     paths: list[str] = [path for path, submodule in module.named_modules(remove_duplicate=False) if submodule is metric]
-    if attribute is not None:  # by a nested module relative to itself
+    if attribute is not None:  # a nested module names it relative to itself
         matches = [path for path in paths if path == attribute or path.endswith(f".{attribute}")]
         if not matches:
             raise MisuseError(f"log({name!r}): {type(module).__name__} has another or no metric as {attribute!r}")

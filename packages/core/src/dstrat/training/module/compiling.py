@@ -1,4 +1,4 @@
-"""Compiling a module in place, and the names of its weights, which stay those of the plain module."""
+"""Compilation of a module in place, with unchanged names of its weights."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _WRAPPED = "_orig_mod"  # the attribute of torch.compile's wrapper that holds th
 
 
 class CompilingMethods(nn.Module):
-    """``compile`` of a module, and state dicts in which no compiler shows."""
+    """``compile`` of a module, and state dicts with the names of the uncompiled module."""
 
     _compile_options: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the module's forward and its layers in place, as ``torch.compile`` does with these arguments.
+        """Compile the module's forward and its layers in place, with the arguments of ``torch.compile``.
 
-        A step then runs compiled code where it calls the module itself, ``self(x)``, or one of its layers,
-        ``self.encoder(x)``.  The steps themselves are left as they are, because they log.
+        A step then runs compiled code when it calls the module itself, ``self(x)``, or one of its layers,
+        ``self.encoder(x)``.  The steps themselves are not compiled, because they log.
 
         Raises:
-            MisuseError: There is neither a forward nor a layer.
+            MisuseError: The module has neither a forward nor layers.
         """
         targets = [*([self] if _has_forward(self) else []), *_layers(self)]
         if not targets:
@@ -36,18 +36,18 @@ class CompilingMethods(nn.Module):
                 "after they are made, at the end of __init__ or of configure_model"
             )
         for target in targets:
-            # As nn.Module.compile does, which however leaves torch's own layers alone without a word.
+            # Like nn.Module.compile, which silently skips torch's own layers.
             target._compiled_call_impl = torch.compile(_calling(target), *args, **kwargs)  # noqa: SLF001
         self._compile_options = (args, kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves its types out
-        if self._compile_options is not None:  # torch leaves compiled code out of pickles and copies
+        if self._compile_options is not None:  # pickles and copies have no compiled code
             args, kwargs = self._compile_options
             self.compile(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the weights by the names of the plain module, also where layers went through ``torch.compile``."""
+        """Return the weights by the names of the uncompiled module, also for layers wrapped by ``torch.compile``."""
         state = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         if any(_WRAPPED in name for name in state):
@@ -59,7 +59,7 @@ class CompilingMethods(nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights by the names of the plain module, or by those of one whose layers are compiled."""
+        """Load weights by the names of the uncompiled module, or by those of wrapped layers."""
         compiled_names = [name for name, _ in self.named_modules() if _WRAPPED in name]
         if compiled_names or any(_WRAPPED in name for name in state_dict):
             state_dict = _renamed(state_dict, super().state_dict())
@@ -67,7 +67,7 @@ class CompilingMethods(nn.Module):
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a weight, or of a layer, without what ``torch.compile`` put into it."""
+    """Return the name of a weight or layer without the components of ``torch.compile``'s wrappers."""
     return ".".join(component for component in name.split(".") if component != _WRAPPED)
 
 
@@ -76,16 +76,17 @@ def _plain_after(prefix: str, name: str) -> str:
 
 
 def _renamed(state: Mapping[str, Any], local_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by the names that it has here."""
+    """Return a state by the names of the local module."""
     names = {plain_name(name): name for name in local_state}
     return {names.get(plain_name(name), name): value for name, value in state.items()}
 
 
 def _calling(module: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls a module; it is compiled because it is defined outside of torch."""
+    """Return a function that calls a module, for ``torch.compile``."""
 
+    # torch skips the code of its own files, such as Module._call_impl, at the top of a compiled function.
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # noqa: SLF001 - calling it would run what is being compiled
+        return module._call_impl(*args, **kwargs)  # noqa: SLF001 - module(...) would call the compiled function
 
     return call
 
@@ -95,9 +96,9 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers that steps may call: the children, and those in lists and dicts of modules.
+    """Yield the layers that steps may call: the children, and the items of lists and dicts of modules.
 
-    Left out are those without parameters, as metrics and losses are, and those that ``torch.compile`` has wrapped.
+    It skips layers without parameters, such as metrics and losses, and those wrapped by ``torch.compile``.
     """
     for child in module.children():
         if not _has_forward(child):

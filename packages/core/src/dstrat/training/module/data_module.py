@@ -1,4 +1,4 @@
-"""Loaders and what they need, in one object apart from the module."""
+"""Data module: datasets and loaders in an object of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DataModule(DataHooks, HyperparametersMixin, DataModuleLoading):
-    """What downloads, splits and loads data.
+    """Download, preparation and loaders of data, independent of a module.
 
     For example::
 
@@ -34,7 +34,7 @@ class DataModule(DataHooks, HyperparametersMixin, DataModuleLoading):
                 return DataLoader(self.val, batch_size=32)
 
     Attributes:
-        trainer: The Trainer that uses it, also after the run; None before one.
+        trainer: The Trainer of the current or last run; None before the first one.
     """
 
     trainer: Trainer | None = None
@@ -50,16 +50,17 @@ class DataModule(DataHooks, HyperparametersMixin, DataModuleLoading):
         num_workers: int = 0,
         **init_kwargs: Any,
     ) -> Self:
-        """Return a data module whose loaders read these datasets.
+        """Return a data module with loaders of datasets.
+
+        Each argument is a dataset, or a list or dict of several.
 
         Args:
-            train_dataset: What to train on, shuffled unless it is an iterable dataset; also a list or dict of several,
-                and so for the others.
-            val_dataset: What to validate on.
-            test_dataset: What to test on.
-            predict_dataset: What to predict.
+            train_dataset: For training; shuffled unless it is an iterable dataset.
+            val_dataset: For validation.
+            test_dataset: For test.
+            predict_dataset: For prediction.
             batch_size: Samples of a batch.
-            num_workers: Processes that read each dataset.
+            num_workers: Worker processes of each loader.
             **init_kwargs: Arguments of the class.
         """
         datasets_by_source = {
@@ -76,21 +77,21 @@ class DataModule(DataHooks, HyperparametersMixin, DataModuleLoading):
         return module
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when the run breaks, also by Ctrl-C."""
+        """Called when the run fails or is interrupted, for example by Ctrl-C."""
 
     def attach(self, trainer: Trainer | None) -> None:
-        """Take the Trainer that uses this data; None at the end of a run."""
+        """Set the Trainer; None at the end of a run."""
         self.trainer = trainer
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "trainer": None}  # copies and pickles belong to no Trainer
+        return {**self.__dict__, "trainer": None}  # copies and pickles have no Trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be in a checkpoint."""
+        """Return the state for checkpoints."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
 
 
 def _loaders(datasets: Any, shuffled: bool, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Copies, pickles, TorchScript and ONNX of a module."""
+"""Export of a module to TorchScript and ONNX; copies and pickles."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from dstrat.plugins.known import pip_command
 
 
 class ExportMethods(nn.Module):
-    """``freeze``, ``to_torchscript`` and ``to_onnx`` of a module; copies and pickles of it belong to no Trainer.
+    """``freeze``, ``to_torchscript`` and ``to_onnx`` of a module.
 
     Attributes:
-        example_input_array: What ``forward`` takes: a tensor, a tuple of arguments or a dict of them by name; used by
-            exports and by the summary of the layers.
+        example_input_array: Arguments of ``forward`` for exports and the model summary: a tensor, a tuple of arguments
+            or a dict of them by name.
     """
 
     example_input_array: Any = None
 
-    __jit_unused_properties__: ClassVar[list[str]] = []  # torch.jit looks in these for what it should leave alone
+    __jit_unused_properties__: ClassVar[list[str]] = []  # torch.jit skips the names in these two lists
     __jit_ignored_attributes__: ClassVar[list[str]] = []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -40,15 +40,15 @@ class ExportMethods(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = nn.Module.__getstate__(self)
-        return {**state, "_trainer": None}
+        return {**state, "_trainer": None}  # copies and pickles have no Trainer
 
     def freeze(self) -> None:
-        """Let no parameter be trained, and set evaluation mode."""
+        """Freeze all parameters, and set evaluation mode."""
         self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
-        """Let all parameters be trained, and set training mode."""
+        """Unfreeze all parameters, and set training mode."""
         self.requires_grad_(True)
         self.train()
 
@@ -60,18 +60,16 @@ class ExportMethods(nn.Module):
         example_inputs: Any = None,
         **kwargs: Any,
     ) -> torch.jit.ScriptModule:
-        """Return the module, in evaluation mode, as TorchScript.
-
-        torch keeps TorchScript for what runs it already, and advises ``torch.export`` for what is new.
+        """Return the module, in evaluation mode, as TorchScript, which torch has deprecated for ``torch.export``.
 
         Args:
-            file_path: Where it is also written to.
+            file_path: Path to write it to; None writes no file.
             method: ``"script"`` compiles the code of ``forward``; ``"trace"`` records one call.
-            example_inputs: What to call ``forward`` with in order to trace; by default :attr:`example_input_array`.
-            **kwargs: For ``torch.jit.script`` or ``torch.jit.trace``.
+            example_inputs: Arguments of ``forward`` for the trace; by default :attr:`example_input_array`.
+            **kwargs: Arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
         Raises:
-            MisuseError: The method is unknown, or there is no input to trace with.
+            MisuseError: The method is unknown, or a trace has no input.
         """
         if method not in ("script", "trace"):
             raise MisuseError(f"to_torchscript(method={method!r}): the method is 'script' or 'trace'")
@@ -92,16 +90,16 @@ class ExportMethods(nn.Module):
         """Export the module, in evaluation mode, to ONNX; needs the extra ``dstrat[onnx]``.
 
         Args:
-            file_path: Where it is written to.
-            input_sample: What to call ``forward`` with; by default :attr:`example_input_array`.
-            **kwargs: For ``torch.onnx.export``.
+            file_path: Path to write it to; None writes no file.
+            input_sample: Arguments of ``forward``; by default :attr:`example_input_array`.
+            **kwargs: Arguments of ``torch.onnx.export``.
 
         Returns:
-            What ``torch.onnx.export`` returns: a ``torch.onnx.ONNXProgram``, or None from its older exporter.
+            The result of ``torch.onnx.export``: a ``torch.onnx.ONNXProgram``, or None from its older exporter.
 
         Raises:
             MissingRequirementError: onnx or onnxscript is not installed.
-            MisuseError: There is no input.
+            MisuseError: Neither argument nor attribute has an input.
         """
         missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
         if missing:
@@ -117,7 +115,7 @@ class ExportMethods(nn.Module):
             return torch.onnx.export(self, args, None if file_path is None else str(file_path), **options)
 
     def _inputs(self, sample: Any, method: str, argument: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments for forward, by position and by name, on the module's device."""
+        """Return the positional and keyword arguments of forward, on the module's device."""
         inputs = self.example_input_array if sample is None else sample
         if inputs is None:
             raise MisuseError(
@@ -143,10 +141,8 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def traceable(module: nn.Module) -> Iterator[None]:
-    """Let torch.jit read every attribute of a module, and say nothing of its deprecation: it was asked for by name.
-
-    torch.jit looks at each property, and does not expect that one like ``trainer`` raises.
-    """
+    """Make a module readable for torch.jit in a ``with`` block, and silence torch.jit's deprecation warnings."""
+    # torch.jit reads every property, and expects AttributeError from those that raise, such as ``trainer``.
     attached = [submodule for submodule in module.modules() if "_trainer" in vars(submodule)]
     trainers = [vars(submodule)["_trainer"] for submodule in attached]
     with warnings.catch_warnings():
@@ -162,7 +158,7 @@ def traceable(module: nn.Module) -> Iterator[None]:
 
 
 class _Readable:
-    """What stands in for a Trainer, or its strategy: an attribute that raises is one that it lacks."""
+    """A proxy of a Trainer or its strategy that turns MisuseError into AttributeError."""
 
     def __init__(self, original: Any) -> None:
         self._original = original

@@ -1,4 +1,4 @@
-"""The hooks that a module, a data module or a callback may override, none of which does anything by default."""
+"""Hooks that modules and data modules may override; most do nothing by default."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ if TYPE_CHECKING:
 
 
 class DataHooks:
-    """Where data comes from, and how a batch reaches the device."""
+    """Hooks of data: preparation, loaders, and transfer of batches to the device."""
 
     def prepare_data(self) -> None:
-        """Download or write data; called once on each machine, before any other process goes on."""
+        """Download or write data; called in one process of each machine, while the others wait."""
 
     def setup(self, stage: str) -> None:
-        """Make ready what every process needs; the stage is fit, validate, test or predict."""
+        """Prepare for a stage (fit, validate, test or predict); called in every process."""
 
     def teardown(self, stage: str) -> None:
-        """Free what :meth:`setup` made."""
+        """Free the resources of :meth:`setup`."""
 
     def train_dataloader(self) -> Any:
-        """Return what training iterates over."""
+        """Return the training loader, or a structure of several."""
 
     def val_dataloader(self) -> Any:
-        """Return what validation iterates over, or a list of such."""
+        """Return the validation loader, or a list of several."""
 
     def test_dataloader(self) -> Any:
-        """Return what testing iterates over, or a list of such."""
+        """Return the test loader, or a list of several."""
 
     def predict_dataloader(self) -> Any:
-        """Return what prediction iterates over, or a list of such."""
+        """Return the prediction loader, or a list of several."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it goes to the device."""
+        """Return a batch to transfer to the device."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch of a type of one's own to the device."""
+        """Return a batch on the device; override it for batches of custom types."""
         from dstrat.interfaces.batch import move_to_device
 
         return move_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch when it is on the device."""
+        """Return a batch for the step, from one on the device."""
         return batch
 
 
 class ModuleHooks:
-    """What a module is told while it is trained and evaluated."""
+    """Hooks of a module in training and evaluation."""
 
     if TYPE_CHECKING:
 
@@ -59,20 +59,20 @@ class ModuleHooks:
         def zero_grad(self, set_to_none: bool = True) -> None: ...
 
     def configure_callbacks(self) -> Any:
-        """Return a callback or several that this module needs; they replace those of the same class."""
+        """Return one or several callbacks of the module; they replace the Trainer's callbacks of the same class."""
         return []
 
     def configure_model(self) -> None:
-        """Create layers when devices and processes are known; called before the strategy takes the module."""
+        """Create layers, with devices and processes known; called in every process before the strategy's setup."""
 
     def on_fit_start(self) -> None:
-        """Called first in every process."""
+        """Called at the start of a fit."""
 
     def on_fit_end(self) -> None:
-        """Called last in every process."""
+        """Called at the end of a fit."""
 
     def on_train_start(self) -> None:
-        """Called before the first epoch, after sanity checking."""
+        """Called before the first epoch, after the sanity check."""
 
     def on_train_end(self) -> None:
         """Called after the last epoch."""
@@ -84,14 +84,14 @@ class ModuleHooks:
         """Called after an epoch's last batch and its validation."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Called before a batch is trained on; return -1 to leave out the batch and the rest of the epoch.
+        """Called before a training batch; return -1 to skip the batch and the rest of the epoch.
 
-        Where one process returns -1, the epoch ends in all of them.  For this several processes communicate before
-        each batch, unless the method is annotated with ``-> None``.
+        If one rank returns -1, the epoch ends on all of them.  Ranks communicate before each batch for this, unless the
+        method is annotated with ``-> None``.
         """
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a batch was trained on."""
+        """Called after a training batch."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called before gradients are cleared."""
@@ -106,7 +106,7 @@ class ModuleHooks:
         """Called before clipping and the optimizer's step, with unscaled gradients."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Called before validation during a fit, unless gradients are being accumulated; frees their memory."""
+        """Free the gradients before validation in a fit, unless they are being accumulated."""
         self.zero_grad()
 
     def on_validation_model_eval(self) -> None:
@@ -114,7 +114,7 @@ class ModuleHooks:
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Called after validation, when each part of the module is back in the mode that it had before."""
+        """Called after validation, when each submodule has its previous mode again."""
 
     def on_validation_start(self) -> None:
         """Called before validation."""
@@ -139,7 +139,7 @@ class ModuleHooks:
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """Called after testing, when each part of the module is back in the mode that it had before."""
+        """Called after testing, when each submodule has its previous mode again."""
 
     def on_test_start(self) -> None:
         """Called before testing."""
@@ -164,7 +164,7 @@ class ModuleHooks:
         self.eval()
 
     def on_predict_model_train(self) -> None:
-        """Called after prediction, when each part of the module is back in the mode that it had before."""
+        """Called after prediction, when each submodule has its previous mode again."""
 
     def on_predict_start(self) -> None:
         """Called before prediction."""
@@ -185,7 +185,7 @@ class ModuleHooks:
         """Called after a prediction batch."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add something to a checkpoint before it is written."""
+        """Add entries to a checkpoint before it is written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read something from a checkpoint before the module's weights are loaded."""
+        """Read entries of a checkpoint before the module's weights are loaded."""

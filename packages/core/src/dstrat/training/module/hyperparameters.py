@@ -1,4 +1,4 @@
-"""Hyperparameters of a module: collected, given to loggers, written to checkpoints."""
+"""Hyperparameters of modules and data modules: collection, loggers, checkpoints."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 
-# Conversion of settings to plain values and back
+# Conversion of hyperparameters to plain values and back
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose keys are attributes too."""
+    """A dict whose items are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -49,13 +49,13 @@ class AttributeDict(dict[str, Any]):
 
 
 def is_container(value: Any) -> bool:
-    """Return whether a value is a container of omegaconf, which is not imported for that."""
+    """Return whether a value is a container of omegaconf, without importing omegaconf."""
     omegaconf = sys.modules.get("omegaconf")
     return omegaconf is not None and isinstance(value, omegaconf.Container)
 
 
 def to_container(plain: Any) -> Any:
-    """Return plain values as a container of omegaconf; where that is not installed as :func:`from_plain` does."""
+    """Return plain values as a container of omegaconf; as :func:`from_plain` does if omegaconf is not installed."""
     if importlib.util.find_spec("omegaconf") is None:
         return from_plain(plain)
     import omegaconf  # type: ignore[import-not-found,unused-ignore]  # no environment of CI has to have it
@@ -64,9 +64,9 @@ def to_container(plain: Any) -> Any:
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """Return what a mapping, a namespace or a dataclass holds, by name; None for anything else."""
+    """Return the items of a mapping, namespace or dataclass, by name; None for other values."""
     if is_container(value) and isinstance(value, Mapping):
-        is_missing = sys.modules["omegaconf"].OmegaConf.is_missing  # such a value cannot be read
+        is_missing = sys.modules["omegaconf"].OmegaConf.is_missing  # reading a missing value raises
         return {key: value[key] for key in value if not is_missing(value, key)}
     if isinstance(value, Mapping):
         return dict(value)
@@ -83,9 +83,9 @@ def to_plain(value: Any, name: str, otherwise: Callable[[str, Any], Any]) -> Any
     Paths become strings; namespaces, dataclasses and containers of omegaconf become dicts and lists.
 
     Args:
-        value: What to turn into plain values.
-        name: What it is called; parts of it are called ``name.key`` and ``name[index]``.
-        otherwise: Called with name and value of what is not plain; returns what stands for it.
+        value: The value.
+        name: Name of the value; its items are called ``name.key`` and ``name[index]``.
+        otherwise: Returns a replacement for the name and value of an item that is not plain.
     """
     if value is None or isinstance(value, bool | str | PurePath | numbers.Real):
         return _plain_scalar(value)
@@ -93,7 +93,7 @@ def to_plain(value: Any, name: str, otherwise: Callable[[str, Any], Any]) -> Any
         omegaconf = sys.modules["omegaconf"]
         try:
             return to_plain(omegaconf.OmegaConf.to_container(value, resolve=True), name, otherwise)
-        except omegaconf.errors.OmegaConfBaseException:  # it refers to something that cannot be found
+        except omegaconf.errors.OmegaConfBaseException:  # an interpolation cannot be resolved
             return otherwise(name, value)
     if isinstance(value, list | tuple):
         items = [to_plain(item, f"{name}[{index}]", otherwise) for index, item in enumerate(value)]
@@ -105,7 +105,7 @@ def to_plain(value: Any, name: str, otherwise: Callable[[str, Any], Any]) -> Any
 
 
 def _plain_scalar(value: Any) -> Any:
-    """Return a number or a string without its subclass, such as numpy's or an Enum."""
+    """Return a number or str of a subclass, such as numpy's or an Enum, as Python's own."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, numbers.Real):
@@ -114,7 +114,7 @@ def _plain_scalar(value: Any) -> Any:
 
 
 def from_plain(value: Any, annotation: Any = None) -> Any:
-    """Return plain values as what an annotation says; without one dicts become an :class:`AttributeDict`."""
+    """Return plain values in the type of an annotation; without one a dict becomes an :class:`AttributeDict`."""
     classes = _classes_of(annotation)
     if isinstance(value, Mapping):
         return _from_mapping(value, next(filter(_has_fields, classes), AttributeDict))
@@ -146,14 +146,14 @@ def _from_mapping(value: Mapping[str, Any], cls: type) -> Any:
 
 
 def type_hints(annotated: Any) -> dict[str, Any]:
-    """Return the annotations of a class or a function; none where one of them cannot be found."""
+    """Return the annotations of a class or a function; an empty dict if one of them cannot be resolved."""
     try:
         return get_type_hints(annotated)
-    except Exception:  # noqa: BLE001 - annotations may name what was imported for type checkers alone
+    except Exception:  # noqa: BLE001 - annotations may use names that are imported under TYPE_CHECKING
         return {}
 
 
-# Constructor arguments: of running calls, and of a class
+# Constructor arguments, of running calls and of classes
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -166,7 +166,7 @@ class Call:
     """A running call of an ``__init__``.
 
     Attributes:
-        named: Its arguments by name, those in ``**kwargs`` too.
+        named: The arguments by name, including those in ``**kwargs``.
         unnamed: The arguments in ``*args``.
     """
 
@@ -175,11 +175,11 @@ class Call:
 
 
 def running_calls(owner: object, frame: FrameType | None) -> list[Call]:
-    """Return the calls of an object's constructors that are running, that of a base class before its subclass's.
+    """Return the running calls of an object's constructors, base classes first.
 
     Args:
-        owner: The object that is being constructed.
-        frame: Where to begin looking outwards.
+        owner: The object under construction.
+        frame: The innermost frame of the search.
     """
     return [_call_of(call_frame) for call_frame in _outwards(frame) if _constructs(call_frame, owner)]
 
@@ -206,14 +206,14 @@ def _call_of(frame: FrameType) -> Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constructor:
-    """What a class takes to be constructed.
+    """The constructor arguments of a class, including those that ``**kwargs`` passes to base classes.
 
     Attributes:
-        required: Names of the arguments without which it cannot be constructed.
-        names: Names of all arguments, those that ``**kwargs`` hands on to base classes too.
-        takes_any: Whether it takes arguments of any other name.
-        annotations: The types of the arguments by name, as far as they can be found.
-        defaults: The values of the arguments that have one.
+        required: Names of the arguments without a default.
+        names: Names of all arguments.
+        takes_any: Whether it accepts arguments of any other name.
+        annotations: The types of the arguments by name, as far as they can be resolved.
+        defaults: The default values by name.
     """
 
     required: tuple[str, ...]
@@ -224,7 +224,7 @@ class Constructor:
 
     @classmethod
     def of(cls, constructed: type) -> Constructor:
-        """Return what a class takes."""
+        """Return the constructor arguments of a class."""
         required: tuple[str, ...] | None = None
         names: dict[str, None] = {}
         annotations: dict[str, Any] = {}
@@ -235,7 +235,7 @@ class Constructor:
             names |= {parameter.name: None for parameter in parameters if parameter.kind in _NAMED}
             annotations = type_hints(init) | annotations
             defaults = {p.name: p.default for p in parameters if p.default is not p.empty} | defaults
-            if required is None:  # a base class's are given by its subclass
+            if required is None:  # of the subclass only, which passes those of its base classes
                 required = tuple(p.name for p in parameters if p.kind in _NAMED and p.default is p.empty)
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
             if not takes_any:
@@ -250,10 +250,8 @@ class Constructor:
 
 
 def _inits(constructed: type) -> list[Any]:
-    """Return the constructors that users have written, a subclass's first.
-
-    Those below take none of the users' arguments: what ``**kwargs`` has there is read by the user's class itself.
-    """
+    """Return the constructors of users' classes, subclasses first."""
+    # Framework classes accept none of the user's arguments: **kwargs at that level are for the user's class itself.
     written = (base for base in constructed.__mro__ if base.__module__.partition(".")[0] not in _FRAMEWORK)
     return [base.__dict__["__init__"] for base in written if "__init__" in base.__dict__]
 
@@ -263,13 +261,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keys:
-    """Where a checkpoint has the settings of a module or of a data module.
+    """The keys of a checkpoint for the hyperparameters of a module or a data module.
 
     Attributes:
-        values: The settings that are plain values.
-        argument: The constructor's argument that held all of them.
-        omitted: Descriptions of the settings that the checkpoint does not hold, as they are not plain, by name.
-        containers: Names of the settings that were containers of omegaconf.
+        values: The hyperparameters that are plain values.
+        argument: The constructor's argument with all of them.
+        omitted: Descriptions of the hyperparameters that are not plain values, and not in the checkpoint, by name.
+        containers: Names of the hyperparameters that were containers of omegaconf.
     """
 
     values: str
@@ -294,14 +292,14 @@ DATAMODULE_KEYS = Keys(
 
 @dataclass(kw_only=True, slots=True)
 class Saved:
-    """What :meth:`HyperparametersMixin.save_hyperparameters` has kept.
+    """The hyperparameters saved by :meth:`HyperparametersMixin.save_hyperparameters`.
 
     Attributes:
-        current: The settings, which the user may change.
-        initial: The settings as they were saved.
-        argument: The constructor's argument that held all of them; None where each was an argument.
-        argument_is_container: Whether that was a container of omegaconf.
-        is_logged: Whether loggers get them.
+        current: The hyperparameters, which the user may change.
+        initial: A copy from the time of the call.
+        argument: The constructor's argument with all of them; None if each is an argument.
+        argument_is_container: Whether that argument was a container of omegaconf.
+        is_logged: Whether loggers write them.
     """
 
     current: AttributeDict = field(default_factory=AttributeDict)
@@ -312,16 +310,17 @@ class Saved:
 
 
 class HyperparametersMixin:
-    """``save_hyperparameters`` and ``hparams`` of modules and data modules, and of any class that inherits this.
+    """``save_hyperparameters`` and ``hparams`` of modules, data modules and any subclass.
 
-    Loggers and checkpoints get those of the module and the data module of a run.
+    Loggers and checkpoints have the hyperparameters of a run's module and data module.
     """
 
     _hyperparameters: Saved
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: ARG004 - the arguments are for __init__
         new = super().__new__(cls)
-        new.__dict__["_hyperparameters"] = Saved()  # here, so that they may be saved before super().__init__()
+        # Not in __init__: users may call save_hyperparameters() before super().__init__().
+        new.__dict__["_hyperparameters"] = Saved()
         return new
 
     def save_hyperparameters(
@@ -331,22 +330,22 @@ class HyperparametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of ``__init__``, in which this is called, as :attr:`hparams`.
+        """Save the arguments of the calling ``__init__`` as :attr:`hparams`.
 
-        Loggers get them when a run starts, and each checkpoint holds them, so that ``load_from_checkpoint`` can make
-        the object again.  A checkpoint takes numbers, strings, paths, None, and lists, dicts, namespaces, dataclasses
-        and omegaconf's containers of them.  Others, such as modules, are kept here alone: a line in the log names them
-        when a run starts that saves checkpoints, and ``load_from_checkpoint`` asks for them.
+        Loggers write them when a run starts, and each checkpoint has them, so that ``load_from_checkpoint`` can
+        construct the object again.  Checkpoints support numbers, str, paths, None, and lists, dicts, namespaces,
+        dataclasses and omegaconf's containers of them.  Other values, such as modules, are not in checkpoints: a
+        warning names them when a run with checkpoints starts, and ``load_from_checkpoint`` requires them as arguments.
 
         Args:
-            *names: The arguments to keep; by default all, also those of subclasses.  Or one dict, namespace or
-                dataclass, whose fields are kept.
-            ignore: Arguments or fields to leave out, also where a base class has saved them.
+            *names: The arguments to save; by default all, including those of subclasses.  Or one dict, namespace or
+                dataclass, whose fields are saved.
+            ignore: Arguments or fields to exclude, also if a base class has saved them.
             frame: The frame of a call inside ``__init__``; by default the caller's.
-            logger: Whether loggers get them.
+            logger: Whether loggers write them.
 
         Raises:
-            MisuseError: A name is not one of the arguments, or this is not called in ``__init__``.
+            MisuseError: A name is not an argument, or the caller is not ``__init__``.
         """
         caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]  # CPython has frames
         saved = self._hyperparameters
@@ -362,12 +361,12 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> AttributeDict:
-        """The settings, by key or as attributes; changes of them are in the checkpoints that follow."""
+        """The hyperparameters, by key or as attributes; later checkpoints have the user's changes."""
         return self._hyperparameters.current
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """A copy of the settings as they were saved."""
+        """A copy of the hyperparameters from the time of ``save_hyperparameters``."""
         return _copied(self._hyperparameters.initial)
 
     def _collect(self, names: tuple[Any, ...], caller: FrameType | None) -> tuple[dict[str, Any], str | None]:
@@ -385,7 +384,7 @@ class HyperparametersMixin:
             arguments |= call.named
         if names:
             return self._select(names, arguments), None
-        unnamed = [value for value in calls[0].unnamed if not any(value is other for other in self.hparams.values())]
+        unnamed = [value for value in calls[0].unnamed if not any(value is saved for saved in self.hparams.values())]
         if unnamed:
             _log.warning(
                 "%s.__init__ has arguments without a name in *args, which are not kept as hyperparameters: %r",
@@ -406,7 +405,7 @@ class HyperparametersMixin:
 
 
 def _copied(values: AttributeDict) -> AttributeDict:
-    """Return a copy that later changes of dicts and lists leave as it is; what else they hold is not copied."""
+    """Return a copy of dicts and lists at all levels; other values are shared."""
     return AttributeDict({name: _copy_of(value) for name, value in values.items()})
 
 
@@ -419,7 +418,7 @@ def _copy_of(value: Any) -> Any:
 
 
 def checkpoint_entries(owner: HyperparametersMixin | None, keys: Keys) -> dict[str, Any]:
-    """Return what a checkpoint holds of an object's settings; nothing where it has saved none.
+    """Return the entries of a checkpoint for an object's hyperparameters; an empty dict if it has none.
 
     Args:
         owner: A module or a data module.
@@ -427,7 +426,7 @@ def checkpoint_entries(owner: HyperparametersMixin | None, keys: Keys) -> dict[s
     """
     if owner is None or not owner.hparams:
         return {}
-    saved = owner._hyperparameters  # noqa: SLF001 - the other half of the class
+    saved = owner._hyperparameters  # noqa: SLF001 - of a class in this file
     plain: dict[str, Any] = {}
     omitted: dict[str, str] = {}
     for name, value in saved.current.items():
@@ -435,7 +434,7 @@ def checkpoint_entries(owner: HyperparametersMixin | None, keys: Keys) -> dict[s
         plain[name] = to_plain(value, name, refused.__setitem__)
         if refused:
             del plain[name]
-            if not _is_default(owner, name, value):  # with which the constructor makes the same
+            if not _is_default(owner, name, value):  # the constructor supplies its defaults itself
                 omitted[name] = ", ".join(f"{path} ({type(refused[path]).__name__})" for path in refused)
     containers = [name for name in plain if is_container(saved.current[name])]
     if saved.argument is not None and saved.argument_is_container:
@@ -450,10 +449,10 @@ def _is_default(owner: HyperparametersMixin, name: str, value: Any) -> bool:
 
 
 def log_hyperparameters(trainer: Trainer) -> None:
-    """Give the loggers the settings of module and data module; called when a run starts, in every process.
+    """Write the hyperparameters of module and data module to the loggers; called at the start of a run on every rank.
 
     Raises:
-        MisuseError: Both have a setting of one name with different values.
+        MisuseError: Module and data module have different values of one name.
     """
     owners = [owner for owner in (trainer.module, trainer.datamodule) if owner is not None]
     if trainer.is_fitting and trainer.checkpoint_callbacks and trainer.is_global_zero:
@@ -477,7 +476,7 @@ def _warn_of(owner: HyperparametersMixin, omitted: Mapping[str, str]) -> None:
 
 
 def _shown(owners: Iterable[HyperparametersMixin]) -> dict[str, Any]:
-    """Return the settings of several objects as plain values; of what is not plain its name."""
+    """Return the hyperparameters of several objects as plain values, with names for other values."""
     shown: dict[str, Any] = {}
     for owner in owners:
         for name, value in owner.hparams_initial.items():

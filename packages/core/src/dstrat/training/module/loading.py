@@ -1,4 +1,4 @@
-"""Making a module or a data module again from a checkpoint."""
+"""Construction of a module or a data module from a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ class ModuleLoading:
     """``load_from_checkpoint`` of a module.
 
     Attributes:
-        strict_loading: Whether it is an error that a checkpoint lacks weights of the module, or has others, when a run
-            goes on from it.  A module that leaves some out of its checkpoints, such as frozen ones, sets it to False:
-            then what differs is logged, and the others are loaded.
+        strict_loading: Whether missing and unexpected weights are an error when a run loads a checkpoint.  A module
+            that removes weights from its checkpoints, such as frozen ones, sets it to False: the names are then logged.
     """
 
     strict_loading: bool = True
@@ -60,30 +59,29 @@ class ModuleLoading:
         weights_only: bool | None = None,  # noqa: ARG003 - without effect
         **overrides: Any,
     ) -> Self:
-        """Make the module with the hyperparameters of a checkpoint, and load its weights.
+        """Construct the module with the hyperparameters of a checkpoint, and load its weights.
 
-        No code from the checkpoint is run.
+        No code of the checkpoint is run.
 
         Args:
-            checkpoint_path: A checkpoint of a Trainer; or a file object with one that ``torch.save`` has written.
-            map_location: The device of the module; by default the CPU.  Also as ``torch.load`` takes it, for a
-                checkpoint whose tensors are on the CPU: a function of a storage and ``"cpu"`` that returns a storage,
-                or a dict that says where what is on ``"cpu"`` goes.
-            hparams_file: A JSON file of hyperparameters, as loggers write it, in place of those of the checkpoint.
-            strict: Whether it is an error that weights are missing or unexpected; otherwise that is logged.  None takes
-                the module's ``strict_loading``.
-            weights_only: Taken as Lightning takes it, and without effect: no code of the checkpoint is run.
-            **overrides: Arguments for ``__init__``, which come before the checkpoint's.
+            checkpoint_path: A checkpoint of a Trainer, or a binary file object with one of ``torch.save``.
+            map_location: The device of the module; by default the CPU.  Or an argument of ``torch.load`` for tensors on
+                the CPU: a function of a storage and ``"cpu"`` that returns a storage, or a dict with the key ``"cpu"``.
+            hparams_file: A JSON file of hyperparameters, written by a logger, that replaces those of the checkpoint.
+            strict: Whether missing and unexpected weights are an error; otherwise they are logged.  None is the
+                module's ``strict_loading``.
+            weights_only: Accepted for compatibility with Lightning, without effect.
+            **overrides: Arguments of ``__init__``, which override the checkpoint's.
 
         Raises:
             CheckpointError: The checkpoint cannot be read, or its weights do not fit the module.
-            MisuseError: An argument of ``__init__`` is in neither.
-            RequestError: The file of hyperparameters is no JSON.
+            MisuseError: An argument of ``__init__`` is missing, or an override is not an argument.
+            RequestError: The file of hyperparameters is not a JSON object.
         """
         checkpoint = _read(checkpoint_path, hparams_file, MODULE_KEYS)
         module: Any = construct(cls, checkpoint, MODULE_KEYS, overrides, checkpoint_path)
         configure_for(module, checkpoint["state_dict"])
-        if module.on_load_checkpoint is not None:  # as every hook may be
+        if module.on_load_checkpoint is not None:  # users may set any hook to None
             module.on_load_checkpoint(checkpoint)
         is_strict = module.strict_loading if strict is None else strict
         load_weights(module, checkpoint["state_dict"], checkpoint_path, strict=is_strict)
@@ -103,19 +101,19 @@ class DataModuleLoading:
         weights_only: bool | None = None,  # noqa: ARG003 - without effect
         **overrides: Any,
     ) -> Self:
-        """Make the data module with the hyperparameters of a checkpoint, and load its state.
+        """Construct the data module with the hyperparameters of a checkpoint, and load its state.
 
         Args:
-            checkpoint_path: A checkpoint of a Trainer; or a file object with one that ``torch.save`` has written.
-            map_location: The device of tensors in its state, as for a module.
-            hparams_file: A JSON file of hyperparameters, as loggers write it, in place of those of the checkpoint.
-            weights_only: Taken as Lightning takes it, and without effect: no code of the checkpoint is run.
-            **overrides: Arguments for ``__init__``, which come before the checkpoint's.
+            checkpoint_path: A checkpoint of a Trainer, or a binary file object with one of ``torch.save``.
+            map_location: The device of tensors in the state, as for a module.
+            hparams_file: A JSON file of hyperparameters, written by a logger, that replaces those of the checkpoint.
+            weights_only: Accepted for compatibility with Lightning, without effect.
+            **overrides: Arguments of ``__init__``, which override the checkpoint's.
 
         Raises:
             CheckpointError: The checkpoint cannot be read.
-            MisuseError: An argument of ``__init__`` is in neither.
-            RequestError: The file of hyperparameters is no JSON.
+            MisuseError: An argument of ``__init__`` is missing, or an override is not an argument.
+            RequestError: The file of hyperparameters is not a JSON object.
         """
         checkpoint = _read(checkpoint_path, hparams_file, DATAMODULE_KEYS)
         datamodule: Any = construct(cls, checkpoint, DATAMODULE_KEYS, overrides, checkpoint_path)
@@ -129,7 +127,7 @@ class DataModuleLoading:
 
 
 def _read(path: str | Path | IO[bytes], hparams_file: str | Path | None, keys: Keys) -> dict[str, Any]:
-    """Return a checkpoint, with other hyperparameters where a file has them."""
+    """Return a checkpoint, with the hyperparameters of a file if there is one."""
     checkpoint = read_checkpoint(path)
     if hparams_file is not None:
         checkpoint = {**checkpoint, keys.values: _read_json(home_path(hparams_file)), keys.omitted: {}}
@@ -150,7 +148,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _device_of(map_location: MapLocation) -> Any:
-    """Return the device that a ``map_location`` of ``torch.load`` means for tensors on the CPU."""
+    """Return the device to which a ``map_location`` of ``torch.load`` maps tensors on the CPU."""
     import torch
 
     if isinstance(map_location, Mapping):
@@ -163,16 +161,14 @@ def _device_of(map_location: MapLocation) -> Any:
         return map_location.get("cpu", "cpu")
     if isinstance(map_location, torch.device) or not callable(map_location):
         return map_location
-    storage = torch.empty(1).untyped_storage()
+    storage = torch.empty(1).untyped_storage()  # the function may only be asked with a storage
     mapped = map_location(storage, "cpu")
     return (storage if mapped is None else mapped).device
 
 
 def configure_for(module: Any, state: Mapping[str, Any]) -> None:
-    """Call ``configure_model`` outside of a run where a module lacks layers that a state is of, and makes them there.
-
-    Where it only shards, it is not called: it may need what there is in a run alone, such as the mesh of devices.
-    """
+    """Call ``configure_model`` outside of a run if the module lacks layers of a state."""
+    # Otherwise configure_model may only shard, which needs the device mesh of a run.
     if _shapes(module.state_dict()) != _shapes(state):
         module.configure_model()
 
@@ -182,13 +178,13 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_checkpoint(path: str | Path | IO[bytes]) -> dict[str, Any]:
-    """Return a Trainer's checkpoint, a file or a portable directory, its tensors on the CPU.
+    """Return a Trainer's checkpoint, a file or a portable folder, with tensors on the CPU.
 
     Args:
-        path: Where it is; or a binary file object with what ``torch.save`` has written.
+        path: The checkpoint, or a binary file object with one of ``torch.save``.
 
     Raises:
-        CheckpointError: It cannot be read, or is none of a Trainer.
+        CheckpointError: The checkpoint cannot be read, or is not a Trainer's.
     """
     if isinstance(path, str | os.PathLike):
         checkpoint = io_for(path, TorchCheckpointIO()).load_checkpoint(path)
@@ -203,7 +199,7 @@ def read_checkpoint(path: str | Path | IO[bytes]) -> dict[str, Any]:
 
 
 def _read_file_object(file: Any) -> dict[str, Any]:
-    """Return what ``torch.save`` has written to a file object, read as a file, so that its errors are the same."""
+    """Return the checkpoint in a file object, copied to a file for the same checks and errors."""
     is_readable = callable(getattr(file, "read", None))
     if not is_readable or isinstance(file, io.TextIOBase):
         raise RequestError(
@@ -221,26 +217,26 @@ def _read_file_object(file: Any) -> dict[str, Any]:
 def construct(
     cls: type[T], checkpoint: Mapping[str, Any], keys: Keys, overrides: Mapping[str, Any], path: str | Path | IO[bytes]
 ) -> T:
-    """Make an object with the hyperparameters of a checkpoint.
+    """Construct an object with the hyperparameters of a checkpoint.
 
     Args:
-        cls: Its class.
-        checkpoint: What was read.
-        keys: Where the checkpoint has the hyperparameters.
-        overrides: What comes before the checkpoint's.
-        path: The checkpoint's place, for messages.
+        cls: The class.
+        checkpoint: The content of the checkpoint.
+        keys: The checkpoint's keys of hyperparameters.
+        overrides: Arguments that override the checkpoint's.
+        path: Of the checkpoint, for messages.
 
     Raises:
-        MisuseError: The class needs another argument, or does not take one of the overrides.
+        MisuseError: An argument of the class is missing, or an override is not an argument.
     """
     constructor = Constructor.of(cls)
     saved, argument = dict(checkpoint.get(keys.values, {})), checkpoint.get(keys.argument)
     containers = checkpoint.get(keys.containers, ())
     if argument not in overrides:
-        lacking = {
+        omitted = {
             name: description for name, description in checkpoint.get(keys.omitted, {}).items() if name not in overrides
         }
-        _check_complete(cls, constructor, lacking, path, takes_fields=argument in constructor.names)
+        _check_complete(cls, constructor, omitted, path, takes_fields=argument in constructor.names)
     if argument in constructor.names and argument not in overrides:
         fields = {name: value for name, value in overrides.items() if name not in constructor.names}
         overrides = {name: value for name, value in overrides.items() if name not in fields}
@@ -265,22 +261,22 @@ def construct(
     try:
         return cls(**arguments)
     except TypeError as error:
-        # A class that hands ``**kwargs`` on to one of ours takes none of those that it has no name for.
+        # **kwargs that end in a class of the framework accept no names but the constructors' own.
         if not extra or "unexpected keyword argument" not in str(error):
             raise
         return cls(**{name: value for name, value in arguments.items() if name not in extra})
 
 
 def _check_complete(
-    cls: type, constructor: Constructor, lacking: Mapping[str, str], path: str | Path | IO[bytes], *, takes_fields: bool
+    cls: type, constructor: Constructor, omitted: Mapping[str, str], path: str | Path | IO[bytes], *, takes_fields: bool
 ) -> None:
-    """Raise MisuseError where the class takes something that the checkpoint does not hold."""
+    """Raise a MisuseError if the class has arguments whose values are omitted from the checkpoint."""
     takes_all = takes_fields or constructor.takes_any
-    lacking = {name: description for name, description in lacking.items() if takes_all or name in constructor.names}
-    if lacking:
-        example = ", ".join(f"{name}=..." for name in lacking)
+    omitted = {name: description for name, description in omitted.items() if takes_all or name in constructor.names}
+    if omitted:
+        example = ", ".join(f"{name}=..." for name in omitted)
         raise MisuseError(
-            f"{cls.__name__} was made with {', '.join(lacking.values())}, which {str(path)!r} does not hold, as it is "
+            f"{cls.__name__} was made with {', '.join(omitted.values())}, which {str(path)!r} does not hold, as it is "
             f"no plain value: call {cls.__name__}.load_from_checkpoint(..., {example})"
         )
 
@@ -295,13 +291,13 @@ def _check_accepted(cls: type, constructor: Constructor, overrides: Mapping[str,
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], path: str | Path | IO[bytes], *, strict: bool) -> None:
-    """Load weights into a module, and say which are missing or unexpected.
+    """Load weights into a module.
 
     Args:
         module: On any device.
         state: Tensors by name.
-        path: The checkpoint's place, for messages.
-        strict: Whether what is missing or unexpected is an error; otherwise it is logged.
+        path: Of the checkpoint, for messages.
+        strict: Whether missing and unexpected weights are an error; otherwise they are logged.
 
     Raises:
         CheckpointError: The weights do not fit.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from dstrat.training.trainer import Trainer
 
-_NO_OPTIONS = ("self", "name", "value")  # of the arguments of log
+_NO_OPTIONS = ("self", "name", "value")  # arguments of log that are not options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +40,9 @@ class LoggingMethods:
 
     @contextmanager
     def capture_logs(self) -> Iterator[list[LogCall]]:
-        """Collect what this module and those in it log in a ``with`` block, instead of logging it.
+        """Capture the calls of ``log`` of this module and its submodules in a ``with`` block, instead of logging.
 
-        For a strategy that traces a step once: it lets the values be outputs of the graph, and logs those of each call
+        For a strategy that traces a step once: it makes the values outputs of the graph, and logs those of each call
         with :meth:`log` and the same options.
         """
         calls: list[LogCall] = []
@@ -74,41 +74,40 @@ class LoggingMethods:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Keep a value for the progress bar, the loggers and callbacks; does nothing outside a run.
+        """Log a value for the progress bar, the loggers and callbacks; does nothing outside of a run.
 
-        Works from the start of training, validation or test (``on_train_start`` ...) to the hook at the end of an
-        epoch.  A tensor stays on its device until something shows or writes it.  A name has the same options each
-        time.
+        It works from the start of training, validation or test (``on_train_start`` ...) to the hook at the end of an
+        epoch.  A tensor stays on its device until it is displayed or written.  The options of a name must not change.
 
         Args:
-            name: Its name, other than ``step`` and ``epoch``, which loggers write with every value.  With both
-                ``on_step`` and ``on_epoch`` they write ``<name>_step`` and ``<name>_epoch``, and callbacks know the
-                value over the epoch by the plain name too.
+            name: The name, other than ``step`` and ``epoch``, which loggers write with every value.  With both
+                ``on_step`` and ``on_epoch`` loggers write ``<name>_step`` and ``<name>_epoch``, and callbacks also read
+                the epoch value by the plain name.
             value: A number, a tensor with one element, or a ``torchmetrics.Metric`` that is an attribute of this
-                module: what it returned for the batch counts per step; over the epoch it reduces itself, over
-                all processes too, and is reset when the hooks at its end have been called, so that training and
-                validation need one each.
-            prog_bar: Whether the progress bar shows it.
-            logger: Whether the loggers write it.
-            on_step: Whether the value of each step counts; by default only in training steps.  Loggers write it every
-                ``log_every_n_steps``; in evaluation for each batch of rank 0, with the number of batches evaluated as
+                module.  A metric's result for the batch is its step value.  It reduces its epoch value itself, also
+                over ranks, and is reset after the hooks at the end of the epoch, so that training and validation need
+                separate metrics.
+            prog_bar: Whether the progress bar shows the value.
+            logger: Whether the loggers write the value.
+            on_step: Whether to log step values; by default in training steps only.  Loggers write them every
+                ``log_every_n_steps``; in evaluation for each batch of rank 0, with the number of evaluated batches as
                 the step.
-            on_epoch: Whether the value over the epoch counts; by default everywhere but in training steps.
-            reduce_fx: How values become the one of an epoch: mean (weighted by batch size), sum, max or min, by name
-                or as torch's or Python's function.  For any other use a metric of torchmetrics.
-            enable_graph: Not possible: what is logged has no gradients.
-            sync_dist: Whether it is reduced over all processes; by default the value over an epoch is, one of a
-                step is not.  With True that of a step is reduced whenever step values are written (every
-                ``log_every_n_steps``) and at the end of the epoch, and callbacks see the last one that was.
-            sync_dist_group: The processes to reduce over; by default all.
-            add_dataloader_idx: Whether the name gets the suffix ``/dataloader_idx_<n>`` where there are several
-                loaders; without it, there is one value over all of them.
+            on_epoch: Whether to log the epoch value; by default everywhere except in training steps.
+            reduce_fx: Reduction to the epoch value: mean (weighted by batch size), sum, max or min, by name or as
+                torch's or Python's function.  For any other use a metric of torchmetrics.
+            enable_graph: Must be False: logged values have no gradients.
+            sync_dist: Whether to reduce values over all ranks; by default epoch values only.  With True step values are
+                reduced whenever they are written (every ``log_every_n_steps``) and at the end of the epoch, and
+                callbacks read the last reduced one.
+            sync_dist_group: The process group to reduce over; by default all ranks.
+            add_dataloader_idx: Whether names get the suffix ``/dataloader_idx_<n>`` if there are several loaders;
+                without it there is one value over all of them.
             batch_size: Weight of the value in the mean; by default the size of the batch's first tensor.
-            metric_attribute: Name of the attribute that holds a metric; found by itself.
-            rank_zero_only: Whether only rank 0 logs it; it is not reduced then.
+            metric_attribute: Name of the attribute with the metric; by default it is searched for.
+            rank_zero_only: Whether only rank 0 logs the value, which is then not reduced.
 
         Raises:
-            MisuseError: The value, its name, its options or the place cannot be logged.
+            MisuseError: The value, the name, an option or the context of the call is not possible.
         """
         if self._captured_logs is not None:
             options = {option: setting for option, setting in locals().items() if option not in _NO_OPTIONS}
@@ -117,7 +116,7 @@ class LoggingMethods:
         trainer = self._trainer
         if trainer is None or trainer.barebones:
             return
-        context = trainer.context  # whose attributes cost less than the properties of the Trainer
+        context = trainer.context  # its attributes are faster than the properties of the Trainer
         if not context.is_running:
             return
         if rank_zero_only and trainer.global_rank != 0:

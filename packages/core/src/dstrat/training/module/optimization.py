@@ -1,4 +1,4 @@
-"""Optimization methods of a module."""
+"""Optimization methods of a module, and norms of its gradients."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """Return the norm of each parameter's gradient, and that of all of them as one vector.
+    """Return the norm of each parameter's gradient, and the total norm; collective if the strategy shards gradients.
 
-    Every process calls it, where the strategy shards gradients.  It is for ``on_before_optimizer_step``, with
-    ``self.log_dict(grad_norm(self, norm_type=2))``.
+    For use in ``on_before_optimizer_step``: ``self.log_dict(grad_norm(self, norm_type=2))``.
 
     Args:
-        module: Its parameters with a gradient are measured.
-        norm_type: The p of the p-norm, ``"inf"`` for the largest value.
-        group_separator: Between ``grad_2.0_norm`` and the parameter's name.
+        module: Has the parameters.
+        norm_type: The p of the p-norm; ``"inf"`` is the largest value.
+        group_separator: Separator between ``grad_2.0_norm`` and the parameter's name.
 
     Raises:
         RequestError: The p is not positive.
@@ -45,23 +44,23 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     }
     if norms:
         device = next(iter(norms.values())).device
-        together = torch.stack([norm.to(device) for norm in norms.values()])
-        norms[f"grad_{order}_norm_total"] = torch.linalg.vector_norm(together, order)
+        stacked = torch.stack([norm.to(device) for norm in norms.values()])
+        norms[f"grad_{order}_norm_total"] = torch.linalg.vector_norm(stacked, order)
     return norms
 
 
 def _full_tensor(norm: Tensor) -> Tensor:
-    """Return a norm that is known in parts, on several processes, as one number."""
-    full: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # as a DTensor has
+    """Return a norm as a plain tensor; the norm of a sharded gradient is a DTensor of partial results."""
+    full: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return full
 
 
 class OptimizationMethods:
-    """What a :class:`~dstrat.training.module.train_module.TrainModule` has to do with optimizers.
+    """Optimizer methods of a :class:`~dstrat.training.module.train_module.TrainModule`.
 
     Attributes:
-        automatic_optimization: Whether the loss that ``training_step`` returns is optimized for it.  A module that sets
-            it to False calls :meth:`manual_backward` and the ``step`` of its :meth:`optimizers` by itself::
+        automatic_optimization: Whether the Trainer computes gradients of the loss and steps the optimizer.  A module
+            that sets it to False calls :meth:`manual_backward` and the ``step`` of its :meth:`optimizers` itself::
 
                 def training_step(self, batch, batch_idx):
                     optimizer = self.optimizers()
@@ -79,7 +78,7 @@ class OptimizationMethods:
         def trainer(self) -> Trainer: ...
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer; also several, with or without schedulers.
+        """Return one or several optimizers, with or without schedulers.
 
         Returns:
             An optimizer, a list of optimizers, a pair of lists (optimizers, schedulers), or a dict with
@@ -92,7 +91,7 @@ class OptimizationMethods:
         )
 
     def optimizers(self) -> Any:
-        """Return the optimizer, or the list of them where there are several.
+        """Return the optimizer, or the list of several.
 
         In manual optimization each is a :class:`~dstrat.training.loops.optimization.ManualOptimizer`.
         """
@@ -100,14 +99,14 @@ class OptimizationMethods:
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, the list of them where there are several, or None."""
+        """Return the scheduler, the list of several, or None without one."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return schedulers[0] if len(schedulers) == 1 else (schedulers or None)
 
-    # What automatic optimization does, to be overridden
+    # Steps of automatic optimization, which a module may override
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of the loss, which is scaled where the precision scales it."""
+        """Compute the gradients of the loss, which the precision may have scaled."""
         loss.backward(*args, **kwargs)
 
     def optimizer_step(
@@ -123,17 +122,17 @@ class OptimizationMethods:
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None, gradient_clip_algorithm: ClipAlgorithm
     ) -> None:
-        """Clip the gradients of an optimizer; they are not scaled."""
+        """Clip the unscaled gradients of an optimizer."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Step a scheduler, with its monitored value where it has one."""
+        """Step a scheduler, with its monitored value if it has one."""
         if metric is None:
             scheduler.step()
         else:
             scheduler.step(metric)
 
-    # What a module may call
+    # Methods for the steps of a module
 
     def clip_gradients(
         self,
@@ -144,8 +143,8 @@ class OptimizationMethods:
         """Clip the gradients of an optimizer to a norm or a value.
 
         Args:
-            optimizer: Whose parameters' gradients are clipped.
-            gradient_clip_val: The largest norm or value; by default the Trainer's, and nothing is clipped without one.
+            optimizer: Has the parameters.
+            gradient_clip_val: Maximal norm or value; by default the Trainer's, without which nothing is clipped.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``; by default the Trainer's.
         """
         trainer = self.trainer
@@ -155,30 +154,28 @@ class OptimizationMethods:
             trainer.strategy.clip_gradients(_plain(optimizer), clip_val, algorithm)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss (a scalar tensor) in manual optimization.
-
-        Use it in place of ``loss.backward()``, so that strategy, precision and hooks take part.
+        """Compute the gradients of a loss in manual optimization, with strategy, precision and hooks.
 
         Args:
-            loss: What is minimized.
-            *args: Passed to ``loss.backward``.
-            **kwargs: Passed to ``loss.backward``.
+            loss: A scalar tensor.
+            *args: Arguments of ``loss.backward``.
+            **kwargs: Arguments of ``loss.backward``.
         """
         self._manual("manual_backward").backward(loss, *args, **kwargs)
 
     def no_backward_sync(self, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Return a context in which gradients accumulate on each process without being synchronised.
+        """Return a context in which ranks accumulate gradients without synchronizing them.
 
         Args:
-            enabled: Whether it does so; False makes the context do nothing.
+            enabled: False makes the context do nothing.
         """
         self._manual("no_backward_sync")
         return self.trainer.strategy.no_backward_sync() if enabled else nullcontext()
 
     def toggle_optimizer(self, optimizer: Optimizer | ManualOptimizer) -> None:
-        """Let only the parameters of this optimizer require gradients, until :meth:`untoggle_optimizer`.
+        """Restrict gradients to the parameters of an optimizer, until :meth:`untoggle_optimizer`.
 
-        It saves the gradients of the others where several optimizers share a graph, as in a GAN.
+        It saves the computation of other gradients if several optimizers share a graph, as in a GAN.
         """
         if self._was_trainable is not None:
             raise MisuseError("an optimizer is toggled already: call untoggle_optimizer before you toggle another one")
@@ -196,7 +193,7 @@ class OptimizationMethods:
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer | ManualOptimizer) -> Iterator[None]:
-        """Let only the parameters of this optimizer require gradients in a ``with`` block."""
+        """Restrict gradients to the parameters of an optimizer in a ``with`` block."""
         self.toggle_optimizer(optimizer)
         try:
             yield

@@ -1,4 +1,4 @@
-"""The module that a user writes: an ``nn.Module`` with its steps, optimizers and hooks."""
+"""Base class of a user's module: an ``nn.Module`` with steps, optimizers and hooks."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class TrainModule(
     ExportMethods,
     nn.Module,
 ):
-    """An ``nn.Module`` that says how it is trained and evaluated.
+    """An ``nn.Module`` with its training and evaluation steps, optimizers and hooks.
 
-    The smallest complete one::
+    The smallest complete subclass::
 
         class Net(TrainModule):
             def __init__(self):
@@ -68,7 +68,7 @@ class TrainModule(
 
         Args:
             *args: The batch and its index in the epoch.
-            **kwargs: Nothing; for subclasses.
+            **kwargs: None; for subclasses.
 
         Returns:
             A scalar tensor, or a dict with it as ``"loss"``.
@@ -76,21 +76,21 @@ class TrainModule(
         raise MisuseError(f"{type(self).__name__} has no training_step: define training_step(self, batch, batch_idx)")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one validation batch; values are kept through :meth:`log`.
+        """Evaluate one validation batch; log values with :meth:`log`.
 
-        Processes may have different numbers of batches, as each sample is read once: gather across them in
-        ``on_validation_epoch_end`` rather than here.
+        Ranks may have different numbers of batches, as each sample is read once: call collectives in
+        ``on_validation_epoch_end``, not here.
         """
         raise MisuseError(
             f"{type(self).__name__} has no validation_step: define validation_step(self, batch, batch_idx)"
         )
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one test batch; values are kept through :meth:`log`."""
+        """Evaluate one test batch; log values with :meth:`log`."""
         raise MisuseError(f"{type(self).__name__} has no test_step: define test_step(self, batch, batch_idx)")
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the predictions of one batch; the module's output unless overridden."""
+        """Return the predictions of one batch; by default the module's output."""
         return self(batch)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -98,17 +98,17 @@ class TrainModule(
         self.trainer.print(*args, **kwargs)
 
     def attach(self, trainer: Trainer | None) -> None:
-        """Take the Trainer that runs this module and those within it, and to which they belong after the run too."""
+        """Set the Trainer of this module and its submodules, which keep it after the run."""
         for module in self.modules():
             if isinstance(module, TrainModule):
                 module._trainer = trainer  # noqa: SLF001 - of the same class
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer that runs this module, or has run it last.
+        """The Trainer of the current or last run.
 
         Raises:
-            MisuseError: None has.
+            MisuseError: There has been no run.
         """
         if self._trainer is None:
             raise MisuseError(f"{type(self).__name__} is not attached to a Trainer: this works in a run and after it")
@@ -128,7 +128,7 @@ class TrainModule(
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh of processes that the strategy shards or parallelizes over, known from ``configure_model`` on."""
+        """The device mesh over which the strategy shards or parallelizes, from ``configure_model`` on."""
         return self.trainer.strategy.device_mesh
 
     @property
@@ -153,7 +153,7 @@ class TrainModule(
 
     @property
     def logger(self) -> Any:
-        """The first logger, None without one."""
+        """The first logger; None without one."""
         return self._trainer.logger if self._trainer else None
 
     @property
@@ -162,12 +162,12 @@ class TrainModule(
         return self._trainer.loggers if self._trainer else []
 
     def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Return the tensors of all processes, stacked along a new first dimension.
+        """Return the tensors of all ranks, stacked along a new first dimension; collective.
 
         Args:
-            data: A tensor, a number, or a list, tuple, dict or dataclass of them; collections stay what they are.
-            group: The processes to gather from; all of them by default.
-            sync_grads: Whether gradients flow back to each process.
+            data: A tensor, a number, or a list, tuple, dict or dataclass of them; the result has the same structure.
+            group: The process group; by default all ranks.
+            sync_grads: Whether gradients flow back to each rank.
         """
         strategy = self.trainer.strategy
         gather = partial(strategy.all_gather, group=group, sync_grads=sync_grads)

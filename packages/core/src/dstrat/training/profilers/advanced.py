@@ -1,4 +1,4 @@
-"""A profiler that records every function call of each action, with cProfile."""
+"""Profiler of every function call, with cProfile."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class AdvancedProfiler(Profiler):
-    """Records the functions that each action calls, with their calls and times, by Python's ``cProfile``.
+    """Record the functions that each action calls, with their calls and times, by Python's ``cProfile``.
 
-    It slows a run down a lot, and the tables are long: take
+    It slows a run down considerably, and its tables are long: use
     :class:`~dstrat.training.profilers.simple.SimpleProfiler` first.  Python records for one action at a time, so that
-    the calls of an action inside another one count for the inner one alone.
+    calls of a nested action count for that one only.
 
     Args:
         dirpath: Folder of the files; the log folder of the run by default.
         filename: Each rank writes its tables to ``<dirpath>/<stage>-<filename>-rank<rank>.txt``; None prints those of
             rank 0 to stderr.
-        line_count_restriction: Functions in each table: a number, or a fraction as a float of at most 1.
+        line_count_restriction: Number of functions in each table, or a fraction as a float of at most 1.
         dump_stats: Whether each rank also writes ``<stage>-<action>-rank<rank>.prof`` to the folder for every action,
-            for ``python -m pstats``, snakeviz and the like.
+            for ``python -m pstats``, snakeviz and similar tools.
 
     Raises:
         RequestError: The restriction is not positive.

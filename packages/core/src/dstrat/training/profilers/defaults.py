@@ -1,4 +1,4 @@
-"""From what a user writes for ``Trainer(profiler=...)`` to a profiler."""
+"""Profilers by their names in ``Trainer(profiler=...)``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NAMES = ("simple", "advanced", "torch")
 
 
 def make_profiler(requested: Any) -> Profiler | None:
-    """Return the profiler that is meant; None for None.
+    """Return the requested profiler; None for None.
 
     Args:
         requested: ``"simple"``, ``"advanced"``, ``"torch"`` (also ``"pytorch"``), a Profiler, or None.
 
     Raises:
-        RequestError: It is none of these.
+        RequestError: The value is none of these.
     """
     if requested is None or isinstance(requested, Profiler):
         return requested

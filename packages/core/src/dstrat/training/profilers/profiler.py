@@ -1,4 +1,4 @@
-"""The interface to what measures where the time of a run goes."""
+"""Interface of profilers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ R = TypeVar("R")
 
 
 class Profiler(ABC):
-    """What measures the actions of a run, each under its name.
+    """Measurement of the actions of a run, by their names.
 
-    Whoever runs a stage wraps the functions that it calls when it looks them up, so that without a profiler nothing is
-    paid.  In each process, in this order::
+    A run wraps its functions when it looks them up, so that it costs nothing without a profiler.  The calls in each
+    process, in this order::
 
         profiler.start("fit", log_dir, rank)
         hook = profiler.timed("ModelCheckpoint.on_train_batch_end", hook)
@@ -29,7 +29,7 @@ class Profiler(ABC):
             profiler.step()
         profiler.finish()  # also after an exception; callbacks are torn down before, so that bars are closed
 
-    Actions may be nested: an optimizer's step contains the training step.  A module measures parts of its own with
+    Actions may be nested: an optimizer's step contains the training step.  A module measures its own actions in
     ``with self.trainer.profiler.profile("loss"):``.  The smallest complete subclass::
 
         class Announcing(Profiler):
@@ -43,7 +43,7 @@ class Profiler(ABC):
         """Return a context whose time counts for an action."""
 
     def timed(self, name: str, function: Callable[..., R]) -> Callable[..., R]:
-        """Return a function that does the same, and whose calls count for an action."""
+        """Return a wrapped function whose calls count for an action."""
         profile = self.profile
 
         @wraps(function)
@@ -54,16 +54,16 @@ class Profiler(ABC):
         return timed_function
 
     def start(self, stage: str, log_dir: Path, rank: int) -> None:
-        """Begin to measure, in one process.
+        """Start the measurement in this process.
 
         Args:
             stage: fit, validate, test or predict.
-            log_dir: Where files may be written; the same folder for all ranks.
+            log_dir: Folder for files, the same for all ranks.
             rank: The global rank of this process.
         """
 
     def step(self) -> None:
-        """Take note that a batch is done: a training batch in a fit, one of the evaluation elsewhere."""
+        """Count a batch: a training batch in a fit, otherwise a batch of the evaluation."""
 
     def finish(self) -> None:
-        """Stop to measure, and show or write what was found."""
+        """Stop the measurement, and print or write the results."""

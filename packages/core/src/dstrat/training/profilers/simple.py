@@ -1,4 +1,4 @@
-"""A profiler that adds up the time of each action, in a table."""
+"""Profiler of the total time of each action."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ R = TypeVar("R")
 
 
 class SimpleProfiler(Profiler):
-    """Counts the calls of each action and adds up their time, as a clock on the wall shows it.
+    """Count the calls of each action, and add up their wall-clock time.
 
-    Work that a device does on its own counts where something waits for it: to see kernels take
+    Asynchronous work of a device counts for the action that waits for it; to see kernels use
     :class:`~dstrat.training.profilers.torch_profiler.TorchProfiler`.
 
     Args:
         dirpath: Folder of the files; the log folder of the run by default.
         filename: Each rank writes its table to ``<dirpath>/<stage>-<filename>-rank<rank>.txt``; None writes no files.
-        extended: Whether the table has the numbers of calls and the shares too, not the times alone.
+        extended: Whether the table has the numbers of calls and the shares too, not only the times.
         prints: Whether rank 0 prints its table to stderr.
     """
 
@@ -47,7 +47,7 @@ class SimpleProfiler(Profiler):
         self._rank = 0
         self._started: float | None = None
         self._records: dict[str, _Record] = {}
-        self._open: list[float] = []  # for each action that runs, outermost first: seconds of those inside it
+        self._open: list[float] = []  # for each running action, outermost first: seconds of its nested actions
 
     @override
     def profile(self, name: str) -> _Measured:
@@ -89,13 +89,13 @@ class SimpleProfiler(Profiler):
             path.write_text(self.table(seconds) + "\n", encoding="utf-8")
 
     def table(self, seconds: float) -> str:
-        """Return a line for each action, the longest first.
+        """Return a table with a line for each action, the longest first.
 
-        The last column, where it is shown, is the share of the whole that the action took itself, without the actions
-        inside it, so that the column adds up to 100 %.
+        The last column of an extended table is the action's share of the total without its nested actions, so that the
+        column adds up to 100 %.
 
         Args:
-            seconds: Duration of the whole.
+            seconds: Total duration.
         """
         called = {name: record for name, record in self._records.items() if record.calls}
         rows: list[tuple[str, ...]] = [("action", "calls", "mean ms", "total s", "own %")]
@@ -120,7 +120,7 @@ class SimpleProfiler(Profiler):
 
 
 class _Record:
-    """What is known of one action."""
+    """Calls and times of one action."""
 
     __slots__ = ("calls", "seconds", "self_seconds")
 
@@ -128,11 +128,11 @@ class _Record:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all calls."""
+        """Reset all counts."""
         self.calls, self.seconds, self.self_seconds = 0, 0.0, 0.0
 
     def add(self, seconds: float, stack: list[float]) -> None:
-        """Count a call that ends now: the innermost of those that run."""
+        """Count a call at its end, when it is the innermost running one."""
         self.calls += 1
         self.seconds += seconds
         self.self_seconds += seconds - stack.pop()

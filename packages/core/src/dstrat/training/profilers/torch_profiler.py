@@ -1,4 +1,4 @@
-"""A profiler that records what torch does, operator by operator and kernel by kernel."""
+"""Profiler of torch's operators and kernels."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _log = logging.getLogger(__name__)
 
 
 class TorchProfiler(Profiler):
-    """Records a few batches with ``torch.profiler``: a trace of each rank, and a table of the operators on rank 0.
+    """Record a few batches with ``torch.profiler``: a trace of each rank, and a table of the operators on rank 0.
 
     A trace is a file for ``chrome://tracing``, https://ui.perfetto.dev or TensorBoard.  Recording slows a run down and
-    takes memory, so that only some batches are recorded: ``wait`` batches pass, ``warmup`` ones are recorded and thrown
-    away, ``active`` ones are kept, and that ``repeat`` times.
+    needs memory, so that only some batches are recorded: ``wait`` batches are skipped, ``warmup`` ones recorded and
+    discarded, ``active`` ones recorded, and this cycle is repeated ``repeat`` times.
 
     Args:
         dirpath: Folder of the files; the log folder of the run by default.
         filename: Each rank writes its tables to ``<dirpath>/<stage>-<filename>-rank<rank>.txt``; None prints those of
             rank 0 to stderr.
         group_by_input_shapes: Whether an operator has a line for each shape of its inputs.
-        wait: Number of batches to leave alone first.
-        warmup: Number of batches to throw away.
+        wait: Number of batches to skip.
+        warmup: Number of batches to record and discard.
         active: Number of batches to record.
-        repeat: Number of such cycles, 0 for as many as there are.
-        export_to_chrome: Whether traces are written; not where there is an ``on_trace_ready``, which is called instead.
+        repeat: Number of cycles; 0 is no limit.
+        export_to_chrome: Whether to write traces, unless there is an ``on_trace_ready``, which is called instead.
         row_limit: Number of operators in the table; 0 prints none.
         sort_by_key: Column of the table whose largest values come first, such as ``"cpu_time_total"`` or ``"count"``;
             by default the time of the operator itself, on the device where there is any.

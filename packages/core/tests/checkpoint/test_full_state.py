@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dstrat import ParallelStrategy
 from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.builtin.clusters.local import LocalEnvironment
-from dstrat.checkpoint.whole_state import (
+from dstrat.checkpoint.full_state import (
     agree_on,
     gather_state,
     name_parameters,

@@ -1,4 +1,4 @@
-"""Retention and names of the checkpoints of a ModelCheckpoint."""
+"""Retention of a ModelCheckpoint's checkpoints: ranking, last one, removal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.checkpoint.paths import place
+from dstrat.checkpoint.paths import as_path
 from dstrat.errors import CheckpointError
 from dstrat.training.callbacks.checkpoint_name import UnusedPaths
 from dstrat.training.callbacks.monitored import Mode, Ranking
@@ -16,7 +16,7 @@ from dstrat.training.checkpoint.path import written_ns
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dstrat.checkpoint.paths import Place
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.training.callbacks.checkpoint_name import CheckpointName
 
 SaveLast = bool | Literal["link"]
@@ -25,14 +25,14 @@ LAST_NAME = "last"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What rank 0 decided, for all ranks.
+    """Rank 0's decision about a save, for all ranks.
 
     Attributes:
-        path: The checkpoint to write for the ranking, None where the score is not good enough.
-        score: The monitored value, or the number of steps where nothing is monitored.
-        last_path: The checkpoint that is the last one then, None where none is wanted.
-        link: What is to lead to it, empty where nothing is.
-        error: What is wrong with the request; every rank raises it.
+        path: The checkpoint to write for the ranking; None if the score is not good enough.
+        score: The monitored value, or the number of steps without a monitor.
+        last_path: The last checkpoint after the save; None if none is retained.
+        link: The path of a link to the last checkpoint; empty without one.
+        error: The message of an error to raise on every rank; None without one.
     """
 
     path: str | None = None
@@ -43,26 +43,26 @@ class Decision:
 
     @property
     def paths(self) -> list[str]:
-        """What is to be written."""
+        """The checkpoints to write."""
         return [path for path in dict.fromkeys((self.path, self.last_path)) if path is not None]
 
 
 class RetainedCheckpoints:
-    """The checkpoints of a run, by their paths.
+    """The retained checkpoints of a run.
 
     Args:
-        limit: Number of them to keep by their score, -1 for all.
+        limit: Number of checkpoints to retain by score; -1 is all.
         mode: Whether the smallest or the largest score is the best.
-        is_monitored: Whether scores are a monitored value, and not the number of steps.
-        save_last: Whether the last one is kept besides; ``"link"`` takes the last that is kept by its score.
+        is_monitored: Whether scores are a monitored value, not the number of steps.
+        save_last: Whether the last checkpoint is retained too; ``"link"`` links to the last one retained by score.
 
     Attributes:
-        best_path: The best one, empty before the first.
-        best_score: Its monitored value.
-        last_path: The one that ``save_last`` keeps.
-        link: A link to it, empty where there is none.
-        unused: The paths of what is being saved, in the process that decides.
-        resumed_from: The checkpoint from which the run has begun, which is not removed; empty without one.
+        best_path: The best checkpoint; empty before the first one.
+        best_score: The monitored value of the best checkpoint.
+        last_path: The last checkpoint, retained by ``save_last``.
+        link: A link to the last checkpoint; empty without one.
+        unused: The reserved paths of current saves, on rank 0.
+        resumed_from: The checkpoint from which the run was resumed, which is never removed; empty without one.
     """
 
     def __init__(self, *, limit: int, mode: Mode, is_monitored: bool, save_last: SaveLast) -> None:
@@ -77,16 +77,16 @@ class RetainedCheckpoints:
 
     @property
     def scores(self) -> dict[str, float]:
-        """What is kept by its score, with that."""
+        """The scores of the checkpoints retained by score, by path."""
         return self._ranking.scores
 
     @property
     def next_to_go(self) -> str:
-        """The one that a better one drives out, empty while there is room."""
+        """The checkpoint that the next better one evicts; empty while the limit is not reached."""
         return self._ranking.replaceable or ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the callback's checkpoints say of them."""
+        """Return the state for checkpoints."""
         return {
             "scores": self._ranking.scores,
             "best_model_path": self.best_path,
@@ -96,26 +96,26 @@ class RetainedCheckpoints:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, in_same_folder: bool) -> None:
-        """Take back what :meth:`state_dict` returned; those of another folder are remembered as best, and no more."""
+        """Load the result of :meth:`state_dict`; of checkpoints in another folder only the best one."""
         self.best_path, self.best_score = state["best_model_path"], state["best_model_score"]
         if in_same_folder:
             self._ranking.restore(state["scores"])
             self.last_path, self.link = state["last_model_path"], state.get("link", "")
 
     def decide(
-        self, folder: Place, name: CheckpointName, values: Mapping[str, Any], score: float, *, replaces: bool
+        self, folder: CheckpointPath, name: CheckpointName, values: Mapping[str, Any], score: float, *, replaces: bool
     ) -> Decision:
-        """Return what to save now.
+        """Return the decision about a save.
 
         Args:
-            folder: Where it goes.
+            folder: Folder of the checkpoint.
             name: Template of its name.
-            values: What the template may ask for.
-            score: Ranks it.
-            replaces: Whether a checkpoint may be written over another one.
+            values: Values for the template.
+            score: Score of the checkpoint.
+            replaces: Whether a checkpoint may overwrite another one: files may, folders may not.
 
         Raises:
-            MisuseError: The template cannot be filled.
+            MisuseError: The template needs a value that was not logged.
         """
         path = None
         if self._ranking.accepts(score):
@@ -125,12 +125,12 @@ class RetainedCheckpoints:
         link = self.link or self._unused(folder, LAST_NAME) if self._links_last and replaces else ""
         return Decision(path=path, score=score, last_path=self._last(folder, path, replaces=replaces), link=link)
 
-    def decide_last(self, folder: Place, *, replaces: bool) -> Decision:
-        """Return what to save at the end of a training, whatever its score; nothing where none is kept besides."""
+    def decide_last(self, folder: CheckpointPath, *, replaces: bool) -> Decision:
+        """Return the decision about a save at the end of the training, independent of the score."""
         return Decision(last_path=self._last(folder, None, replaces=replaces) if self._saves_last else None)
 
-    def _last(self, folder: Place, path: str | None, *, replaces: bool) -> str | None:
-        """Return what will be the last one: a file that is replaced, or a folder, which nothing replaces."""
+    def _last(self, folder: CheckpointPath, path: str | None, *, replaces: bool) -> str | None:
+        """Return the path of the last checkpoint: the same file every time, or a new folder."""
         if self._links_last:
             return path
         if not self._saves_last:
@@ -139,49 +139,51 @@ class RetainedCheckpoints:
             return self.last_path or self._unused(folder, LAST_NAME)
         return path or self._unused(folder, LAST_NAME)
 
-    def _unused(self, folder: Place, name: str, replaceable: str | None = None) -> str:
+    def _unused(self, folder: CheckpointPath, name: str, replaceable: str | None = None) -> str:
         return self.unused.choose(folder, name, replaceable, [*self._ranking.scores, self.last_path])
 
     def apply(self, decision: Decision, *, replaces: bool) -> list[str]:
-        """Take a decision into the state, so that the checkpoint knows itself, and return the paths not kept any more.
+        """Apply a decision, and return the evicted paths.
+
+        It is applied before the save, since the checkpoint contains this state.
 
         Args:
-            decision: What is going to be saved.
-            replaces: Whether the last one is replaced, rather than written anew beside the one before.
+            decision: The decision about the save.
+            replaces: Whether the last checkpoint is overwritten; otherwise it is a new folder.
         """
         before, self.last_path = self.last_path, decision.last_path or self.last_path
         self.link = decision.link
-        is_driven_out = self._saves_last and not replaces and before not in ("", self.last_path)
-        driven_out = [before] if is_driven_out else []
+        is_evicted = self._saves_last and not replaces and before not in ("", self.last_path)
+        evicted = [before] if is_evicted else []
         if decision.path is not None:
             if not self._is_monitored:
                 self.best_path = decision.path
             elif self._ranking.is_better(decision.score, than=self.best_score):
                 self.best_path, self.best_score = decision.path, decision.score
             removable = self._ranking.add(decision.path, decision.score)
-            driven_out += [path for path in removable if path != self.resumed_from]
+            evicted += [path for path in removable if path != self.resumed_from]
         scores = self._ranking.scores
-        return [path for path in dict.fromkeys(driven_out) if path not in scores]
+        return [path for path in dict.fromkeys(evicted) if path not in scores]
 
     def older_than_newest(self, paths: list[str]) -> list[str]:
-        """Return those of some paths that are there, and are older than the newest one that is kept."""
-        retained = [path for path in (*self._ranking.scores, self.last_path) if path and place(path).exists()]
-        newest = max((written_ns(place(path)) for path in retained), default=0)
-        existing = [path for path in paths if path not in retained and place(path).exists()]
-        return [path for path in existing if written_ns(place(path)) < newest]
+        """Return the existing ones of some paths that are older than the newest retained checkpoint."""
+        retained = [path for path in (*self._ranking.scores, self.last_path) if path and as_path(path).exists()]
+        newest = max((written_ns(as_path(path)) for path in retained), default=0)
+        existing = [path for path in paths if path not in retained and as_path(path).exists()]
+        return [path for path in existing if written_ns(as_path(path)) < newest]
 
     def update_link(self) -> None:
-        """Let the link lead to the last one, which is complete.
+        """Point the link to the last checkpoint, which is complete.
 
         Raises:
-            CheckpointError: The file system has no links.
+            CheckpointError: The file system does not support links.
         """
         if not self.link or not self.last_path:
             return
         link = Path(self.link)
         temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
         try:
-            temporary.unlink(missing_ok=True)  # of a process that was killed, and had this one's number
+            temporary.unlink(missing_ok=True)  # left by a killed process with the same pid
             temporary.symlink_to(Path(self.last_path).name)
             temporary.replace(link)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Whole state of a sharded module and its optimizers: gathered on rank 0, or scattered from there."""
+"""Full state of a sharded module and its optimizers: gathered on rank 0, scattered from rank 0."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Key = TypeVar("Key")
 
 
 def agree_on(strategy: Strategy, find_problem: Callable[[], str | None]) -> None:
-    """Raise the error that rank 0 finds on every rank, so that none waits for it; collective.
+    """Raise an error of rank 0 on every rank, so that the others do not wait for rank 0 in a collective; collective.
 
     Args:
-        strategy: Communicates.
-        find_problem: Called on rank 0; returns a message, or None.
+        strategy: Broadcasts the result of the check.
+        find_problem: Called on rank 0 only, which alone has the full state; returns a message, or None.
 
     Raises:
-        CheckpointError: Rank 0 found a problem.
+        CheckpointError: ``find_problem`` returned a message.
     """
     problem = strategy.broadcast(find_problem() if strategy.is_global_zero else None)
     if problem is not None:
@@ -46,18 +46,18 @@ def agree_on(strategy: Strategy, find_problem: Callable[[], str | None]) -> None
 
 
 def gather_state(state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
-    """Return a state with whole tensors on the CPU of rank 0, and an empty dict on the others; collective.
+    """Return the full state on the CPU of rank 0, and an empty dict on the other ranks; collective.
 
-    Tensors are gathered one after the other, so that only one of them is whole on the device.
+    Tensors are gathered one by one, so that the device holds at most one full tensor at a time.
 
     Args:
-        state: A nested state, the same on every rank but for its shards: DTensors, or FlatShards.
-        strategy: Communicates.
+        state: A nested state with the same structure on every rank, whose shards are DTensors or FlatShards.
+        strategy: Has the rank and the device.
     """
 
     def gather_tensor(tensor: Tensor) -> Tensor | None:
-        whole = whole_of(tensor) if isinstance(tensor, DTensor) else tensor
-        return whole.detach().cpu() if strategy.is_global_zero else None
+        full = full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        return full.detach().cpu() if strategy.is_global_zero else None
 
     def gather(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -71,23 +71,22 @@ def gather_state(state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]
 
 
 def _sum_on_rank_0(shard: FlatShard, device: torch.device) -> Tensor:
-    whole = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
-    shard.taken_from(whole).copy_(shard.local)
-    # Each byte is added to zeros: exactly what one rank has.
-    dist.reduce(whole.view(-1).view(torch.uint8), 0)
-    return whole
+    full = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
+    shard.taken_from(full).copy_(shard.local)
+    # As bytes, since each element is non-zero on one rank only: a sum of bytes is exact for every dtype, also for
+    # those that the backend cannot reduce.
+    dist.reduce(full.view(-1).view(torch.uint8), 0)
+    return full
 
 
 @torch.no_grad()
-def whole_of(sharded: DTensor) -> Tensor:
-    """Return a sharded tensor whole, on every rank and on its device; collective over all ranks of the job.
-
-    torch 2.9 gathers the rows of a tensor in a wrong order where two dimensions of the mesh shard them unevenly; so
-    these are put together here, from a sum of bytes to which one rank adds each.
-    """
+def full_tensor(sharded: DTensor) -> Tensor:
+    """Return the full tensor of a DTensor, on every rank and on its device; collective over all ranks of the job."""
     if not any(getattr(placement, "split_factor", 1) > 1 for placement in sharded.placements):
-        whole: Tensor = sharded.full_tensor()
-        return whole
+        full: Tensor = sharded.full_tensor()
+        return full
+    # torch 2.9 gathers rows in a wrong order if two dimensions of the mesh shard one dimension of the tensor unevenly
+    # (split_factor).  A sum of bytes, to which one rank adds each box, does not depend on an order.
     sum_of_boxes = torch.zeros(sharded.shape, dtype=sharded.dtype, device=sharded.device)
     if holders(sharded)[0] == dist.get_rank():
         for box in local_boxes(sharded):
@@ -102,39 +101,39 @@ def whole_of(sharded: DTensor) -> Tensor:
 def scatter_module_state(
     strategy: Strategy, state: Mapping[str, Any], targets: Mapping[str, Any], *, strict: bool
 ) -> None:
-    """Load the whole state of rank 0 into the module; each rank takes its shards, one tensor at a time; collective.
+    """Load the full state of rank 0 into a module: each rank copies its shards, one tensor at a time; collective.
 
     Args:
-        strategy: Has the module, and communicates.
-        state: By name; only that of rank 0 counts.
-        targets: What each rank holds of the module's state, by name: tensors, DTensors or FlatShards.
-        strict: Whether it is an error that names are missing or unexpected; otherwise that is logged.
+        strategy: Has the module, the rank and the device.
+        state: The full state by name; ignored on all ranks but rank 0.
+        targets: This rank's tensors, DTensors or FlatShards of the module's state, by name.
+        strict: Whether missing and unexpected names are an error; otherwise they are logged.
 
     Raises:
         CheckpointError: Names are missing or unexpected, or a tensor has another shape.
     """
     agree_on(strategy, lambda: misfit(strategy.module, targets, state, strict=strict))
-    others = {}
+    replicated = {}  # extra states, and values that are not tensors
     for name, target in targets.items():
         if not strategy.broadcast(name in state):
             continue
         if isinstance(target, Tensor | FlatShard) and not is_extra_state(name):
-            copy_whole(target, _broadcast_tensor(state.get(name), tuple(target.shape), target.dtype, strategy))
+            copy_full(target, _broadcast_tensor(state.get(name), tuple(target.shape), target.dtype, strategy))
         else:
-            others[name] = strategy.broadcast(state.get(name))
-    if others:
-        strategy.module.load_state_dict(others, strict=False)
+            replicated[name] = strategy.broadcast(state.get(name))
+    if replicated:
+        strategy.module.load_state_dict(replicated, strict=False)
 
 
 def scatter_optimizer_entries(
     strategy: Strategy, entries: Mapping[Key, Mapping[str, Any]], shard: Callable[[Key, Tensor], Any]
 ) -> dict[Key, dict[str, Any]]:
-    """Return what this rank needs of the optimizer state that rank 0 has of each parameter; collective.
+    """Return this rank's shards of the full optimizer state of rank 0; collective.
 
     Args:
-        strategy: Communicates.
-        entries: State of parameters, by their names or numbers, with whole tensors; only that of rank 0 counts.
-        shard: Returns for a parameter what this rank keeps of a whole tensor, which is on the device.
+        strategy: Has the rank and the device.
+        entries: Full state of each parameter, by name or number; ignored on all ranks but rank 0.
+        shard: Returns this rank's shard for a parameter and a full tensor on the device.
     """
     outline = strategy.broadcast(apply_to_tensors(dict(entries), _TensorOutline.of))
 
@@ -152,7 +151,7 @@ def scatter_optimizer_entries(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TensorOutline:
-    """What the other ranks need to know of a tensor before it is broadcast."""
+    """Shape and dtype of a tensor, which the other ranks need to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -163,29 +162,29 @@ class _TensorOutline:
 
 
 def _broadcast_tensor(source: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, strategy: Strategy) -> Tensor:
-    """Return a tensor that rank 0 has, on the device of each rank; collective."""
-    whole = torch.empty(shape, dtype=dtype, device=strategy.root_device)
+    """Return rank 0's tensor on the device of each rank; collective."""
+    full = torch.empty(shape, dtype=dtype, device=strategy.root_device)
     if strategy.is_global_zero and source is not None:
-        whole.copy_(source)
-    dist.broadcast(whole, 0)
-    return whole
+        full.copy_(source)
+    dist.broadcast(full, 0)
+    return full
 
 
 @torch.no_grad()
-def copy_whole(target: Tensor | FlatShard, whole: Tensor) -> None:
-    """Copy a whole tensor into one that may be sharded; no rank communicates.
+def copy_full(target: Tensor | FlatShard, full: Tensor) -> None:
+    """Copy a full tensor into a tensor that may be sharded; not collective.
 
     Args:
-        target: A tensor, or a DTensor or FlatShard of which this rank takes its elements.
-        whole: Of the same shape.
+        target: A tensor, or a DTensor or FlatShard, of which this rank's elements are set.
+        full: The full tensor, of the same shape.
     """
     if isinstance(target, FlatShard):
-        target.local.copy_(target.taken_from(whole))
+        target.local.copy_(target.taken_from(full))
     elif isinstance(target, DTensor):
         for box in local_boxes(target):
-            box.tensor.copy_(whole[_slices(box)])
+            box.tensor.copy_(full[_slices(box)])
     else:
-        target.copy_(whole)
+        target.copy_(full)
 
 
 def _slices(box: LocalBox) -> tuple[slice, ...]:
@@ -196,16 +195,16 @@ def _slices(box: LocalBox) -> tuple[slice, ...]:
 
 
 def number_parameters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state by names as ``Optimizer.state_dict`` does, by numbers in the order of its groups."""
+    """Return an optimizer's state with parameters by number, as in ``Optimizer.state_dict``, instead of by name."""
     names = chain.from_iterable(group["params"] for group in state["param_groups"])
     return _renamed(state, {name: number for number, name in enumerate(names)})
 
 
 def name_parameters(state: Mapping[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return what ``Optimizer.state_dict`` did by the names of parameters.
+    """Return the result of ``Optimizer.state_dict`` with parameters by name instead of by number.
 
     Args:
-        state: By numbers; a parameter without a name gets its number as one.
+        state: By number; a parameter without a name is called by its number.
         group_names: Names of the parameters in each group.
     """
     return _renamed(state, dict(enumerate(chain.from_iterable(group_names))))

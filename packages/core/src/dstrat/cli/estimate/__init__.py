@@ -1,0 +1,1 @@
+"""``dstrat estimate``: memory of a training per rank, for each strategy."""

@@ -1,0 +1,312 @@
+"""``dstrat estimate``: memory of a training per rank, for each strategy, before anything runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import re
+import shutil
+import sys
+import textwrap
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dstrat.cli.components import loaded_catalog
+from dstrat.cli.output import json_option, print_json
+from dstrat.errors import ConflictError, DstratError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
+    from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.plugins.catalog import Catalog
+    from dstrat.plugins.offer import Offer
+    from dstrat.resolve.selection import Selection
+
+_UNITS = {"": 1, "B": 1, **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}}
+_UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_COLUMNS = ("params", "grads", "optim", "activ", "other", "peak", "host")
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Memory of a rank with a strategy; all sizes in bytes.
+
+    Attributes:
+        strategy: Its alias.
+        same_as: Further aliases with the same sizes.
+        parameters: Parameters and buffers on the device.
+        gradients: Gradients, when all are computed.
+        optimizer_state: State of the optimizers, with copies of parameters that are optimized.
+        activations: Largest memory of activations in a step.
+        other: Buckets, gathered layers and temporary memory.
+        peak: Largest memory of the device at one time: less than the sum, as activations are gone when all gradients
+            are there.
+        host: Memory on the host, to which something is offloaded.
+        fits: Whether the peak fits into ``--memory``; None without it.
+    """
+
+    strategy: str
+    same_as: tuple[str, ...] = ()
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    other: int
+    peak: int
+    host: int
+    fits: bool | None = None
+
+
+@click.command(short_help="Estimate memory per rank, for each strategy.")
+@click.option("--model", required=True, help="Function that returns the training, as package.module:factory.")
+@click.option("--strategy", "aliases", multiple=True, help="Alias; several times for several.  By default all.")
+@click.option("--accelerator", default="cuda", show_default=True, help="Alias of an accelerator; none need be there.")
+@click.option("--devices", default=1, show_default=True, type=click.IntRange(1), help="Devices of a machine.")
+@click.option("--num-nodes", default=1, show_default=True, type=click.IntRange(1), help="Number of machines.")
+@click.option("--precision", default="32-true", show_default=True, help='Such as "bf16-mixed".')
+@click.option("--batch-size", type=click.IntRange(1), help="Of a rank; by default that of the factory's batch.")
+@click.option("--memory", help="Memory of a device, such as 24GiB: says which strategies fit.")
+@json_option
+def estimate(
+    model: str,
+    aliases: tuple[str, ...],
+    accelerator: str,
+    devices: int,
+    num_nodes: int,
+    precision: str,
+    batch_size: int | None,
+    memory: str | None,
+    as_json: bool,
+) -> None:
+    """Estimate the memory of a rank for a training, for each installed strategy, in GiB.
+
+    The function of --model returns a module with example_input_array; (module, batch), where the module has a
+    training_step or returns its loss; or (module, batch, make_optimizers).  Optimizers are those of the module's
+    configure_optimizers, or AdamW.  Nothing is computed: tensors have shapes and no values, so that a model of any size
+    can be estimated anywhere.  Exits with 1 if no strategy fits into --memory.
+    """
+    limit = None if memory is None else read_size(memory)
+    catalog = loaded_catalog()
+    measure = partial(_measure, model, _accelerator(accelerator, catalog), devices, num_nodes, batch_size)
+    cases = _Cases(catalog, accelerator, devices, num_nodes, precision)
+    sizes: dict[Any, TrainingSize] = {}
+    estimates: list[Estimate] = []
+    silent: dict[str, str] = {}
+    for alias, make_strategy in cases.strategies(aliases):
+        try:
+            strategy = make_strategy()
+            plugin = strategy.precision_for(precision) or cases.new_precision()
+        except DstratError as error:
+            if aliases:
+                raise
+            silent[alias] = str(error)
+            continue
+        key = (plugin.param_dtype, plugin.compute_dtype)
+        if key not in sizes:
+            sizes[key] = measure(plugin)
+        layout = strategy.memory_layout(dataclasses.replace(sizes[key], precision=plugin))
+        if layout is None:
+            silent[alias] = "it does not say how it divides memory"
+        else:
+            estimates.append(_estimate(alias, sizes[key], layout, limit))
+    estimates = _merged(estimates)
+    if as_json:
+        print_json({"memory": limit, "estimates": [asdict(one) for one in estimates], "not_estimated": silent})
+    else:
+        _print(estimates, silent, limit)
+    if estimates and limit is not None and not any(one.fits for one in estimates):
+        sys.exit(1)
+
+
+def read_size(text: str) -> int:
+    """Return the bytes of a size such as ``24GiB``, ``80 GB`` or ``500000000``.
+
+    Raises:
+        RequestError: It is no size.
+    """
+    units = {name.lower(): factor for name, factor in _UNITS.items()}
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in units:
+        raise RequestError(f"--memory {text!r} is no size: give a number with a unit, such as 24GiB, 80GB or 500MiB")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+# The training
+
+
+def _measure(
+    model: str, device_type: str, devices: int, num_nodes: int, batch_size: int | None, precision: Precision
+) -> TrainingSize:
+    from dstrat.cli.estimate.fake_step import measure_training, read_training
+
+    factory = load_factory(model)
+    return measure_training(
+        lambda: read_training(factory(), f"--model {model}"),
+        precision,
+        device_type=device_type,
+        world_size=devices * num_nodes,
+        ranks_per_machine=devices,
+        batch_size=batch_size,
+    )
+
+
+def load_factory(name: str) -> Callable[[], Any]:
+    """Return the function of ``package.module:function``, also of a module in the working directory.
+
+    Raises:
+        RequestError: There is none.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise RequestError(f"--model {name!r} must look like package.module:factory, a function without arguments")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as python -m does
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise RequestError(f"--model {name!r}: {module_name} cannot be imported from here ({error})") from error
+    factory: Any = getattr(module, attribute, None)
+    if not callable(factory):
+        problem = "is no function" if factory is not None else "does not exist"
+        raise RequestError(f"--model {name!r}: {attribute!r} {problem} in {module.__file__}")
+    return factory  # type: ignore[no-any-return]  # checked on the line above
+
+
+# The strategies
+
+
+def _accelerator(name: str, catalog: Catalog) -> str:
+    """Return the device type of an accelerator, or of the best one of a group."""
+    from dstrat.resolve.compatibility import device_type_of
+
+    return device_type_of(_selected_accelerator(name, catalog))
+
+
+def _selected_accelerator(name: str, catalog: Catalog) -> Selection[Any]:
+    from dstrat.resolve.selection import select_offer, usable
+
+    members = [offer for offer in catalog.offers("accelerator") if name in offer.component.groups]
+    members.sort(key=lambda offer: -(offer.component.auto or 0))
+    selection = next(usable(members, catalog), None)
+    return selection or select_offer(catalog.find("accelerator", name), catalog)
+
+
+class _Cases:
+    """The strategies that run with some devices and a precision."""
+
+    def __init__(self, catalog: Catalog, accelerator: str, devices: int, num_nodes: int, precision: str) -> None:
+        from dstrat.resolve.cluster import LOCAL
+        from dstrat.resolve.compatibility import Constraints
+        from dstrat.resolve.selection import select_offer
+
+        self._catalog, self._flag = catalog, precision
+        self._constraints = Constraints(
+            accelerator=_selected_accelerator(accelerator, catalog),
+            precision=self._precision(),
+            num_devices=devices,
+            num_nodes=num_nodes,
+            cluster=select_offer(catalog.find_default("cluster_environment", LOCAL), catalog, {}),
+            num_started=1,
+            interactive=False,
+        )
+
+    def _precision(self) -> Selection[Precision]:
+        from dstrat.resolve.selection import select_offer
+
+        return select_offer(self._catalog.find("precision", self._flag), self._catalog)
+
+    def new_precision(self) -> Precision:
+        """Return a new object of the precision."""
+        return self._precision().instance
+
+    def strategies(self, aliases: Sequence[str]) -> Iterator[tuple[str, Callable[[], Strategy]]]:
+        """Yield aliases, each with a function that constructs the strategy.
+
+        The function raises ConflictError where the strategy does not fit the devices or the precision.
+
+        Args:
+            aliases: Those that are requested; none are all that are installed.
+        """
+        for offer in self._offers(aliases):
+            yield offer.component.alias, partial(self._strategy, offer)
+
+    def _offers(self, aliases: Sequence[str]) -> Iterable[Offer]:
+        if aliases:
+            return [self._catalog.find("strategy", alias) for alias in aliases]
+        return self._catalog.offers("strategy")
+
+    def _strategy(self, offer: Offer) -> Strategy:
+        from dstrat.resolve.compatibility import facts_of_offer, incompatibility
+        from dstrat.resolve.selection import select_offer
+
+        problem = incompatibility(facts_of_offer(offer, self._catalog), self._constraints)
+        if problem is not None:
+            raise ConflictError(f"{offer.title} {problem.problem}: {problem.hint}")
+        strategy: Strategy = select_offer(offer, self._catalog).instance
+        return strategy
+
+
+# The result
+
+
+def _estimate(alias: str, size: TrainingSize, layout: MemoryLayout, limit: int | None) -> Estimate:
+    peak = size.peak(layout)
+    return Estimate(
+        strategy=alias,
+        parameters=layout.parameters,
+        gradients=layout.gradients,
+        optimizer_state=layout.optimizer_state,
+        activations=size.activations,
+        other=layout.buffers + max(layout.step_buffers, layout.optimizer_temporaries),
+        peak=peak,
+        host=layout.host,
+        fits=None if limit is None else peak <= limit,
+    )
+
+
+def _merged(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Return one estimate for aliases with the same sizes, that of the first one."""
+    groups: dict[tuple[Any, ...], list[Estimate]] = {}
+    for one in estimates:
+        groups.setdefault(tuple(asdict(one).values())[1:], []).append(one)
+    return [
+        Estimate(**{**asdict(same[0]), "same_as": tuple(one.strategy for one in same[1:])}) for same in groups.values()
+    ]
+
+
+def _print(estimates: Sequence[Estimate], silent: dict[str, str], limit: int | None) -> None:
+    headers = ("GiB of a rank", *_COLUMNS, *(["fits"] if limit is not None else []))
+    rows = [headers, *(_row(one) for one in estimates)]
+    first = max(len(row[0]) for row in rows)
+    for row in rows:
+        click.echo(" ".join([row[0].ljust(first), *(cell.rjust(6 if limit is None else 5) for cell in row[1:])]))
+    width = min(shutil.get_terminal_size().columns, 80)
+    for one in estimates:
+        if one.same_as:
+            click.echo(textwrap.fill(f"as {one.strategy}: {', '.join(one.same_as)}", width, subsequent_indent="  "))
+    if silent:
+        names = f"not estimated: {', '.join(silent)} (--json says why)"
+        click.echo(textwrap.fill(names, width, subsequent_indent="  "))
+
+
+def _row(one: Estimate) -> tuple[str, ...]:
+    sizes = (one.parameters, one.gradients, one.optimizer_state, one.activations, one.other, one.peak, one.host)
+    fits = () if one.fits is None else ("yes" if one.fits else "no",)
+    return one.strategy, *map(_gib, sizes), *fits
+
+
+def _gib(size: int) -> str:
+    value = size / _GIB
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,408 @@
+"""One training step on fake tensors, which have shapes and dtypes, and take no memory."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dstrat.errors import DstratError, MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.memory import TrainingSize
+from dstrat.interfaces.optimizers import read_optimizers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.precision import Precision
+
+
+RESULTS = (
+    "a module with example_input_array; (module, batch), where the module has a training_step or returns its loss; "
+    "or (module, batch, make_optimizers)"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSetup:
+    """A module with a batch and its optimizers.
+
+    Attributes:
+        module: The module.
+        batch: A batch of one rank, or the inputs of the module's forward.
+        make_optimizers: Returns the optimizers of the module, as ``configure_optimizers`` does.
+        is_example: Whether the batch is the module's ``example_input_array``, for which there is no training step.
+    """
+
+    module: nn.Module
+    batch: Any
+    make_optimizers: Callable[[nn.Module], Any]
+    is_example: bool = False
+
+
+def read_training(returned: Any, source: str) -> TrainingSetup:
+    """Return the training in the result of a factory.
+
+    Args:
+        returned: A module with ``example_input_array``, ``(module, batch)``, or ``(module, batch, make_optimizers)``.
+        source: The factory, for error messages.
+
+    Raises:
+        MisuseError: The result is none of these.
+    """
+    module, *more = returned if isinstance(returned, tuple) else (returned,)
+    if not isinstance(module, nn.Module) or len(more) > 2:
+        raise MisuseError(f"{source} returned {_briefly(returned)}, and must return {RESULTS}")
+    make = more[1] if len(more) == 2 else getattr(module, "configure_optimizers", None)
+    if more:
+        batch, is_example = more[0], False
+    else:
+        batch, is_example = getattr(module, "example_input_array", None), True
+        if batch is None:
+            raise MisuseError(
+                f"{source} returned a {type(module).__name__} without a batch: return (module, batch), or set its "
+                "example_input_array"
+            )
+    optimizers = _adamw if make is None else (make if len(more) == 2 else _of_module)
+    return TrainingSetup(module=module, batch=batch, make_optimizers=optimizers, is_example=is_example)
+
+
+def _adamw(module: nn.Module) -> Any:
+    return torch.optim.AdamW(p for p in module.parameters() if p.requires_grad)
+
+
+def _of_module(module: Any) -> Any:
+    return module.configure_optimizers()
+
+
+def _briefly(value: Any) -> str:
+    kinds = ", ".join(type(item).__name__ for item in value) if isinstance(value, tuple) else type(value).__name__
+    return f"({kinds})" if isinstance(value, tuple) else f"a {kinds}"
+
+
+def measure_training(
+    make_training: Callable[[], TrainingSetup],
+    precision: Precision,
+    *,
+    device_type: str,
+    world_size: int,
+    ranks_per_machine: int,
+    batch_size: int | None = None,
+) -> TrainingSize:
+    """Run two steps of a training on fake tensors, and return its sizes.
+
+    Args:
+        make_training: Called under fake tensors, so that a module of any size can be made.
+        precision: The dtypes; it is connected to the module.
+        device_type: Type of the devices, whose kernels and autocast count; the tensors themselves are on a fake CPU, as
+            torch without CUDA computes nothing on others.
+        world_size: Number of devices of the job.
+        ranks_per_machine: Number of them on each machine.
+        batch_size: Size of a rank's batch, its tensors' first dimension; None leaves it.
+
+    Raises:
+        MisuseError: The training cannot run on fake tensors, for example as it reads values.
+    """
+    with _quiet(), _explained():
+        with torch.device("meta"), precision.tensor_init_context():
+            training = make_training()
+            configure_model = getattr(training.module, "configure_model", None)
+            if configure_model is not None:
+                configure_model()
+            module = precision.connect(training.module)
+        # Converted before, on the meta device: torch cannot convert modules of fake tensors.
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            replace_by_fake(module)
+            batch = precision.convert_input(_resized(training.batch, batch_size))
+            memory = LiveMemory([*module.parameters(), *module.buffers()])
+            step = _step_of(training, module)
+            with memory, kernels_of(device_type, precision):
+                optimizers = read_optimizers(training.make_optimizers(module), steps_schedulers=False).optimizers
+                _prefer_foreach(optimizers, device_type)
+                _run(step, batch, precision, memory, module)
+                memory.begin_optimizer_step()
+                for optimizer in optimizers:
+                    optimizer.step()
+                state = _bytes(_state_tensors(optimizers))
+                temporaries = memory.largest_in_optimizer_step(state)
+    parameters = list(module.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    return TrainingSize(
+        module=module,
+        precision=precision,
+        device_type=device_type,
+        world_size=world_size,
+        ranks_per_machine=ranks_per_machine,
+        parameters=_bytes(parameters),
+        trainable_parameters=_bytes(trainable),
+        trainable_numel=sum(parameter.numel() for parameter in trainable),
+        largest_parameter=max((_bytes([parameter]) for parameter in parameters), default=0),
+        module_buffers=_bytes(module.buffers()),
+        optimizer_state=state,
+        optimizer_temporaries=temporaries,
+        timeline=tuple(memory.timeline),
+    )
+
+
+def replace_by_fake(module: nn.Module) -> None:
+    """Replace the parameters and buffers of a module by fake tensors on the CPU; shared ones stay shared."""
+    replaced: dict[int, Any] = {}
+    for layer in module.modules():
+        for name, parameter in layer._parameters.items():  # noqa: SLF001 - named_parameters leaves out shared ones
+            if parameter is not None:
+                fake = replaced.get(id(parameter))
+                if fake is None:
+                    fake = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                    replaced[id(parameter)] = fake
+                layer._parameters[name] = fake  # noqa: SLF001 - likewise
+        for name, buffer in layer._buffers.items():  # noqa: SLF001 - likewise
+            if buffer is not None:
+                layer._buffers[name] = replaced.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))  # noqa: SLF001 - likewise
+
+
+def _run(
+    step: Callable[[Any], Tensor], batch: Any, precision: Precision, memory: LiveMemory, module: nn.Module
+) -> None:
+    """Run a forward and a backward pass, and let the memory know gradients when they are accumulated."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(memory.count_gradient)
+    memory.begin_step(batch)
+    with precision.forward_context():
+        loss = step(batch)
+    precision.backward(loss)
+
+
+def _step_of(training: TrainingSetup, module: Any) -> Callable[[Any], Tensor]:
+    """Return the function that computes the loss of a batch."""
+    if not training.is_example and callable(getattr(module, "training_step", None)):
+        if not getattr(module, "automatic_optimization", True):
+            raise MisuseError(
+                f"{type(module).__name__} has automatic_optimization=False, and its step needs a Trainer: estimate a "
+                "module whose training_step returns the loss"
+            )
+        return lambda batch: _loss(module.training_step(batch, 0))
+    return lambda batch: _loss(_call(module, batch))
+
+
+def _call(module: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    if isinstance(batch, tuple | list):
+        return module(*batch)
+    return module(batch)
+
+
+def _loss(output: Any) -> Tensor:
+    """Return the loss in the output of a step; of a module that returns none, the mean of its outputs."""
+    if isinstance(output, Mapping) and output.get("loss") is not None:
+        output = output["loss"]
+    elif isinstance(getattr(output, "loss", None), Tensor):
+        output = output.loss
+    tensors: list[Tensor] = []
+    apply_to_tensors(output, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    means = [tensor.float().mean() if tensor.dim() else tensor for tensor in tensors if tensor.requires_grad]
+    if not means:
+        raise MisuseError(f"the step returned {type(output).__name__} without a gradient, so that nothing is trained")
+    return means[0] if len(means) == 1 else torch.stack(means).sum()
+
+
+def _resized(batch: Any, size: int | None) -> Any:
+    """Return a fake batch, with another size unless that is None: the first dimension of its first tensor."""
+    sizes: list[int] = []
+    apply_to_tensors(batch, lambda t: sizes.append(t.shape[0] if t.dim() else 0) or t)  # type: ignore[func-returns-value]
+
+    def resize(tensor: Tensor) -> Tensor:
+        has_batch = size is not None and tensor.dim() > 0 and tensor.shape[0] == sizes[0]
+        shape = (size, *tensor.shape[1:]) if has_batch else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype, device="cpu")
+
+    return apply_to_tensors(batch, resize)
+
+
+def _state_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the size of the tensors' storages, each counted once."""
+    return sum({_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def _prefer_foreach(optimizers: Iterable[Optimizer], device_type: str) -> None:
+    """Let optimizers step all parameters in common operations, as torch does on devices other than the CPU."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if device_type != "cpu" and group.get("foreach", True) is None and not group.get("fused"):
+                group["foreach"] = True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, on what a real step warns of too
+        yield
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except DstratError:
+        raise
+    except Exception as error:
+        raise MisuseError(
+            f"the training cannot run on fake tensors, which have no values ({type(error).__name__}: {error}): let the "
+            "factory return a module that reads no values of tensors, as .item() and conditions on tensors do"
+        ) from error
+
+
+# Live memory of a step
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the storages that live after each operation.
+
+    Args:
+        persistent: Tensors that are not counted: parameters and buffers.
+
+    Attributes:
+        timeline: ``(activations, gradients)`` in bytes after each operation between the two ``begin`` methods.
+    """
+
+    def __init__(self, persistent: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self._known = {_key(tensor) for tensor in persistent}
+        self._sizes: dict[int, int] = {}
+        self._gradients: set[int] = set()
+        self._live = self._live_gradients = self._largest = self._before_step = 0
+        self.timeline: list[tuple[int, int]] = []
+        self._is_in_step = False
+
+    def begin_step(self, batch: Any) -> None:
+        """Begin the timeline; the batch counts as activations."""
+        self._is_in_step = True
+        apply_to_tensors(batch, self._count)
+
+    def begin_optimizer_step(self) -> None:
+        """End the timeline, and begin to watch temporary memory."""
+        self._is_in_step = False
+        self._before_step = self._largest = self._live
+
+    def largest_in_optimizer_step(self, state: int) -> int:
+        """Return the temporary memory of the optimizer step.
+
+        Args:
+            state: Bytes of the optimizer's state, which this step has created.
+        """
+        return max(0, self._largest - self._before_step - state)
+
+    def count_gradient(self, parameter: Tensor) -> None:
+        """Count the storage of a parameter's gradient as such, and no longer as an activation."""
+        key = _key(parameter.grad) if parameter.grad is not None else None
+        if key in self._sizes and key not in self._gradients:
+            self._gradients.add(key)
+            self._live_gradients += self._sizes[key]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        apply_to_tensors(output, self._count)
+        self._largest = max(self._largest, self._live)
+        if self._is_in_step:
+            self.timeline.append((self._live - self._live_gradients, self._live_gradients))
+        return output
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        key = _key(tensor)
+        if key not in self._known and key not in self._sizes:
+            storage = tensor.untyped_storage()
+            self._sizes[key] = storage.nbytes()
+            self._live += storage.nbytes()
+            weakref.finalize(storage, self._forget, key)
+        return tensor
+
+    def _forget(self, key: int) -> None:
+        size = self._sizes.pop(key)
+        self._live -= size
+        if key in self._gradients:
+            self._gradients.remove(key)
+            self._live_gradients -= size
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the identity of a storage, which has no public one
+
+
+# Differences between the CPU, on which the step runs, and the devices
+
+
+_IN_FLOAT32 = {
+    # Operations that autocast computes in float32 on CUDA, and not on the CPU: torch's documentation of torch.amp.
+    *("cosine_similarity", "cross_entropy", "cumsum", "exp", "group_norm", "layer_norm", "log", "log_softmax", "norm"),
+    *("normalize", "pow", "prod", "reciprocal", "rsqrt", "softmax", "softplus", "sum", "nll_loss"),
+}
+
+
+_ATTENTION_DROPOUT = 10
+"""Position of ``dropout_p`` in torch.nn.functional.multi_head_attention_forward."""
+
+
+class _KernelsOfGPUs(TorchFunctionMode):
+    """Replaces operations that save other tensors on GPUs than on the CPU.
+
+    Args:
+        uses_autocast: Whether steps run in autocast, whose list of operations differs too.
+    """
+
+    def __init__(self, *, uses_autocast: bool) -> None:
+        super().__init__()
+        self._uses_autocast = uses_autocast
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "dropout":
+            return _dropout(*args, **kwargs)
+        if name == "scaled_dot_product_attention":
+            # The fused kernel saves the state of the generator rather than a mask.
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        elif name == "multi_head_attention_forward":  # whose inner operations do not come here
+            args = (*args[:_ATTENTION_DROPOUT], 0.0, *args[_ATTENTION_DROPOUT + 1 :])
+        if self._uses_autocast and name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = apply_to_tensors((args, kwargs), _in_float32)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, ARG001 - torch's names
+    output: Tensor = torch.native_dropout(input, p, training)[0] if training and p else input  # saves a mask of bytes
+    return output
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+@contextmanager
+def kernels_of(device_type: str, precision: Precision) -> Iterator[None]:
+    """Let operations save what they save on devices of a type."""
+    if device_type == "cpu":
+        yield
+        return
+    with _KernelsOfGPUs(uses_autocast=precision.compute_dtype != precision.param_dtype):
+        yield

@@ -1,0 +1,1 @@
+"""Command line of training programs: arguments from signatures, configuration files, subcommands."""

@@ -1,0 +1,100 @@
+"""Memory of a training on one device, and how a strategy divides it over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from dstrat.interfaces.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSize:
+    """Sizes of a training on one device, and the ranks that are to share it; nothing of it exists.
+
+    All sizes are in bytes.  A strategy reads them in :meth:`~dstrat.interfaces.strategy.Strategy.memory_layout`.
+
+    Attributes:
+        module: The module; its parameters have shapes and dtypes, and no values.
+        precision: The dtypes.
+        device_type: Type of the devices, such as ``"cuda"``.
+        world_size: Number of devices of the job, at least 1.
+        ranks_per_machine: Number of them on each machine.
+        parameters: All parameters, in the precision's dtype.
+        trainable_parameters: Those that require a gradient; their gradients are as large.
+        trainable_numel: Number of elements of the trainable parameters.
+        largest_parameter: The largest parameter.
+        module_buffers: The module's buffers, such as running statistics.
+        optimizer_state: The optimizers' state after the first step.
+        optimizer_temporaries: Largest temporary memory in an optimizer step.
+        timeline: After each operation of a step, what lives of activations (saved and temporary tensors, the batch)
+            and of gradients, ``(activations, gradients)``.
+    """
+
+    module: Module
+    precision: Precision
+    device_type: str
+    world_size: int
+    ranks_per_machine: int
+    parameters: int
+    trainable_parameters: int
+    trainable_numel: int
+    largest_parameter: int
+    module_buffers: int
+    optimizer_state: int
+    optimizer_temporaries: int
+    timeline: tuple[tuple[int, int], ...]
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Bytes of the parameters that do not require a gradient."""
+        return self.parameters - self.trainable_parameters
+
+    @property
+    def activations(self) -> int:
+        """Largest memory of activations in a step."""
+        return max((activations for activations, _ in self.timeline), default=0)
+
+    @property
+    def replicated(self) -> MemoryLayout:
+        """The layout of a rank that holds everything, as a single device does."""
+        return MemoryLayout(
+            parameters=self.parameters + self.module_buffers,
+            gradients=self.trainable_parameters,
+            optimizer_state=self.optimizer_state,
+            optimizer_temporaries=self.optimizer_temporaries,
+        )
+
+    def peak(self, layout: MemoryLayout) -> int:
+        """Return the largest memory of a rank's device, from the second step on."""
+        always = layout.parameters + layout.optimizer_state + layout.buffers
+        share = layout.gradients / self.trainable_parameters if self.trainable_parameters else 0.0
+        backward = max((activations + share * gradients for activations, gradients in self.timeline), default=0.0)
+        step = layout.gradients + layout.optimizer_temporaries
+        return always + max(int(backward) + layout.step_buffers, step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLayout:
+    """Memory of one rank under a strategy besides its activations, in bytes.
+
+    Attributes:
+        parameters: Parameters and buffers that stay on the device.
+        gradients: Gradients on the device, when all of them are computed.
+        optimizer_state: State of the optimizers on the device, with copies of parameters that are optimized.
+        optimizer_temporaries: Temporary memory of an optimizer step on the device.
+        buffers: What a strategy keeps besides from the first step on, such as buckets of gradients.
+        step_buffers: What it needs in forward and backward passes only, such as layers that are gathered.
+        host: Memory on the host, to which something is offloaded.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    optimizer_temporaries: int = 0
+    buffers: int = 0
+    step_buffers: int = 0
+    host: int = 0

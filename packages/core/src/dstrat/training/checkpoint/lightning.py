@@ -1,0 +1,217 @@
+"""Checkpoints of PyTorch Lightning: read as they are, and converted."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dstrat.checkpoint.full_state import number_parameters
+from dstrat.checkpoint.portable.decode import split_name
+from dstrat.checkpoint.torch_file import StandInCheckpointIO, without_stand_ins
+from dstrat.errors import CheckpointError
+from dstrat.interfaces.checkpoint_io import CheckpointIO
+from dstrat.interfaces.state_dict import listed
+from dstrat.training.checkpoint.restore import training_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dstrat.checkpoint.paths import CheckpointPath
+
+DSTRAT_KEY = "dstrat"
+"""Where a file that Lightning can load too has the entries that Lightning does not know."""
+
+_VERSION_KEY = "pytorch-lightning_version"
+
+
+def is_lightning_file(path: str | Path) -> bool:
+    """Return whether a path has a file of Lightning; its tensors are not read."""
+    file = Path(path)
+    if not (file.is_file() and zipfile.is_zipfile(file)):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return any(_VERSION_KEY.encode() in archive.read(name) for name in pickles)
+
+
+class LightningFileIO(CheckpointIO):
+    """Reads checkpoints of Lightning for a run that goes on from one; dstrat-lightning writes them too.
+
+    What Lightning has in files of objects of other classes is left out, as ``dstrat checkpoint convert`` does.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:  # noqa: ARG002 - the interface's
+        raise CheckpointError(
+            f"{str(path)!r} is not written: files that Lightning loads are written with Trainer(plugins='lightning'), "
+            "which needs dstrat-lightning: pip install dstrat-lightning"
+        )
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        source = StandInCheckpointIO().load_checkpoint(path)
+        if DSTRAT_KEY in source:  # written by dstrat, which goes on exactly
+            shared = {key: value for key, value in source.items() if key in SHARED_KEYS}
+            return {**shared, **source[DSTRAT_KEY]}
+        checkpoint = converted(source, str(path)).checkpoint
+        checkpoint.pop("optimizers", None)
+        if source.get("optimizer_states"):
+            # By numbers, which each strategy divides as it needs; Lightning's FSDP has names there.
+            states = source["optimizer_states"]
+            checkpoint["optimizer_states"] = [
+                number_parameters(state) if _is_named(state) else state for state in states
+            ]
+        return checkpoint
+
+
+def _is_named(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
+
+
+SHARED_KEYS = (
+    *("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers", "callbacks"),
+    *("hyper_parameters", "datamodule_hyper_parameters"),
+)
+"""Entries that are the same in both."""
+
+
+# Conversion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """A converted checkpoint.
+
+    Attributes:
+        checkpoint: Under our keys; a fit can go on from it where the source has optimizers.
+        entries: The converted entries, as texts.
+        dropped: The entries that were not converted, each with the reason.
+    """
+
+    checkpoint: dict[str, Any]
+    entries: list[str]
+    dropped: list[str]
+
+
+_CHECKPOINT_VERSION = 2
+_COPIED_KEYS = ("hyper_parameters", "hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_name")
+_SCALER_KEY = "MixedPrecision"
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def converted(source: Mapping[str, Any], path: str | CheckpointPath) -> Conversion:
+    """Convert what a Lightning checkpoint holds.
+
+    Args:
+        source: Its content, which may have stand-ins for objects of other classes.
+        path: Its place, for messages.
+
+    Raises:
+        CheckpointError: It is none, or has stand-ins in what a training needs.
+    """
+    if _VERSION_KEY not in source or "state_dict" not in source:
+        raise CheckpointError(f"{str(path)!r} is no checkpoint of PyTorch Lightning: it has no {_VERSION_KEY!r}")
+    original, (source, unknown) = source, without_stand_ins(dict(source))
+    _check_readable(unknown, path)
+    weights = dict(source["state_dict"])
+    checkpoint: dict[str, Any] = {
+        "dstrat_checkpoint_version": _CHECKPOINT_VERSION,
+        "converted_from": f"PyTorch Lightning {source[_VERSION_KEY]}",
+        "epoch": source.get("epoch", 0),
+        "global_step": source.get("global_step", 0),
+        "state_dict": weights,
+    }
+    entries = [f"{len(weights)} weights", f"epoch {checkpoint['epoch']}, step {checkpoint['global_step']}"]
+    if source.get("optimizer_states"):
+        checkpoint |= _training(source, weights)
+        entries += _numbers_of(checkpoint)
+    for key in _COPIED_KEYS:
+        if key in source:
+            checkpoint[key] = source[key]
+    handled = {"epoch", "global_step", "state_dict", _VERSION_KEY, *_COPIED_KEYS}
+    if "loops" in checkpoint:
+        handled |= {"loops", "optimizer_states", "lr_schedulers", _SCALER_KEY}
+    dropped = [f"{key!r} (Lightning's own)" for key in original if key not in handled and original[key]]
+    dropped += [f"{name!r} (of {kind})" for name, kind in unknown.items() if split_name(name)[0] in _COPIED_KEYS]
+    return Conversion(checkpoint=checkpoint, entries=entries, dropped=dropped)
+
+
+def _check_readable(unknown: Mapping[str, str], path: str | CheckpointPath) -> None:
+    needed = ("state_dict", "optimizer_states", "lr_schedulers", "loops", _SCALER_KEY)
+    problems = [f"{name!r} is of {kind}" for name, kind in unknown.items() if split_name(name)[0] in needed]
+    if problems:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} is not converted: {listed(problems)}, which cannot be read without running "
+            "code; write it again with tensors and plain values there"
+        )
+
+
+def _training(source: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a fit needs to go on."""
+    return {
+        **_position(source),
+        **_optimizers(source["optimizer_states"], weights),
+        "lr_schedulers": source.get("lr_schedulers", []),
+        "precision": source.get(_SCALER_KEY, {}),
+    }
+
+
+def _optimizers(states: list[Mapping[str, Any]], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states by names, or by numbers where it is not certain which name has which number."""
+    named = [_by_name(state, weights) for state in states]
+    return {"optimizer_states": list(states)} if None in named else {"optimizers": named}
+
+
+def _position(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the fit is: at the beginning of an epoch, as Lightning does not say which data it has read."""
+    loop = source.get("loops", {}).get("fit_loop", {})
+    batches = loop.get("epoch_loop.batch_progress", {})
+    step = source.get("global_step", 0)
+    return training_entries(
+        epochs_done=_epochs_done(source, loop, batches),
+        global_step=step,
+        batches_seen=batches.get("total", {}).get("processed", step),
+    )
+
+
+def _epochs_done(source: Mapping[str, Any], loop: Mapping[str, Any], batches: Mapping[str, Any]) -> int:
+    """Return how many epochs are done; one that was left in the middle is not."""
+    epochs: Mapping[str, int] | None = loop.get("epoch_progress", {}).get("current")
+    if epochs is None:
+        return int(source.get("epoch", 0))  # before 1.6 it was the number of the next
+    is_at_its_end = epochs["started"] > epochs["processed"] and batches.get("is_last_batch", False)
+    return epochs["processed"] + is_at_its_end
+
+
+def _numbers_of(checkpoint: Mapping[str, Any]) -> list[str]:
+    is_named = "optimizers" in checkpoint
+    optimizers, schedulers = checkpoint["optimizers" if is_named else "optimizer_states"], checkpoint["lr_schedulers"]
+    order = "" if is_named else " (which must be made of the same parameters in the same order again)"
+    return [_counted(optimizers, "optimizer") + order, _counted(schedulers, "scheduler")]
+
+
+def _counted(items: list[Any], name: str) -> str:
+    return f"{len(items)} {name}{'s' * (len(items) != 1)}"
+
+
+def _by_name(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an optimizer's state by names instead of numbers; None where the shapes leave doubts.
+
+    Lightning numbers the parameters in the order of the module, in which buffers come between them.
+    """
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    names = [name for name in weights if not name.endswith(_BUFFERS)]
+    if numbers != list(range(len(names))):
+        return None
+    for number, entry in state["state"].items():
+        shapes = {tuple(value.shape) for value in entry.values() if isinstance(value, Tensor) and value.dim()}
+        if shapes - {tuple(weights[names[number]].shape)}:
+            return None
+    return {
+        "state": {names[number]: entry for number, entry in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+        ],
+    }
