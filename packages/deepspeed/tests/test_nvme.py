@@ -20,7 +20,7 @@ from dstrat import Callback
 from dstrat.errors import CheckpointError, RequestError
 from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.native_checkpoint import find_files
-from dstrat_deepspeed.nvme import folder_in, mapped
+from dstrat_deepspeed.nvme import map_file, run_folder
 from dstrat_deepspeed.runtime import _may_lock_any
 from dstrat_deepspeed.validation import check_state_buffers
 
@@ -145,7 +145,7 @@ class TestWithWhatIsCompiled:
 
 
 def test_the_folder_of_a_run_is_its_own_and_goes_with_it_but_one_in_use_stays(tmp_path):
-    with folder_in(str(tmp_path)) as first, folder_in(str(tmp_path)) as second:
+    with run_folder(str(tmp_path)) as first, run_folder(str(tmp_path)) as second:
         assert first != second
         assert {path.name for path in Path(first).iterdir()} == {"in-use"}
         assert {str(path) for path in tmp_path.iterdir()} == {first, second}
@@ -157,12 +157,12 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_and_nothing_else(
     (tmp_path / "dstrat-something").mkdir()
     ranks(killed_with_files, 1, may_die={0}, path=str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 3
-    with folder_in(str(tmp_path)) as folder:
+    with run_folder(str(tmp_path)) as folder:
         assert {path.name for path in tmp_path.iterdir()} == {"somebody's", "dstrat-something", Path(folder).name}
 
 
 def killed_with_files(cluster, path):
-    with folder_in(path) as folder:
+    with run_folder(path) as folder:
         Path(folder, "1.tensor.swp").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -220,7 +220,7 @@ def test_deepspeeds_own_checkpoint_of_files_is_not_read_which_is_said(tmp_path):
 
 def test_what_is_written_into_a_mapped_tensor_is_in_the_file_and_the_other_way_round(tmp_path):
     path = tmp_path / "1.swp"
-    tensor = mapped(str(path), 1024, torch.float32)
+    tensor = map_file(str(path), 1024, torch.float32)
     tensor.fill_(3)
     assert torch.equal(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32), tensor)
     assert torch.equal(read_past_the_cache(path), tensor)

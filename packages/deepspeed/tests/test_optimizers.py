@@ -14,7 +14,7 @@ from dstrat import SingleDeviceStrategy, TrainModule
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import MisuseError, RequestError
 from dstrat_deepspeed import DeepSpeedStrategy
-from dstrat_deepspeed.optimizers import check_division
+from dstrat_deepspeed.optimizers import check_elementwise
 
 BATCHES, SAVED_AT = 6, 3
 
@@ -173,8 +173,8 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_even_in_a_warm_up()
     parameters = [nn.Parameter(torch.ones(2, 2))]
     for stage in (1, 2, 3):
         with pytest.raises(RequestError, match=f"^OfNorms needs whole parameters, and stage {stage} of ZeRO"):
-            check_division(OfNorms(parameters, lr=0.0), stage, torch.device("cpu"))
-    check_division(OfNorms(parameters), 0, torch.device("cpu"))
+            check_elementwise(OfNorms(parameters, lr=0.0), stage, torch.device("cpu"))
+    check_elementwise(OfNorms(parameters), 0, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", [OfSigns, OfNoise])
@@ -186,7 +186,7 @@ def test_others_are_taken_and_not_changed_by_the_trial(kind):
     drawn = torch.rand(3)
     torch.manual_seed(0)
     before = parameters[0].detach().clone()
-    check_division(optimizer, 2, torch.device("cpu"))
+    check_elementwise(optimizer, 2, torch.device("cpu"))
     assert torch.equal(torch.rand(3), drawn)
     assert torch.equal(parameters[0], before)
     assert optimizer.state == {}

@@ -285,9 +285,9 @@ CREATION = {
 def said_of_cases(cluster):
     """Return what is said of each case, before anything is opened, and when layers are made in stage 3."""
     load_deepspeed("cpu", logging.WARNING)
-    Configuration({"stage": 3}, {"train_batch_size": 7}, "auto").of_creation("32-true")  # which is about the training
+    Configuration({"stage": 3}, {"train_batch_size": 7}, "auto").for_creation("32-true")  # which is about the training
     created = [
-        said_by(partial(Configuration({"stage": 3}, config, "auto").of_creation, "32-true"))
+        said_by(partial(Configuration({"stage": 3}, config, "auto").for_creation, "32-true"))
         for config in CREATION.values()
     ]
     return [said_of(*case) for case in CASES.values()], created

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dstrat.checkpoint.whole_state import copy_whole, whole_of
+from dstrat.checkpoint.full_state import copy_full, full_tensor
 from dstrat.parallel.process_group import close_process_group, open_process_group
 from dstrat_fsdp.state import shard_like
 
@@ -31,7 +31,8 @@ def two_dimensional(plan, rows):
 def gathered(plan):
     # Shards of 10 rows are 3, 2, 3 and 2; torch 2.9 gathers those in a wrong order.
     return [
-        torch.equal(whole_of(layer.weight), numbers) for layer, numbers in (two_dimensional(plan, n) for n in (8, 10))
+        torch.equal(full_tensor(layer.weight), numbers)
+        for layer, numbers in (two_dimensional(plan, n) for n in (8, 10))
     ]
 
 
@@ -42,7 +43,7 @@ def divided(plan):
     shard = shard_like(layer.weight, numbers)
     with torch.no_grad():
         layer.weight.zero_()
-    copy_whole(layer.weight, numbers)
+    copy_full(layer.weight, numbers)
     return [torch.equal(part.to_local(), made_by_torch) for part in (shard, layer.weight)]
 
 

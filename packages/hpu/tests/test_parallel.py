@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -177,10 +178,12 @@ def trained(cluster, strategy, accelerator, **options):
     from hpu_fit import data, fitted
 
     import dstrat_ddp
+    import dstrat_deepspeed
     import dstrat_fsdp
     import dstrat_hpu
 
-    home = next(package for package in (dstrat_hpu, dstrat_ddp, dstrat_fsdp) if strategy in package.__all__)
+    families = (dstrat_hpu, dstrat_ddp, dstrat_fsdp, dstrat_deepspeed)
+    home = next(package for package in families if strategy in package.__all__)
     where = {"strategy": getattr(home, strategy)(start_method="fork"), "accelerator": accelerator, "devices": 2}
     keeping = Keeping()
     callbacks = [keeping, *options.pop("callbacks", [])]
@@ -193,7 +196,8 @@ class Keeping(Callback):
         self.losses = trainer.strategy.reduce(torch.stack(module.losses)).cpu()
 
 
-ON_HPUS, ON_CPUS = ("HPUParallelStrategy", "HPUFSDPStrategy"), ("DDPStrategy", "FSDPStrategy")
+ON_HPUS = ("HPUParallelStrategy", "HPUFSDPStrategy")
+ON_CPUS = ("DDPStrategy", "FSDPStrategy", *(["DeepSpeedStrategy"] if find_spec("deepspeed") else []))
 
 
 def moves(cluster, folder):
@@ -226,6 +230,6 @@ def relative(losses, others):
 
 def test_resume_is_exact_checkpoints_move_and_graphs_change_nothing(tmp_path):
     for found in in_ranks(moves, folder=str(tmp_path)):
-        assert len(found) == 13
+        assert len(found) == 1 + 4 * (1 + len(ON_CPUS))
         assert {way: difference for way, (is_same, difference) in found.items() if is_same and difference != 0} == {}
         assert max(difference for _, difference in found.values()) < 1e-5

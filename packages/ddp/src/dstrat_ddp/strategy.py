@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import TrainerLike
     from dstrat_ddp.comm_hooks import Hook
@@ -124,6 +126,12 @@ class DDPStrategy(ParallelStrategy):
     def processes_per_machine(self) -> int:
         """Number of ranks on this machine, and on each other one."""
         return len(self.parallel_devices)
+
+    def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
+        layout, buckets = training.replicated, training.trainable_parameters
+        if self._ddp_kwargs.get("gradient_as_bucket_view"):
+            return dataclasses.replace(layout, gradients=0, buffers=buckets)  # gradients are views of the buckets
+        return dataclasses.replace(layout, buffers=buckets)
 
     def wrap_model(self, trainer: TrainerLike) -> None:
         if trainer.is_fitting:
@@ -290,8 +298,10 @@ def check_ddp_keywords(keywords: Mapping[str, Any], owner: type) -> None:
         owner: The strategy's class, whose arguments are suggested too.
     """
     possible = [*inspect.signature(DistributedDataParallel).parameters][1:]
-    for name in keywords:
+    for name, value in keywords.items():
         if name in _SET_BY_STRATEGY:
+            if value is None:  # torch's default, which configuration files list
+                continue
             raise MisuseError(f"{owner.__name__} sets {name!r} itself, by parallel_devices or the Trainer's devices")
         if name not in possible:
             raise MisuseError(

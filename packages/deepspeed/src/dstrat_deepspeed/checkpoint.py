@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dstrat.checkpoint.whole_state import (
+from dstrat.checkpoint.full_state import (
     agree_on,
     gather_state,
     name_parameters,
@@ -39,10 +39,10 @@ _logger = logging.getLogger(__name__)
 
 
 class CheckpointedStrategy(ParallelStrategy):
-    """A strategy whose state is in an engine of DeepSpeed: in flat partitions, some elements of each parameter.
+    """A strategy with its state in DeepSpeed's engine, in flat partitions of the parameters.
 
-    Each rank returns views of its elements under the names of the user's module, so that a checkpoint can move
-    to any other strategy.
+    Each rank saves views of its elements under the names of the user's module, so that any other strategy can load the
+    checkpoint.
     """
 
     stage: int
@@ -62,32 +62,32 @@ class CheckpointedStrategy(ParallelStrategy):
             self._group_names = [[names[id(p)] for p in group["params"]] for group in groups]
 
     def module_state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the module, of stage 3 on global rank 0 only; collective."""
+        """Return the full state of the module, of stage 3 on global rank 0 only; collective."""
         if self.stage < 3 or self._engine is None:
             return super().module_state_dict()
         return gather_state(self.sharded_module_state(), self)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the whole state that global rank 0 has; collective."""
+        """Load the full state of global rank 0; collective."""
         scatter_module_state(self, state, self.sharded_module_state(), strict=strict)
-        self._take_weights()
+        self._sync_weights()
 
     def sharded_module_state(self) -> dict[str, Any]:
-        """Return the state of the module, of stage 3 in this rank's shards of parameters."""
+        """Return the state of the module, with this rank's shards of stage 3's parameters."""
         self._accept_changes(moves=False)
         return sharded_state(self.module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of the optimizer on global rank 0, and an empty dict on the others; collective."""
+        """Return the full state of the optimizer on global rank 0, and an empty dict on the others; collective."""
         self._accept_changes(moves=False)
         partitioned = self._partitioned(optimizer)
         if partitioned is None:
             return super().optimizer_state(optimizer)
-        whole = gather_state(partitioned.get(), self)
-        return number_parameters(whole) if self.is_global_zero else {}
+        full = gather_state(partitioned.get(), self)
+        return number_parameters(full) if self.is_global_zero else {}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the whole state of an optimizer that global rank 0 has; collective."""
+        """Load the full state of an optimizer from global rank 0; collective."""
         partitioned = self._partitioned(optimizer)
         if partitioned is None:
             super().load_optimizer_state(optimizer, state)
@@ -97,11 +97,12 @@ class CheckpointedStrategy(ParallelStrategy):
         named = name_parameters(state, names) if self.is_global_zero else {"state": {}, "param_groups": []}
         shards = partitioned.shards
 
-        def shard(name: str, whole: Tensor) -> Tensor | FlatShard:
+        def shard(name: str, full: Tensor) -> Tensor | FlatShard:
             like = shards.get(name)
-            if like is None or not whole.dim() or whole.shape != like.shape:
-                return whole.cpu()
-            return FlatShard(local=like.taken_from(whole).clone(), start=like.start, shape=like.shape)
+            # A tensor of another shape, such as a count of steps, belongs to every rank.
+            if like is None or not full.dim() or full.shape != like.shape:
+                return full.cpu()
+            return FlatShard(local=like.taken_from(full).clone(), start=like.start, shape=like.shape)
 
         entries = scatter_optimizer_entries(self, named["state"], shard)
         partitioned.load({"state": entries, "param_groups": self.broadcast(named["param_groups"])})
@@ -114,15 +115,15 @@ class CheckpointedStrategy(ParallelStrategy):
         return super().sharded_optimizer_state(optimizer) if partitioned is None else partitioned.get()
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the tensors of the optimizer that a checkpoint is loaded into, also before its first step."""
+        """Return the optimizer's tensors to load a checkpoint into, also before the optimizer's first step."""
         partitioned = self._partitioned(optimizer)
         return OptionalTensors() if partitioned is None else partitioned.template()
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the result of :meth:`sharded_optimizer_state`, or the same with whole tensors; collective.
+        """Load the result of :meth:`sharded_optimizer_state`, or the same with full tensors; collective.
 
         Raises:
-            CheckpointError: It is the state of other parameters, or of another optimizer.
+            CheckpointError: The state is of other parameters, or of another optimizer.
         """
         partitioned = self._partitioned(optimizer)
         if partitioned is None:
@@ -132,7 +133,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self._after_loading()
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the gradients that this rank has accumulated, where they wait for a step."""
+        """Return the gradients that this rank has accumulated since the last step."""
         if not self.saves_gradients:
             return {}
         gradients = accumulated_gradients(self._wrapped_optimizer)
@@ -146,10 +147,10 @@ class CheckpointedStrategy(ParallelStrategy):
         return {"gradients": gradients, "stage": self.stage}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Let the next backward pass accumulate onto the gradients that were saved."""
+        """Load accumulated gradients, to which the next backward pass adds."""
         gradients = state.get("gradients", {})
         if self.saves_gradients and state.get("stage") == self.stage:
-            put_back_gradients(self._wrapped_optimizer, gradients)
+            restore_gradients(self._wrapped_optimizer, gradients)
             if gradients and self._engine is not None:
                 self._engine.expect_gradients()
         elif gradients and self.is_global_zero:
@@ -162,23 +163,23 @@ class CheckpointedStrategy(ParallelStrategy):
 
     @property
     def saves_gradients(self) -> bool:  # type: ignore[override]  # not the same for all stages
-        """Whether :meth:`rank_state` has the gradients that wait for a step."""
+        """Whether :meth:`rank_state` has the gradients accumulated since the last step."""
         return self.stage > 0 and self._engine is not None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Write a checkpoint, and DeepSpeed's own files beside it where ``save_native`` asks for them; collective."""
+        """Write a checkpoint, and with ``save_native`` DeepSpeed's own files beside it; collective."""
         options = self._configuration.options.checkpoints
         if not (options.save_native and self._engine is not None and self.optimizers):
             super().save_checkpoint(checkpoint, path)
             return
-        check_can_save_native(path, self)
+        check_can_save_native(path, self)  # before the checkpoint is written, not after
         super().save_checkpoint(checkpoint, path)
         exclude_frozen = options.exclude_frozen_parameters
         with self._engine.without_empty_groups():
             save_native(self._engine.engine, checkpoint, path, self, exclude_frozen=exclude_frozen)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, with the files that DeepSpeed has written beside it."""
+        """Remove a checkpoint, with DeepSpeed's files beside it."""
         super().remove_checkpoint(path)
         if self._configuration.options.checkpoints.save_native and self.is_global_zero:
             remove_native(path)
@@ -188,29 +189,29 @@ class CheckpointedStrategy(ParallelStrategy):
         """DeepSpeed's wrapper of the optimizer."""
         return None if self._engine is None else self._engine.engine.optimizer
 
-    def _take_weights(self) -> None:
+    def _sync_weights(self) -> None:
         if self._engine is not None and self.optimizers:
             partitioned = self._partitioned(self.optimizers[0])
             if partitioned is not None:
-                partitioned.take_weights()
+                partitioned.sync_weights()
         self._after_loading()
 
     def _after_loading(self) -> None:
         gather_persistent(self._wrapped_optimizer)
-        if self._changes is not None:
+        if self._changes is not None:  # loading has changed the weights: not a change by a hook
             self._changes.ignore()
 
     def _accept_changes(self, *, moves: bool = True) -> None:
-        """Let the optimizer go on with weights that hooks have changed."""
+        """Copy weights that hooks have changed to the optimizer's."""
         if self._changes is not None:
             self._changes.accept(moves=moves)
 
     def _names(self) -> dict[int, str]:
-        # torch.compile puts layers into others of this name, which a checkpoint does not have.
+        # torch.compile wraps layers in modules, whose prefix does not belong into a checkpoint.
         return {id(parameter): name.replace("_orig_mod.", "") for name, parameter in self.module.named_parameters()}
 
     def _partitioned(self, optimizer: Optimizer) -> PartitionedState | None:
-        """Return the state of partitions; None where the optimizer has the parameters themselves."""
+        """Return the optimizer's state in partitions; None if the optimizer has the parameters themselves."""
         if self._state is None or self._state_of is not self._engine:
             partitions = partitions_of(self._wrapped_optimizer, self._names())
             if partitions is None:
@@ -220,13 +221,13 @@ class CheckpointedStrategy(ParallelStrategy):
         return self._state
 
 
-# The state of a module whose parameters stage 3 has split
+# The state of a module whose parameters stage 3 has sharded
 
 
 def sharded_state(module: Module) -> dict[str, Any]:
-    """Return the state of a module, with this rank's shards in place of parameters that are split."""
+    """Return the state of a module, with this rank's shards of parameters that stage 3 has sharded."""
     state: dict[str, Any] = module.state_dict()
-    shards: dict[int, FlatShard] = {}
+    shards: dict[int, FlatShard] = {}  # by parameter: tied parameters have one shard object, and are saved once
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in state and hasattr(parameter, "ds_tensor"):
             if id(parameter) not in shards:
@@ -236,20 +237,23 @@ def sharded_state(module: Module) -> dict[str, Any]:
 
 
 def gather_persistent(optimizer: Any) -> None:
-    """Gather the small parameters that stage 3 keeps whole anew, after their shards have changed; collective."""
+    """Gather stage 3's persistent parameters again, after their shards have changed; collective.
+
+    Persistent parameters are small ones, which stage 3 does not partition after their use.
+    """
     persistent = getattr(optimizer, "persistent_parameters", None)
-    if persistent:  # the methods of one are about all that are passed
+    if persistent:  # each parameter's methods act on all parameters that are passed
         persistent[0].partition(persistent)
         persistent[0].all_gather(persistent)
 
 
-# Gradients that wait for a step of the optimizer, where each stage accumulates them
+# Gradients accumulated since the last step, which each stage stores in another way
 
 _BY_PARAMETER = ("grad", "grad_accum")
 
 
 def accumulated_gradients(optimizer: Any) -> dict[str, Any]:
-    """Return this rank's gradients that wait for a step of stages 1 to 3, as it has them; empty where there are none.
+    """Return this rank's accumulated gradients of stages 1 to 3, in the form of the stage; an empty dict for none.
 
     Args:
         optimizer: DeepSpeed's wrapper of the user's optimizer.
@@ -280,12 +284,12 @@ def accumulated_gradients(optimizer: Any) -> dict[str, Any]:
     return {**present, "batches": optimizer.micro_step_id} if present else {}
 
 
-def put_back_gradients(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Let the next backward pass or step go on with the result of :func:`accumulated_gradients`.
+def restore_gradients(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Restore the result of :func:`accumulated_gradients` for the next backward pass or step.
 
     Args:
-        optimizer: Of the same stage and number of ranks.
-        saved: The gradients; empty where there were none.
+        optimizer: DeepSpeed's wrapper, of the same stage and number of ranks.
+        saved: The gradients; empty for none.
     """
     if not saved:
         return
@@ -296,7 +300,7 @@ def put_back_gradients(optimizer: Any, saved: Mapping[str, Any]) -> None:
         return
     optimizer.micro_step_id = saved["batches"]
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
-        internals.put_back_flat_gradients(optimizer, saved["flat"])
+        internals.restore_flat_gradients(optimizer, saved["flat"])
         return
     parameters = {str(number): parameter for number, parameter in _parameters(optimizer)}
     for key in _BY_PARAMETER:
@@ -306,9 +310,9 @@ def put_back_gradients(optimizer: Any, saved: Mapping[str, Any]) -> None:
         device = optimizer.bit16_groups_flat[int(group)].device
         optimizer.all_grad_tensors[int(group)] = [value.to(device) for value in values]
     for group, value in saved.get("flat", {}).items():
-        internals.put_back_partition(optimizer, int(group), value)
+        internals.restore_partition_gradients(optimizer, int(group), value)
     for number, value in saved.get("cpu", {}).items():
-        internals.put_back_on_cpu(optimizer, int(number), value)
+        internals.restore_cpu_gradient(optimizer, int(number), value)
 
 
 def _parameters(optimizer: Any) -> Iterator[tuple[int, Any]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, RequestError
-from dstrat_deepspeed.nvme import folder_in
+from dstrat_deepspeed.nvme import run_folder
 from dstrat_deepspeed.optimizers import check_named_optimizer, check_one_optimizer
 from dstrat_deepspeed.options import changed, possible_stage, read_options
 from dstrat_deepspeed.validation import (
@@ -22,9 +22,9 @@ from dstrat_deepspeed.validation import (
     check_batch_size,
     check_can_offload,
     check_clipping,
+    check_components,
     check_config,
     check_options,
-    check_parts,
     check_ranks,
     offload_devices,
     set_micro_batch,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-"""The value of a configuration for which the Trainer's setting is taken."""
+"""The value of a configuration that stands for the Trainer's setting."""
 PATH_VARIABLE = "DSTRAT_DEEPSPEED_CONFIG_PATH"
 
 _logger = logging.getLogger(__name__)
@@ -51,11 +51,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserConfig:
-    """A configuration that the user has written.
+    """The user's own configuration.
 
     Attributes:
-        source: The name of its source, for error messages.
-        values: Its content.
+        source: The argument or variable that it comes from, for messages.
+        values: The parsed content.
     """
 
     source: str
@@ -63,10 +63,10 @@ class UserConfig:
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None, environ: Mapping[str, str]) -> UserConfig:
-    """Read the argument ``config``, or the file that ``DSTRAT_DEEPSPEED_CONFIG_PATH`` names; empty without both.
+    """Read the argument ``config``, or the file in ``DSTRAT_DEEPSPEED_CONFIG_PATH``; empty if neither is set.
 
     Raises:
-        RequestError: There is no such file, or it is not a JSON object.
+        RequestError: The file cannot be read, or is not a JSON object.
     """
     if isinstance(config, Mapping):
         return UserConfig(source="config", values=copy.deepcopy(dict(config)))
@@ -91,10 +91,10 @@ def read_config(config: Mapping[str, Any] | str | Path | None, environ: Mapping[
 
 
 def zero_stage(options: Options, user: UserConfig) -> int:
-    """Return the stage of ZeRO: that of the user's configuration, or of the option.
+    """Return the stage of ZeRO, from the user's configuration or the option.
 
     Raises:
-        RequestError: There is no such stage.
+        RequestError: The stage does not exist.
     """
     section = user.values.get("zero_optimization")
     if isinstance(section, dict) and section.get("stage", AUTO) != AUTO:
@@ -104,7 +104,7 @@ def zero_stage(options: Options, user: UserConfig) -> int:
 
 
 def from_options(options: Options, stage: int) -> dict[str, Any]:
-    """Return the configuration that the options stand for."""
+    """Return DeepSpeed's configuration for the options."""
     config: dict[str, Any] = {
         "zero_allow_untested_optimizer": options.zero.zero_allow_untested_optimizer,
         "zero_optimization": {"stage": stage, **_zero_section(options, stage)},
@@ -144,14 +144,19 @@ def _device_section(options: Options, device: str) -> dict[str, Any]:
     return {**section, "nvme_path": options.offload.nvme_path} if device == "nvme" else section
 
 
-def files_in(folders: Mapping[str, str], config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with other folders for files."""
+def with_run_folders(folders: Mapping[str, str], config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the folders of a run.
+
+    Args:
+        folders: The folder of the run, for each ``nvme_path``.
+        config: DeepSpeed's configuration.
+    """
     zero = dict(config["zero_optimization"])
     for name in _sections_in_files(config):
         path = str(zero[name]["nvme_path"])
         zero[name] = {**zero[name], "nvme_path": folders.get(path, path)}
         if name == "offload_param":
-            # DeepSpeed has few buffers to read parameters into, and fails where it keeps all of them after their use.
+            # DeepSpeed keeps parameters in their buffers for reuse, and fails when it has used all of the few buffers.
             zero.setdefault("stage3_max_reuse_distance", 0)
     return {**config, "zero_optimization": zero}
 
@@ -161,12 +166,12 @@ def _sections_in_files(config: dict[str, Any]) -> list[str]:
 
 
 def without_boundaries(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with which gradients accumulate until a step, however many backward passes there are."""
+    """Return a configuration for any number of backward passes per step (manual optimization)."""
     zero = config["zero_optimization"]
     if zero["stage"] == 0:
-        return config  # all gradients are reduced in each backward pass
+        return config  # stage 0 reduces all gradients in each backward pass
     if zero["stage"] == 1:
-        zero = {**zero, "overlap_comm": False}  # they are reduced in the step
+        zero = {**zero, "overlap_comm": False}  # stage 1 reduces in the step, where nothing overlaps
     return {**config, "managed_gradient_accumulation": False, "zero_optimization": zero}
 
 
@@ -175,13 +180,13 @@ def without_boundaries(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """A value that the Trainer or the precision decides.
+    """A value of the configuration that the Trainer or the precision determines.
 
     Attributes:
-        path: The keys of the configuration that lead to it.
+        path: The keys of the configuration that lead to the value.
         value: The value.
-        source: The argument of the user's that it follows from, for error messages.
-        yields: Whether the user's configuration may have another value.
+        source: The user's argument that determines it, for messages.
+        yields: Whether the user's configuration may override it.
     """
 
     path: tuple[str, ...]
@@ -191,7 +196,7 @@ class Setting:
 
 
 def settings_of(trainer: TrainerLike) -> list[Setting]:
-    """Return the Trainer's settings."""
+    """Return the settings that the Trainer's arguments determine."""
     accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
     return [
         Setting(
@@ -206,7 +211,7 @@ def settings_of(trainer: TrainerLike) -> list[Setting]:
 
 
 def settings_of_precision(flag: str, options: Options) -> list[Setting]:
-    """Return the precision's settings: the 16 bits that DeepSpeed itself computes in, and the scale of the loss."""
+    """Return the settings that the precision determines: DeepSpeed's own 16-bit modes, and the loss scale."""
     values: dict[tuple[str, ...], Any] = {
         ("bf16", "enabled"): flag == "bf16-true",
         ("fp16", "enabled"): flag == "16-mixed",
@@ -224,18 +229,18 @@ def settings_of_precision(flag: str, options: Options) -> list[Setting]:
 
 
 def merged(base: dict[str, Any], user: UserConfig, settings: Iterable[Setting] = ()) -> dict[str, Any]:
-    """Return the whole configuration.
+    """Return the complete configuration.
 
     Args:
         base: The configuration of the options.
-        user: The user's, which is merged over it, section by section; the value ``"auto"`` changes nothing.
-        settings: Those of the Trainer and the precision.
+        user: The user's, which overrides it section by section; the value ``"auto"`` changes nothing.
+        settings: Of the Trainer and the precision.
 
     Raises:
-        ConflictError: The user's configuration contradicts a setting; both sources are named.
+        ConflictError: The user's configuration contradicts a setting; the message names both sources.
     """
     values = dict(user.values)
-    if "bfloat16" in values:  # its name in earlier versions
+    if "bfloat16" in values:  # DeepSpeed's older name of the section
         values["bf16"] = values.pop("bfloat16")
     config = _merge(base, values)
     for setting in settings:
@@ -271,7 +276,7 @@ def _apply(config: dict[str, Any], setting: Setting, source: str) -> None:
 
 
 class Configuration:
-    """The options of a strategy, with the user's configuration over them.
+    """The options of a strategy, overridden by the user's configuration.
 
     Args:
         options: By name.
@@ -283,7 +288,7 @@ class Configuration:
         stage: Of ZeRO.
 
     Raises:
-        RequestError: There is no such option, or it cannot have a value.
+        RequestError: An option does not exist, or its value is not valid.
         ConflictError: Two options exclude each other.
     """
 
@@ -296,65 +301,75 @@ class Configuration:
         check_batch_size(batch_size)
         self._batch_size = batch_size
         self._folders: dict[str, str] = {}
-        check_options(self.options, self._known, self.stage)
+        check_options(self.options, self.known, self.stage)
         if self.options.checkpoints.load_full_weights:
             _logger.info("load_full_weights=True changes nothing: whole weights of a checkpoint are dealt out anyway")
 
     @property
-    def _known(self) -> dict[str, Any]:
-        """The configuration as far as it is known before a run."""
+    def known(self) -> dict[str, Any]:
+        """The configuration that is known before a run: without settings of the Trainer and the precision."""
         return merged(from_options(self.options, self.stage), self._user)
 
-    def check_parts(self, parts: Parts) -> None:
-        """Check its requirements of the other components, as far as they are known, and of this machine."""
+    def check_components(self, parts: Parts) -> None:
+        """Check the configuration against the components that are known, and against this machine."""
         if parts.precision_plugin is not None and parts.parallel_devices:
-            check_parts(self.options, self._known, parts.precision_plugin.flag, parts.parallel_devices[0].type)
-        check_can_offload(self._known, os.environ)
+            check_components(self.options, self.known, parts.precision_plugin.flag, parts.parallel_devices[0].type)
+        check_can_offload(self.known, os.environ)
         if parts.parallel_devices:
-            check_named_optimizer(self._known, parts.parallel_devices[0].type, os.environ, self._user.source)
+            check_named_optimizer(self.known, parts.parallel_devices[0].type, os.environ, self._user.source)
 
     def check_ranks(self, world_size: int) -> None:
-        """Check that the ranks can be divided as it says."""
-        check_ranks(self._known, world_size, self._user.source)
+        """Check that the ranks can be divided into the configuration's groups."""
+        check_ranks(self.known, world_size, self._user.source)
 
     @contextmanager
     def run_folders(self) -> Iterator[None]:
-        """Let files be in folders of this run alone in a ``with`` block; they are removed at its end."""
-        config = self._known
+        """Make the folders of this rank's files in a run, and remove them at the end of a ``with`` block."""
+        config = self.known
         paths = {str(config["zero_optimization"][name]["nvme_path"]) for name in _sections_in_files(config)}
-        with ExitStack() as made:
-            self._folders = {path: made.enter_context(folder_in(path)) for path in paths}
+        with ExitStack() as folders:
+            self._folders = {path: folders.enter_context(run_folder(path)) for path in paths}
             try:
                 yield
             finally:
                 self._folders = {}
 
-    def of_creation(self, flag: str) -> dict[str, Any]:
-        """Return the configuration for the creation of layers in stage 3, in a precision.
+    def for_creation(self, flag: str) -> dict[str, Any]:
+        """Return the configuration for ``deepspeed.zero.Init``, with which stage 3 creates layers.
+
+        Args:
+            flag: Of the precision.
 
         Raises:
-            RequestError: DeepSpeed does not take it.
-            ConflictError: It contradicts the precision.
+            RequestError: DeepSpeed does not accept the configuration.
+            ConflictError: The configuration contradicts the precision.
         """
         known = merged(from_options(self.options, self.stage), self._user, settings_of_precision(flag, self.options))
-        config = {key: value for key, value in files_in(self._folders, known).items() if key not in SIZES}
-        config["train_micro_batch_size_per_gpu"] = 1
+        config = {key: value for key, value in with_run_folders(self._folders, known).items() if key not in SIZES}
+        config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed requires one, and the Trainer is not known yet
         check_config(config, self._user.source)
         return config
 
-    def of_run(
+    def for_run(
         self, trainer: TrainerLike, optimizer: Optimizer | None, *, flag: str, world_size: int
     ) -> dict[str, Any]:
-        """Return the whole configuration of a run, in a precision.
+        """Return the complete configuration of a run.
+
+        Args:
+            trainer: Has the settings.
+            optimizer: The user's, if there is one.
+            flag: Of the precision.
+            world_size: Of the job.
 
         Raises:
-            RequestError: DeepSpeed does not take it.
-            ConflictError: It contradicts the Trainer, the precision or the optimizer; both sources are named.
+            RequestError: DeepSpeed does not accept the configuration.
+            ConflictError: The configuration contradicts the Trainer, the precision or the optimizer; the message names
+                both sources.
         """
         if trainer.gradient_clip_val is not None:
             check_clipping(trainer.gradient_clip_algorithm)
         settings = [*settings_of(trainer), *settings_of_precision(flag, self.options)]
-        config = files_in(self._folders, merged(from_options(self.options, self.stage), self._user, settings))
+        config = with_run_folders(self._folders, merged(from_options(self.options, self.stage), self._user, settings))
         set_micro_batch(config, self._batch_size, self._user.source, world_size=world_size)
         check_config(config, self._user.source)
         if not trainer.is_fitting:

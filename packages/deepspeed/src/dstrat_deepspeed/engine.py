@@ -30,18 +30,19 @@ _logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """DeepSpeed's engine, as a strategy uses it.
+    """Steps, gradients and updates of DeepSpeed's engine.
 
     Args:
         deepspeed: The library.
         steps: The module that the engine wraps.
-        optimizer: The user's; None leaves it to the configuration, and evaluates only where that has none.
+        optimizer: The user's; None is that of the configuration, or an engine for evaluation if that has none.
         config: DeepSpeed's configuration.
-        is_manual: Whether the module computes gradients within its steps.
+        is_manual: Whether the module uses manual optimization: it computes gradients within its steps.
 
     Attributes:
-        engine: DeepSpeed's own.
-        skipped_steps: Number of optimizer steps that were not applied, as a gradient was not finite.
+        engine: DeepSpeed's own engine.
+        optimizer: The optimizer that DeepSpeed wraps; None in an evaluation.
+        skipped_steps: Number of optimizer steps that were skipped because of a non-finite gradient.
     """
 
     def __init__(
@@ -75,29 +76,27 @@ class Engine:
         self._all_groups: list[dict[str, Any]] | None = None
         if self.optimizer is not None:
             self._adapt_optimizer(self.optimizer, self.engine.optimizer)
+            # DeepSpeed drops groups without parameters.  Schedulers and checkpoints have a value for each group.
             if optimizer is not None and len(groups) > len(self.optimizer.param_groups):
                 self._used_groups, self._all_groups = self.optimizer.param_groups, groups
                 self.optimizer.param_groups = groups
 
     def _adapt_optimizer(self, optimizer: Any, wrapped: Any) -> None:
-        optimizer.zero_grad = self._zero_grad  # it has shards of parameters now
+        optimizer.zero_grad = self._zero_grad  # torch's would clear shards, not the gradients of the module
         self._is_sharded = wrapped is not optimizer
         if self._is_sharded:
             internals.keep_optimizer(optimizer, wrapped)
-            optimizer.add_param_group = _refuse_group  # it would have no shards
+            optimizer.add_param_group = _raise_for_new_group  # ZeRO shards once, when it wraps the optimizer
         self._unused = unused_gradients(wrapped, sends_in_step=self._is_manual)
         self._collective_check = collective_check(wrapped, self._steps)
         internals.share_memory(wrapped)
         internals.correct_by_step(optimizer)
-        internals.set_clipping(self.engine, 0.0)
+        internals.set_clipping(self.engine, 0.0)  # the Trainer's hooks clip, through clip()
         self.set_boundary(is_boundary=True)
 
     @contextmanager
     def without_empty_groups(self) -> Iterator[None]:
-        """Let DeepSpeed see the optimizer as it has made it: without groups that have no parameters.
-
-        At other times the optimizer has all groups of the user, as schedulers have a learning rate for each of them.
-        """
+        """Remove groups without parameters from the optimizer in a ``with`` block, as DeepSpeed expects it."""
         optimizer: Any = self.optimizer
         if self._all_groups is None or optimizer.param_groups is not self._all_groups:
             yield
@@ -115,29 +114,35 @@ class Engine:
         release_unused(self._in_files)
         if self._is_manual and not self._has_begun:
             self._has_begun = True
-            self._has_gradients |= self._has_parameters_gradients  # those of a checkpoint
+            self._has_gradients |= self._has_parameters_gradients  # a checkpoint may have brought some
         run = self._steps if self._is_manual else self.engine
         with naming_new_parameters(self._steps):
             return run(step, *args, **kwargs)
 
     def evaluate(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step without gradients, for which parameters are gathered."""
+        """Run an evaluation step."""
         release_unused(self._in_files)
         with naming_new_parameters(self._steps):
             return self._steps(step, *args, **kwargs)
 
     def backward(self, loss: Tensor, compute: Callable[[Tensor], None] | None = None) -> None:
-        """Compute gradients of a loss (a scalar tensor), by ``loss.backward()`` or another function of it."""
+        """Compute the gradients of a loss, a scalar tensor.
+
+        Args:
+            loss: Not yet scaled.
+            compute: Called with the scaled loss in place of ``Tensor.backward``.
+        """
         self._has_gradients = True
         self._expects_more = not (self._is_manual or self.engine.is_gradient_accumulation_boundary())
         if self._is_manual:
             internals.prepare_manual_backward(self.engine, loss)
         replaced: AbstractContextManager[Any] = nullcontext()
         if compute is not None:
-            # engine.backward scales the loss and does more before and after, so the call cannot be made elsewhere.
+            # engine.backward scales the loss, and works before and after the call: there is no hook at the call itself.
             replaced = internals.ReplacedMethod(Tensor.backward, lambda scaled, **_: compute(scaled))
         with self.without_empty_groups(), replaced:
-            # not the tensor that a step returned, whose gradient stage 0 divides by the batches of a whole group
+            # A view: of the tensor that a step returned, stage 0 divides the gradient by gradient_accumulation_steps,
+            # and the last group of an epoch may have fewer batches.
             self.engine.backward(loss.view_as(loss), scale_wrt_gas=False)
         if self._collective_check is not None:
             self._collective_check.compare()
@@ -145,18 +150,18 @@ class Engine:
             self._unused.after_backward()
 
     def expect_gradients(self) -> None:
-        """Take note of gradients that came from a checkpoint."""
+        """Expect a step with the gradients of a checkpoint."""
         self._has_gradients = True
         self._expects_more = not self._is_manual
 
     def set_boundary(self, *, is_boundary: bool) -> None:
-        """Set whether the next backward pass is the last one before the step; manual optimization need not know."""
-        if self.engine.managed_gradient_accumulation():
+        """Set whether the next backward pass is the last one before the step."""
+        if self.engine.managed_gradient_accumulation():  # not with manual optimization
             self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature
-        """Clear the module's gradients, which a step has done already."""
-        if not self._has_gradients:
+        """Clear the gradients of the module and of the optimizer's wrapper."""
+        if not self._has_gradients:  # a step clears them itself
             return
         with self.without_empty_groups():
             self.engine.zero_grad()
@@ -169,19 +174,19 @@ class Engine:
     # Updates
 
     def clip(self, clip_val: float) -> None:
-        """Clip by the norm of all gradients together, in the next step."""
+        """Clip gradients by their global norm: sharded ones in the next step, others now."""
         if self._is_sharded:
             internals.set_clipping(self.engine, clip_val)
         else:
             self._norm = torch.nn.utils.clip_grad_norm_(self._steps.parameters(), clip_val)
 
     def step(self) -> None:
-        """Apply the gradients, and clear them; a step whose gradients are not finite is skipped, and logged.
+        """Apply the gradients, and clear them; a step with non-finite gradients is skipped and logged.
 
-        Where no backward pass was made, nothing changes, as with an optimizer of torch.
+        Without a backward pass nothing changes, as with an optimizer of torch.
 
         Raises:
-            MisuseError: A backward pass was made without :meth:`backward`, so that its gradients are incomplete.
+            MisuseError: Gradients were computed without :meth:`backward`, so that ranks have not averaged them.
         """
         if not self._has_gradients and self._lacks_gradients():
             return
@@ -190,25 +195,26 @@ class Engine:
         if self._unused is not None:
             self._unused.before_step()
         if self._expects_more and engine.zero_optimization_stage() in (1, 2):
-            engine.allreduce_gradients()  # as a last backward pass does, which a batch without a loss has not made
+            # The last backward pass reduces gradients, and none was made: the last batch had no loss.
+            engine.allreduce_gradients()
         self._expects_more = False
         with naming_new_parameters(self._steps), self.without_empty_groups():
             engine.step()
         self._has_gradients = False
         if self._is_sharded:
             self._norm = engine.get_global_grad_norm()
-            internals.set_clipping(engine, 0.0)
+            internals.set_clipping(engine, 0.0)  # for the next step the hooks may not clip
         if not engine.was_step_applied():
             self.skipped_steps += 1
-            if engine.global_rank == 0:  # all of them skip it
+            if engine.global_rank == 0:  # all ranks skip the same steps
                 _logger.warning("step skipped: a gradient is not finite (%d until now)", self.skipped_steps)
 
     def _lacks_gradients(self) -> bool:
-        """Return whether there are none, where :meth:`backward` has not been called."""
+        """Return whether there are no gradients to apply, after no call of :meth:`backward`."""
         if not self._has_parameters_gradients:
             return True
         if self.engine.zero_optimization_stage() == 1:
-            return False  # it reduces what is there
+            return False  # stage 1 reduces in the step, whichever way gradients were computed
         raise MisuseError(
             "gradients were computed in another way than by self.manual_backward(loss), such as by loss.backward(), "
             "so that they are not averaged over the ranks: call self.manual_backward(loss)"
@@ -221,10 +227,10 @@ class Engine:
     # Gradients
 
     def grad_norm(self) -> float:
-        """Return the norm of all gradients together, before clipping: of those that wait for a step, or the last ones.
+        """Return the norm of all gradients before clipping: the current ones, or those of the last step; collective.
 
         Raises:
-            MisuseError: There has been no step, or its norm is not known.
+            MisuseError: There has been no step, or DeepSpeed has not computed its norm.
         """
         parameters = list(self._steps.parameters())
         if self._has_gradients and not self._is_sharded:
@@ -240,14 +246,14 @@ class Engine:
         return float(self._norm)
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
-        """Return the whole gradient of a parameter, between the backward pass and the step; collective."""
+        """Return the full gradient of a parameter, between the backward pass and the step; collective."""
         gradient: Tensor | None = import_module("deepspeed.utils").safe_get_full_grad(parameter)
         return gradient
 
     # The end
 
     def close(self) -> None:
-        """Free the engine, its process groups, and what it has hooked to the module."""
+        """Free the engine with its process groups and its hooks on the module."""
         wrapped = self.engine.optimizer
         try:
             with self.without_empty_groups():
@@ -260,7 +266,7 @@ class Engine:
                     self.optimizer.__dict__.pop(replaced, None)
 
 
-def _refuse_group(param_group: dict[str, Any]) -> None:
+def _raise_for_new_group(param_group: dict[str, Any]) -> None:
     raise MisuseError(
         f"add_param_group got a group of {len(list(param_group['params']))} parameters after the training has begun, "
         "which ZeRO cannot shard any more: let configure_optimizers return all groups, and set the learning rate of "
@@ -269,18 +275,18 @@ def _refuse_group(param_group: dict[str, Any]) -> None:
 
 
 class StepModule(Module):
-    """A module whose forward runs a step of the user's module, with the parameters and layers of the user's module.
+    """A module with the user's parameters and layers, whose forward runs a step of the user's module.
 
-    DeepSpeed does its work around ``forward``, and a training calls ``training_step``.  Parameters have the names that
-    they have in the user's module, also in checkpoints of DeepSpeed's own.
+    DeepSpeed hooks into ``forward``, and a training calls ``training_step``.
 
     Args:
         module: The user's module.
-        context: Returns the context that each step runs in.
+        context: Returns the context of a step.
     """
 
     def __init__(self, module: Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
+        # Not as a submodule: that would prefix the names of parameters, also in DeepSpeed's own checkpoints.
         self.__dict__.update(_user_module=module, _step_context=context)
         for content in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[content] = getattr(module, content)
@@ -292,9 +298,9 @@ class StepModule(Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """Leave the mode as it is, which is set on the user's module."""
+        """Ignore the mode: it is set on the user's module."""
 
     def forward(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, which is a method of the user's module."""
+        """Run a step method of the user's module."""
         with self.__dict__["_step_context"]():
             return step(*args, **kwargs)

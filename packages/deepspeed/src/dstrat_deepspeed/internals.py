@@ -1,6 +1,6 @@
-"""DeepSpeed's internals: each private name that is read, called or replaced, and why.
+"""Adapter of DeepSpeed's private names: each one that this package reads, calls or replaces.
 
-All of it was read in DeepSpeed 0.19.8, and ``plugin.py`` requires 0.19.  A section is the subject of a module.
+They are those of DeepSpeed 0.19.8; ``plugin.py`` requires 0.19.  Each section serves one module of the package.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class ReplacedMethod(TorchFunctionMode):
-    """A context in which a tensor's method is another function; what that calls itself is not replaced.
+    """A context that replaces a method of tensors, except within calls of the replacement.
 
     Args:
         method: Of ``torch.Tensor``.
-        replacement: Called in its place.
+        replacement: Called in place of the method, with the same arguments.
     """
 
     def __init__(self, method: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -65,9 +65,9 @@ _ACTIVATION_GLOBALS = (
 
 
 def compile_muon_late() -> None:
-    """Import DeepSpeed's Muon so that its functions are compiled when they are called first."""
-    # DeepSpeed imports it for every optimizer, to see whether it is one.  Its functions are decorated with
-    # torch.compile, and loading the compiler takes a second in each rank.
+    """Import DeepSpeed's Muon with functions that are compiled on their first call."""
+    # DeepSpeed imports it for any optimizer, for an isinstance check.  Its functions are decorated with torch.compile,
+    # whose import takes a second in each rank.
     compiler: Any = import_module("deepspeed.runtime.compiler")
     original = compiler.compile
     compiler.compile = lambda: compiled_when_called
@@ -78,12 +78,12 @@ def compile_muon_late() -> None:
 
 
 def compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is compiled in its first call."""
+    """Return a function that is compiled on its first call."""
     compiled = functools.cache(lambda: torch.compile(function))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # inlined into another function, which is compiled with it
+        if torch.compiler.is_compiling():  # the caller is being compiled, and inlines this function
             return function(*args, **kwargs)
         return compiled()(*args, **kwargs)
 
@@ -92,9 +92,9 @@ def compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def bound_process_group(deepspeed: Any, timeout: timedelta) -> Iterator[None]:
-    """Let DeepSpeed communicate through the open process group in a ``with`` block, and close nothing at its end."""
-    # Stage 3 counts parameters over all runs of a process.  After a run that failed the counts differ between ranks,
-    # and with them the ids by which ranks name a parameter.
+    """Make DeepSpeed use the open process group in a ``with`` block, at whose end the group stays open."""
+    # Stage 3 numbers parameters over all runs of a process, and ranks identify a parameter by its number.  After a
+    # failed run the counters differ between ranks, so each run starts at 0.
     init: Any = import_module("deepspeed.runtime.zero.partition_parameters").Init
     init.param_id = init.num_persisted_parameters = init.num_persisted_elements = 0
     with _without_shared_memory(deepspeed):
@@ -105,18 +105,20 @@ def bound_process_group(deepspeed: Any, timeout: timedelta) -> Iterator[None]:
             verbose=False,
         )
     comm: Any = import_module("deepspeed.comm.comm")
-    comm.cdb.new_group = partial(dist.new_group, timeout=timeout)  # else DeepSpeed's groups wait for 30 minutes
+    comm.cdb.new_group = partial(
+        dist.new_group, timeout=timeout
+    )  # DeepSpeed passes none, and the default is 30 minutes
     try:
         yield
     finally:
-        # destroy_process_group(), the public way, closes the group too, which is the strategy's.
+        # The public destroy_process_group() would also close the strategy's group.
         import_module("deepspeed.utils.groups")._release_process_group_references()
         comm.cdb = None
 
 
 @contextmanager
 def _without_shared_memory(deepspeed: Any) -> Iterator[None]:
-    """Keep DeepSpeed from compiling its communication through shared memory, which inference uses, for minutes."""
+    """Disable DeepSpeed's communication through shared memory, which takes minutes to compile and serves inference."""
     known = vars(deepspeed.ops)
     original = known.get(_COMPATIBLE)
     known[_COMPATIBLE] = {**(original or {}), "deepspeed_shm_comm": False}
@@ -124,15 +126,15 @@ def _without_shared_memory(deepspeed: Any) -> Iterator[None]:
         yield
     finally:
         if original is None:
-            del known[_COMPATIBLE]  # DeepSpeed fills it, with compilers, on the next look-up
+            del known[_COMPATIBLE]  # DeepSpeed computes it on the next look-up
         else:
             known[_COMPATIBLE] = original
 
 
 @contextmanager
 def activation_checkpointing(deepspeed: Any, section: Mapping[str, Any]) -> Iterator[None]:
-    """Let ``deepspeed.checkpointing.checkpoint`` follow a section of the configuration in a ``with`` block."""
-    # Its settings are globals of a module, and its reset() leaves most of them to the next run of the process.
+    """Configure ``deepspeed.checkpointing.checkpoint`` by a section of the configuration in a ``with`` block."""
+    # Its settings are globals of a module, and its reset() keeps most of them for the next run of the process.
     checkpointing = deepspeed.checkpointing
     settings = {name: getattr(checkpointing, name) for name in _ACTIVATION_GLOBALS}
     try:
@@ -152,9 +154,9 @@ def activation_checkpointing(deepspeed: Any, section: Mapping[str, Any]) -> Iter
 
 
 def release_groups(engine: Any) -> None:
-    """Take the process groups out of an object of DeepSpeed's, and out of those that it refers to."""
-    # A group closes, and the other ranks notice that this one has failed, only when nothing holds it any more.  A
-    # traceback keeps the engine alive.
+    """Remove process groups from an object of DeepSpeed's, and from the objects that it refers to."""
+    # Other ranks notice the failure of this one when its process groups close, that is, when nothing refers to them.
+    # The traceback of the failure refers to the engine, and the engine to the groups.
     pending, seen = [engine], {id(engine)}
     while pending:
         attributes = vars(pending.pop())
@@ -176,9 +178,9 @@ def release_groups(engine: Any) -> None:
 
 @contextmanager
 def without_first_step() -> Iterator[None]:
-    """Keep DeepSpeed from stepping stage 0's optimizer in 16 bits when it is wrapped."""
-    # It does so with gradients of zero, to allocate the state.  The step decays the weights, and counts in Adam's
-    # correction of all others.
+    """Prevent DeepSpeed from stepping stage 0's optimizer in 16 bits when it wraps it."""
+    # It makes a step with gradients of zero to allocate the state.  This step would decay the weights, and count in
+    # Adam's bias correction.
     wrappers = [
         import_module("deepspeed.runtime.fp16.fused_optimizer").FP16_Optimizer,
         import_module("deepspeed.runtime.fp16.unfused_optimizer").FP16_UnfusedOptimizer,
@@ -194,30 +196,30 @@ def without_first_step() -> Iterator[None]:
 
 
 def keep_optimizer(optimizer: Optimizer, wrapped: Any) -> None:
-    """Let what DeepSpeed has made of an optimizer step the optimizer itself."""
-    # Stages 1 to 3 replace torch's Adagrad by a new one, without the groups, which schedulers and checkpoints lack.
+    """Make DeepSpeed's wrapper step the user's optimizer."""
+    # Stages 1 to 3 replace torch's Adagrad by a new object, of which schedulers and checkpoints would know nothing.
     if wrapped.optimizer is not optimizer:
         wrapped.optimizer = optimizer
 
 
 def set_clipping(engine: Any, clip_val: float) -> None:
     """Set the norm by which the next step clips; 0 is none."""
-    # The configuration has one value for a whole training, and the Trainer's hooks may pass another in each step.
+    # The configuration has one value for all steps, and the Trainer's hooks may pass another one in each.
     engine._config.gradient_clipping = clip_val
     if hasattr(engine.optimizer, "clip_grad"):
         engine.optimizer.clip_grad = clip_val
 
 
 def prepare_manual_backward(engine: Any, loss: Tensor) -> None:
-    """Let the engine see a backward pass that is made within a step."""
-    # DeepSpeed's own forward does this to what it returns, for the backward pass that comes after it.
+    """Prepare the engine for a backward pass within a training step (manual optimization)."""
+    # The engine's forward registers these hooks on its output, for a backward pass after the step.
     if hasattr(engine.optimizer, "clear_backward_seen_flag"):
         engine.optimizer.clear_backward_seen_flag()
     import_module("deepspeed.runtime.utils").register_output_backward_hooks(loss, engine._backward_prologue)
 
 
 def forget_partial_gradients(optimizer: Any) -> None:
-    """Clear the gradients of a step that was not made, which the optimizer keeps beside those of parameters."""
+    """Clear accumulated gradients that the optimizer has beside those of parameters."""
     optimizer.zero_grad()
     for partial_gradients in ("averaged_gradients", "all_grad_tensors"):
         groups = getattr(optimizer, partial_gradients, {})
@@ -226,16 +228,16 @@ def forget_partial_gradients(optimizer: Any) -> None:
 
 
 def correct_by_step(optimizer: Any) -> None:
-    """Let DeepSpeed's Adam for the CPU compute its correction from the number of each step."""
-    # By itself it multiplies powers of the betas from step to step, and computes them anew where it begins with a
-    # later step: a run that goes on from a checkpoint would differ in the last digits.
+    """Make DeepSpeedCPUAdam compute its bias correction from the number of the step."""
+    # It multiplies powers of the betas from step to step, and computes them with pow() if it starts with a later step:
+    # a run resumed from a checkpoint would differ in the last digits.
     compiled = getattr(optimizer, "ds_opt_adam", None)
     if compiled is not None and hasattr(compiled, "adam_update") and not isinstance(compiled, _StatelessAdam):
         optimizer.ds_opt_adam = _StatelessAdam(compiled)
 
 
 class _StatelessAdam:
-    """Compiled functions of Adam, of which ``adam_update`` does not go on from the step before."""
+    """The compiled functions of Adam, with an ``adam_update`` that does not depend on the previous call."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -244,7 +246,7 @@ class _StatelessAdam:
         return getattr(self._compiled, name)
 
     def adam_update(self, number: int, step: int, *options_and_tensors: Any) -> Any:
-        """Update tensors; an update of nothing comes before, in a step that this one does not follow."""
+        """Update tensors, after an update of empty tensors with another step, which makes Adam compute the powers."""
         *options, weights, gradients, first, second = options_and_tensors
         nothing = (tensor[:0] for tensor in (weights, gradients, first, second))
         self._compiled.adam_update(number, step + 1, *options, *nothing)
@@ -252,8 +254,8 @@ class _StatelessAdam:
 
 
 def share_memory(optimizer: Any) -> None:
-    """Let the optimizer of stages 1 and 2 update the module's own weights, of which it has an equal copy."""
-    # A change of the weights is then one of what the optimizer goes on with, and the memory of the copy is free.
+    """Make the optimizer of stages 1 and 2 update the module's own weights instead of an equal copy."""
+    # A user's change of the weights then reaches the optimizer, and the memory of the copy is freed.
     flats: Iterable[Tensor] = getattr(optimizer, "single_partition_of_fp32_groups", ())
     if not flats or optimizer.cpu_offload:
         return
@@ -262,7 +264,7 @@ def share_memory(optimizer: Any) -> None:
         weights = partitions[group.rank()]
         if weights.dtype == flat.dtype and weights.device == flat.device:
             flat.data = weights.data
-    optimizer._link_all_hp_params()  # safe_get_full_grad and its like read through links to the old memory
+    optimizer._link_all_hp_params()  # safe_get_full_grad and similar functions have links to the old memory
 
 
 # Parameters of stage 3: for zero3.py and user_module.py
@@ -286,8 +288,8 @@ _MODULE_MARKS = (
 
 
 def scalars_as_bytes() -> AbstractContextManager[Any]:
-    """Return a context in which DeepSpeed can send a parameter without a dimension, such as CLIP's ``logit_scale``."""
-    # It views parameters as bytes to send them, which torch refuses for these.
+    """Return a context in which DeepSpeed can broadcast 0-dim parameters, such as CLIP's ``logit_scale``."""
+    # It broadcasts a view as bytes, which torch refuses for 0-dim tensors.
 
     def view(tensor: Tensor, *shape_or_dtype: Any, **kwargs: Any) -> Tensor:
         if shape_or_dtype == (torch.uint8,) and tensor.dim() == 0:
@@ -298,8 +300,8 @@ def scalars_as_bytes() -> AbstractContextManager[Any]:
 
 
 def after_each_layer(init: Any, watch: Callable[[Module], None]) -> None:
-    """Call a function with each layer that ``deepspeed.zero.Init`` has sharded, at the end of its constructor."""
-    shard_layer = init._post_init_method  # there is no public hook
+    """Call a function with each layer at the end of its constructor, after ``deepspeed.zero.Init`` has sharded it."""
+    shard_layer = init._post_init_method  # zero.Init has no public hook
 
     def shard_and_watch(layer: Module) -> None:
         shard_layer(layer)
@@ -309,12 +311,12 @@ def after_each_layer(init: Any, watch: Callable[[Module], None]) -> None:
 
 
 def secondary_shard_group(deepspeed: Any) -> Any:
-    """Return the group of ZeRO++'s second shards, which layers that were made before use; None without."""
-    return deepspeed.utils.groups._get_zero_param_intra_parallel_group()  # DeepSpeed makes no second one
+    """Return ZeRO++'s group of secondary shards, if an earlier layer has made it; otherwise None."""
+    return deepspeed.utils.groups._get_zero_param_intra_parallel_group()  # DeepSpeed refuses to make another one
 
 
 def is_partitioned(parameter: Any) -> bool:
-    """Return whether a parameter of stage 3 is not gathered."""
+    """Return whether a parameter of stage 3 is partitioned at this time, not gathered."""
     status: Any = import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
     return getattr(parameter, "ds_status", None) is status.NOT_AVAILABLE
 
@@ -322,8 +324,14 @@ def is_partitioned(parameter: Any) -> bool:
 def observe_exchanges(
     optimizer: Any, on_gather: Callable[[list[Any]], None], on_reduce: Callable[[list[Any]], None]
 ) -> None:
-    """Call functions with the parameters that stage 3 is about to gather, and whose gradients it is about to reduce."""
-    # Hooks of torch come too early: DeepSpeed joins parameters into buckets, and reads some ahead.
+    """Observe stage 3's collectives.
+
+    Args:
+        optimizer: DeepSpeed's wrapper of the user's optimizer.
+        on_gather: Called with the parameters of each all-gather before it begins.
+        on_reduce: Called with the parameters of each reduction of gradients before it begins.
+    """
+    # Hooks of torch would come at other times: DeepSpeed joins parameters into buckets, and prefetches some.
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     gather, reduce = getattr(coordinator, _GATHER), getattr(optimizer, _REDUCE)
 
@@ -341,18 +349,18 @@ def observe_exchanges(
 
 
 def remove_marks(module: Module) -> None:
-    """Remove what DeepSpeed has set on the layers of a module; ``destroy`` of its engine leaves it."""
+    """Remove DeepSpeed's attributes from the layers of a module, which the engine's ``destroy`` leaves there."""
     for layer in module.modules():
         attributes = vars(layer)
         if "_original_parameters" in attributes:
-            attributes["_parameters"] = dict(attributes["_parameters"].items())  # of a class that gathers on look-up
+            attributes["_parameters"] = dict(attributes["_parameters"].items())  # DeepSpeed's dict gathers on look-up
         for name in _MODULE_MARKS:
             attributes.pop(name, None)
 
 
 def restore_linear() -> None:
-    """Give torch its own ``linear`` back."""
-    # Stage 3 replaces it by one that saves memory, for the rest of the process.
+    """Restore ``torch.nn.functional.linear``."""
+    # Stage 3 replaces it by a version that saves memory, and never restores it.
     module: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     original = getattr(getattr(module, "InsertPostInitMethodToModuleSubClasses", None), "linear_bk", None)
     if original is not None:
@@ -363,13 +371,13 @@ def restore_linear() -> None:
 
 
 def gradient_buffers(optimizer: Any) -> dict[int, Tensor]:
-    """Return the buffers in which stage 3 adds up gradients, by the ids of parameters."""
+    """Return the buffers in which stage 3 accumulates gradients, by the ids of parameters."""
     buffers: dict[int, Tensor] = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
     return buffers
 
 
 def offload_gradients(optimizer: Any, parameters: Iterable[Any]) -> None:
-    """Send gradients of stage 3 to its optimizer on the CPU, as the last backward pass of a step does."""
+    """Copy gradients of stage 3 to its optimizer on the CPU, as the last backward pass of a step does."""
     gradients: dict[int, list[Tensor]] = {}
     offsets: dict[int, list[int]] = {}
     buffers = gradient_buffers(optimizer)
@@ -379,45 +387,45 @@ def offload_gradients(optimizer: Any, parameters: Iterable[Any]) -> None:
 
 
 def offloaded_ids(optimizer: Any, *, in_step: bool) -> Any:
-    """Return the ids of parameters whose gradients stage 3 has sent to the CPU, in the step or the backward pass."""
+    """Return the ids of parameters whose gradients stage 3 has copied to the CPU, in the step or the backward pass."""
     return optimizer._offload_boundary_param_ids if in_step else optimizer.norm_for_param_grads
 
 
 def forget_offloaded_gradients(optimizer: Any) -> None:
-    """Let an optimizer on the CPU forget which gradients it has, for a step that is not made."""
+    """Clear the records of gradients that an optimizer on the CPU has received, for a step that is not made."""
     optimizer.norm_for_param_grads = {}
     is_stage_3 = hasattr(optimizer, "grad_partitions_flat_buffer")
     (optimizer._offload_boundary_param_ids if is_stage_3 else optimizer._offload_accumulated_param_ids).clear()
 
 
 def accumulated_batches(optimizer: Any) -> int:
-    """Return the number of batches whose gradients wait for a step."""
-    # Stage 3 counts a pass when the next one begins; until then a flag says that it has ended.
+    """Return the number of batches whose gradients are accumulated."""
+    # Stage 3 counts a backward pass when the next one begins; until then a flag says that it has ended.
     return int(optimizer.micro_step_id) + int(getattr(optimizer, "_epilogue_ran_this_backward", False))
 
 
-def put_back_flat_gradients(optimizer: Any, gradients: Tensor) -> None:
-    """Let stage 3 go on with accumulated gradients."""
+def restore_flat_gradients(optimizer: Any, gradients: Tensor) -> None:
+    """Restore the accumulated gradients of stage 3."""
     optimizer.grad_partitions_flat_buffer.copy_(gradients)
-    optimizer.independent_gradient_partition_epilogue()  # or a step that comes before a backward pass lacks them
-    optimizer._epilogue_ran_this_backward = False  # that pass is counted already
+    optimizer.independent_gradient_partition_epilogue()  # for a step without another backward pass before it
+    optimizer._epilogue_ran_this_backward = False  # micro_step_id counts that pass already
 
 
-def put_back_partition(optimizer: Any, group: int, gradients: Tensor) -> None:
-    """Let stage 2 go on with the accumulated gradients of a group."""
-    optimizer._get_compact_grad_partition_buffer(group).flat_partition.copy_(gradients)  # makes the buffer
+def restore_partition_gradients(optimizer: Any, group: int, gradients: Tensor) -> None:
+    """Restore the accumulated gradients of a group of stage 2."""
+    optimizer._get_compact_grad_partition_buffer(group).flat_partition.copy_(gradients)  # creates the buffer
 
 
 def accumulated_on_cpu(optimizer: Any) -> dict[int, Any]:
     """Return the gradients that stages 1 and 2 have accumulated on the CPU, by the ids of parameters."""
     accumulated = getattr(optimizer, "accumulated_grads_in_cpu", {})
-    return {  # the others are of an earlier step
+    return {  # without those of an earlier step, which stay in the dict
         number: value for number, value in accumulated.items() if number in optimizer._offload_accumulated_param_ids
     }
 
 
-def put_back_on_cpu(optimizer: Any, number: int, gradient: Any) -> None:
-    """Let stages 1 and 2 go on with a gradient that was accumulated on the CPU."""
+def restore_cpu_gradient(optimizer: Any, number: int, gradient: Any) -> None:
+    """Restore a gradient that stages 1 and 2 have accumulated on the CPU."""
     optimizer.accumulated_grads_in_cpu[number] = gradient
     optimizer._offload_accumulated_param_ids.add(number)
 
@@ -427,16 +435,16 @@ def put_back_on_cpu(optimizer: Any, number: int, gradient: Any) -> None:
 
 @contextmanager
 def errors_after_saving(engine: Any) -> Iterator[None]:
-    """Raise the first error of ``save_checkpoint`` at the end of a ``with`` block."""
-    # DeepSpeed communicates between files and after them: the other ranks would wait for one that raises, whose disk
-    # may be full.
+    """Defer errors of ``save_checkpoint`` to the end of a ``with`` block, and raise the first one there."""
+    # DeepSpeed has collectives between the files and after them, in which the other ranks would wait for a rank that
+    # raises earlier, for example because its disk is full.
     errors: list[Exception] = []
 
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def deferring(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return function(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - torch.save raises several classes; it is raised again
+            except Exception as error:  # noqa: BLE001 - torch.save raises several classes; raised again below
                 errors.append(error)
                 return None
 
@@ -445,7 +453,7 @@ def errors_after_saving(engine: Any) -> Iterator[None]:
     writer = engine.checkpoint_engine
     methods = ((writer, "makedirs"), (writer, "save"), (engine, "_copy_recovery_script"))
     for owner, name in methods:
-        setattr(owner, name, noting(getattr(owner, name)))
+        setattr(owner, name, deferring(getattr(owner, name)))
     try:
         yield
     finally:
@@ -456,15 +464,15 @@ def errors_after_saving(engine: Any) -> Iterator[None]:
 
 
 def is_in_files(optimizer: Any, group: int) -> bool:
-    """Return whether stage 3 keeps the optimizer state of one of its groups in files; small ones are in memory."""
+    """Return whether the optimizer state of one of stage 3's groups is in files; that of small groups is in memory."""
     return bool(optimizer._swappable_optimizer_subgroup(group))
 
 
-def note_new_state(swapper: Any, tensor: Tensor) -> None:
-    """Let the swapper take note of the state that a first step has added; it does so late, when it writes."""
+def register_new_state(swapper: Any, tensor: Tensor) -> None:
+    """Register the state that a first step has added with the swapper, which would do so when it writes next."""
     swapper._get_param_swap_info(tensor)
 
 
 def aligned_elements(swapper: Any, numel: int) -> int:
-    """Return the elements that are read for so many: files are read in whole blocks."""
+    """Return a number of elements rounded up to complete blocks of a file, which is how DeepSpeed reads."""
     return int(swapper._io_aligned_numel(numel))

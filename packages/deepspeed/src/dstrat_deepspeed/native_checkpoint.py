@@ -1,6 +1,6 @@
 """Import of checkpoints of DeepSpeed's ``save_checkpoint``."""
-# DeepSpeed's own functions that join the files (zero_to_fp32, ds_to_universal) unpickle them, which runs code from
-# a file that somebody else has made; and they join weights only, without the optimizer's state.
+# DeepSpeed's own functions that merge the files (zero_to_fp32, ds_to_universal) unpickle them, which runs code from
+# files of unknown origin; and they merge the weights only, without the optimizer's state.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dstrat.checkpoint.portable.decode import split
+from dstrat.checkpoint.portable.decode import split_name
 from dstrat.checkpoint.torch_file import refused_name, stand_ins, without_stand_ins
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
@@ -36,18 +36,18 @@ _DEEPSPEED_KEYS = frozenset(
         "universal_checkpoint_info",
     }
 )  # fmt: skip
-"""The keys of DeepSpeed; others are what a program has saved beside them."""
+"""DeepSpeed's own keys; others are the ``client_state`` of the program that saved the checkpoint."""
 
 _logger = logging.getLogger(__name__)
 
 
 class DeepSpeedCheckpointIO(CheckpointIO):
-    """Reads checkpoints of DeepSpeed, of any stage and number of ranks, and universal ones.
+    """Reader of DeepSpeed's checkpoints of any stage and number of ranks, and of universal ones.
 
-    Weights, the optimizer's state by the names of parameters, its groups, a scheduler of torch and the number of steps
-    are taken over; a fit can go on from it where it has an optimizer.  No file can run code: objects that are neither
-    tensors, plain values nor DeepSpeed's own are refused.  It does not write; ``DeepSpeedStrategy(save_native=True)``
-    does.
+    The result has the weights, the optimizer's state by the names of parameters, its groups, the state of a torch
+    scheduler and the number of steps; a fit can resume from it if it has optimizer state.  No file can run code:
+    objects that are neither tensors, plain values nor DeepSpeed's own are refused.  It does not write:
+    ``DeepSpeedStrategy(save_native=True)`` does.
     """
 
     @override
@@ -79,7 +79,7 @@ def _converted(files: NativeFiles) -> dict[str, Any]:
     models = [read_plain(path) for path in files.model]
     model = models[0]
     native = _native_state(files, model)
-    module = _whole_module(models, native)
+    module = _full_module(models, native)
     steps = model.get("global_steps", 0) - model.get("skipped_steps", 0)
     kind = "a universal checkpoint" if files.is_universal else "a checkpoint"
     converted: dict[str, Any] = {
@@ -93,12 +93,12 @@ def _converted(files: NativeFiles) -> dict[str, Any]:
     if optimizer is not None:
         converted |= training_entries(epochs_done=converted["epoch"], global_step=steps, batches_seen=steps)
         converted |= {"optimizers": [optimizer], "lr_schedulers": _schedulers(model)}
-    others = {key: value for key, value in model.items() if key not in _DEEPSPEED_KEYS | {"epoch"}}
-    return {**converted, **({"client_state": others} if others else {})}
+    client_state = {key: value for key, value in model.items() if key not in _DEEPSPEED_KEYS | {"epoch"}}
+    return {**converted, **({"client_state": client_state} if client_state else {})}
 
 
 def _schedulers(model: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the state of the scheduler if it is one of torch, as modules have them here."""
+    """Return the state of the scheduler if it is one of torch; DeepSpeed's own schedulers are not supported."""
     state = model.get("lr_scheduler")
     if state and "last_epoch" not in state:
         _logger.warning("the scheduler's state is left out: it is of DeepSpeed's own, and fits none of torch")
@@ -120,18 +120,18 @@ def _native_state(files: NativeFiles, model: Mapping[str, Any]) -> NativeState |
     return (of_stage_3 if is_stage_3 else of_stages_1_and_2)(model["param_shapes"], ranks)
 
 
-def _whole_module(models: list[dict[str, Any]], native: NativeState | None) -> dict[str, Any]:
-    """Return the module's state; stage 3 has saved empty tensors in place of its parameters."""
+def _full_module(models: list[dict[str, Any]], native: NativeState | None) -> dict[str, Any]:
+    """Return the module's full state."""
     model = models[0]
     module: dict[str, Any] = dict(model["module"])
     frozen = model.get("frozen_param_shapes") or {}
     for name, value in module.items():
         if native is None or not isinstance(value, Tensor) or value.numel():
-            continue
+            continue  # only stage 3 saves empty tensors, in place of its parameters
         if name in native.weights:
             module[name] = native.weights[name].to(value.dtype)
         elif name in frozen:
-            fragments = [other["frozen_param_fragments"][name].view(-1) for other in models]
+            fragments = [rank["frozen_param_fragments"][name].view(-1) for rank in models]
             shape = tuple(frozen[name])
             module[name] = torch.cat(fragments)[: math.prod(shape)].view(shape)
     for alias, name in (model.get("shared_params") or {}).items():
@@ -140,16 +140,16 @@ def _whole_module(models: list[dict[str, Any]], native: NativeState | None) -> d
 
 
 def _named_state(native: NativeState, module: Mapping[str, Any]) -> dict[str, Any]:
-    rounded = {name: value for name, value in native.weights.items() if value.dtype != module[name].dtype}
+    masters = {name: value for name, value in native.weights.items() if value.dtype != module[name].dtype}
     return {
         "state": {name: entry for name, entry in native.state.items() if entry},
         "param_groups": native.param_groups,
-        **({MASTER: rounded} if rounded else {}),
+        **({MASTER: masters} if masters else {}),
     }
 
 
 def _of_stage_0(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return an optimizer's state that has numbers in place of names, if the shapes leave no doubt."""
+    """Return the optimizer's state of stage 0 by name; None if numbers and shapes do not identify the parameters."""
     state = model.get("optimizer")
     if not state:
         return None
@@ -180,18 +180,18 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _POINTERS = ("latest", "latest_universal")
 UNIVERSAL = "zero"
-"""The folder of a universal checkpoint that has one folder for each parameter."""
+"""The folder of a universal checkpoint with a folder for each parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeFiles:
-    """The paths of a checkpoint.
+    """The paths of a checkpoint's files.
 
     Attributes:
         folder: The checkpoint.
-        model: The module's state; of stage 3 one file for each rank.
-        optimizer: The optimizer's state, one file for each rank; none of stage 0 and of universal checkpoints.
-        is_universal: Whether each parameter has a folder.
+        model: The module's state: one file, or one per rank of stage 3.
+        optimizer: The optimizer's state, one file per rank; empty for stage 0 and universal checkpoints.
+        is_universal: Whether it is a universal checkpoint, with a folder for each parameter.
     """
 
     folder: Path
@@ -201,13 +201,13 @@ class NativeFiles:
 
 
 def find_files(path: Path) -> NativeFiles | None:
-    """Return the files of a checkpoint; None where there is none of DeepSpeed's.
+    """Return the files of a checkpoint; None if the folder has no checkpoint of DeepSpeed.
 
     Args:
-        path: Its folder, or the one above, in which a file names the latest.
+        path: The folder of a checkpoint, or its parent with a file ``latest``.
 
     Raises:
-        CheckpointError: It is of several models in parallel, or of files on NVMe, or files are missing.
+        CheckpointError: The checkpoint is of a model-parallel job or of files on NVMe, or files are missing.
     """
     folder = _latest(path)
     if not folder.is_dir():
@@ -248,18 +248,18 @@ def _latest(path: Path) -> Path:
     return path
 
 
-# Whole parameters and their optimizer state, joined from the files of all ranks
+# Full parameters and their optimizer state, merged from the files of all ranks
 
 _WEIGHTS = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeState:
-    """Parameters as the optimizer has them.
+    """Full weights and optimizer state, by the names of parameters.
 
     Attributes:
-        weights: By name.
-        state: The optimizer's, by name and key; empty before its first step.
+        weights: The weights in the optimizer's dtype, by name.
+        state: The optimizer's state by name and key; empty before its first step.
         param_groups: The groups with their options and the names of their parameters.
     """
 
@@ -274,21 +274,28 @@ class NativeState:
         names: Mapping[str, Any],
         cut: Callable[[Tensor], dict[str, Tensor]],
     ) -> None:
-        """Add the parameters of a group, of whose weights and state each rank has a partition."""
+        """Add the parameters of a group.
+
+        Args:
+            flat: Each rank's partition of the weights.
+            states: Each rank's optimizer state of the partition.
+            names: Names of the parameters.
+            cut: Returns the parameters by name from the concatenated partitions.
+        """
         self.weights.update(cut(torch.cat(list(flat))))
         for key, value in states[0].items():
             is_element_wise = isinstance(value, Tensor) and value.dim() > 0
-            whole = cut(torch.cat([state[key] for state in states])) if is_element_wise else {}
+            full = cut(torch.cat([state[key] for state in states])) if is_element_wise else {}
             for name in names:
-                self.state.setdefault(name, {})[key] = whole[name] if is_element_wise else _copied(value)
+                self.state.setdefault(name, {})[key] = full[name] if is_element_wise else _copied(value)
 
 
 def of_stages_1_and_2(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> NativeState:
-    """Return the parameters of stage 1 or 2: those of a group follow each other over the ranks.
+    """Return the state of stage 1 or 2, which cuts the concatenated parameters of a group into equal partitions.
 
     Args:
-        shapes: Of the parameters of each group, by name.
-        ranks: The state of the optimizer, as each rank has saved it.
+        shapes: Shapes of the parameters of each group, by name.
+        ranks: The saved optimizer state of each rank.
     """
     base = ranks[0]["base_optimizer_state"]
     if not isinstance(base, dict):
@@ -307,11 +314,11 @@ def of_stages_1_and_2(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mappi
 
 
 def of_stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> NativeState:
-    """Return the parameters of stage 3: each is cut into as many equal shards as there are ranks.
+    """Return the state of stage 3, which cuts each parameter into equal shards.
 
     Args:
-        shapes: Of the parameters of each sub-group, by name.
-        ranks: The state of the optimizer, as each rank has saved it.
+        shapes: Shapes of the parameters of each sub-group, by name.
+        ranks: The saved optimizer state of each rank.
     """
     native = NativeState()
     for number, names in enumerate(shapes):
@@ -325,11 +332,11 @@ def of_stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str,
 
 
 def of_universal(folder: Path, shapes: Sequence[Mapping[str, Any]]) -> NativeState:
-    """Return the parameters of a universal checkpoint: each has a folder.
+    """Return the state of a universal checkpoint, which has a folder for each parameter.
 
     Args:
         folder: The checkpoint.
-        shapes: Of the parameters, by name.
+        shapes: Shapes of the parameters of each group, by name.
     """
     common = read_plain(folder / UNIVERSAL / "optimizer_state.pt")
     groups = common.get("param_groups") or common["optimizer_state_dict"]["param_groups"]
@@ -342,7 +349,7 @@ def of_universal(folder: Path, shapes: Sequence[Mapping[str, Any]]) -> NativeSta
             if entry and "step" not in entry and "step" in steps.get(number, {}):
                 entry["step"] = _copied(steps[number]["step"])
             native.state[name] = entry
-    # Groups of stage 3 have the numbers of their sub-groups; others follow each other as the shapes do.
+    # Groups of stage 3 list the numbers of their sub-groups; those of other stages have the order of the shapes.
     has_numbers = sorted(n for group in groups for n in group["params"]) == list(range(len(shapes)))
     for index, group in enumerate(groups):
         numbers = group["params"] if has_numbers else [index]
@@ -351,6 +358,7 @@ def of_universal(folder: Path, shapes: Sequence[Mapping[str, Any]]) -> NativeSta
 
 
 def _of_folder(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
+    # The name is from the checkpoint: it must not lead to another folder.
     if folder.parent.name != UNIVERSAL or folder.name in (".", ".."):
         raise CheckpointError(f"{str(folder)!r} is no folder of a parameter: the checkpoint names one outside of it")
     if not (folder / f"{_WEIGHTS}.pt").is_file():
@@ -366,7 +374,7 @@ def _of_folder(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a number that no other parameter counts on."""
+    """Return a copy of a number, since optimizers change their step tensors in place."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -399,11 +407,11 @@ def _in_equal_shards(names: Mapping[str, Any], num_ranks: int) -> Callable[[Tens
 
 
 class Attributes:
-    """Stands for an object that holds plain attributes only, such as a loss scaler."""
+    """A placeholder for an object with plain attributes, such as a loss scaler."""
 
 
 class Number(int):
-    """Stands for a member of an enumeration of numbers."""
+    """A placeholder for a member of an ``IntEnum``."""
 
 
 _STAND_INS = [
@@ -414,21 +422,21 @@ _STAND_INS = [
     (Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 _NEEDED = ("", "module", "optimizer", "optimizer_state_dict", "param", "param_groups", "state")
-"""The keys of a file below which nothing is left out."""
+"""The keys of a file below which nothing may be dropped."""
 
 
 def read_plain(path: Path) -> Any:
-    """Return the content of a file: tensors on the CPU, plain values, stand-ins for DeepSpeed's classes.
+    """Return the content of a file: tensors on the CPU, plain values, and placeholders for DeepSpeed's objects.
 
-    Objects of other classes, which users have put there, are left out.
+    Objects of other classes, which are a user's, are dropped.
 
     Raises:
-        CheckpointError: It cannot be read, or holds something that would run code.
+        CheckpointError: The file cannot be read, or holds an object that would run code.
     """
     known = {name for _, name in _STAND_INS}
-    others = [pair for pair in stand_ins(path) if pair[1] not in known]
+    unknown_classes = [pair for pair in stand_ins(path) if pair[1] not in known]
     try:
-        with torch.serialization.safe_globals([*_STAND_INS, *others]):
+        with torch.serialization.safe_globals([*_STAND_INS, *unknown_classes]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
@@ -437,11 +445,11 @@ def read_plain(path: Path) -> Any:
             f"{str(path)!r} is not read: it holds {refused_name(str(error)) or 'something'} that cannot be read "
             "without running code; save it again without that"
         ) from error
-    except Exception as error:  # bytes that are no checkpoint raise whatever they look like
+    except Exception as error:  # damaged bytes raise almost any class
         raise CheckpointError(f"{str(path)!r} is damaged, or was not written by torch.save") from error
     plain, unknown = without_stand_ins(content)
     for name, kind in unknown.items():
-        if split(name)[0] in _NEEDED:
+        if split_name(name)[0] in _NEEDED:
             raise CheckpointError(
                 f"{str(path)!r} is not read: {name!r} in it is of {kind}, which cannot be read without running code; "
                 "save it again without that"

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrat.checkpoint.paths import RemotePath, place
+from dstrat.checkpoint.paths import RemotePath, as_path
 from dstrat.checkpoint.portable.ranks import GroupRanks, Ranks
 from dstrat.errors import CheckpointError
 from dstrat_deepspeed import internals
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def native_path(path: str | Path) -> Path:
-    """Return the folder of DeepSpeed's files that belong to a checkpoint; ``engine.load_checkpoint`` takes it."""
+    """Return the folder of DeepSpeed's files beside a checkpoint, an argument of ``engine.load_checkpoint``."""
     return Path(f"{path}.deepspeed")
 
 
 def check_can_save_native(path: str | Path, strategy: ParallelStrategy) -> None:
-    """Check that DeepSpeed's files can be written beside a checkpoint, before that is written; collective.
+    """Check that DeepSpeed's files can be written beside a checkpoint; collective.
 
     Raises:
-        CheckpointError: It is in a store, or rank 0, which makes their folder, finds them there already.
+        CheckpointError: The path is a URL, or the files exist.
     """
-    if isinstance(place(path), RemotePath):
+    if isinstance(as_path(path), RemotePath):
         raise CheckpointError(
             f"DeepSpeed's files cannot be written beside {str(path)!r}, which is in a store: leave save_native out, or "
             "save into a folder"
@@ -62,14 +62,14 @@ def save_native(
     unfinished = target.with_name(f".{target.name}.tmp")
     constants: Any = import_module("deepspeed.checkpoint.constants")
     universal = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
-    engine.global_steps = checkpoint["global_step"]  # the engine counts from the start of this run
+    engine.global_steps = checkpoint["global_step"]  # the engine counts from 0 in each run, the Trainer goes on
     tag = f"global_step{engine.global_steps}"
     with contextlib.closing(GroupRanks(strategy.timeout) if strategy.world_size > 1 else Ranks()) as ranks:
         try:
-            with ranks.together(f"make {str(target)!r}"):
+            with ranks.on_all_ranks(f"make {str(target)!r}"):
                 if ranks.rank == 0:
                     _make_room(target, unfinished)
-            with ranks.together(f"write DeepSpeed's files {str(target)!r}"), internals.errors_after_saving(engine):
+            with ranks.on_all_ranks(f"write DeepSpeed's files {str(target)!r}"), internals.errors_after_saving(engine):
                 engine.save_checkpoint(
                     str(unfinished),
                     tag=tag,
@@ -77,7 +77,7 @@ def save_native(
                     save_latest=False,
                     exclude_frozen_parameters=exclude_frozen,
                 )
-            with ranks.together(f"finish DeepSpeed's files {str(target)!r}"):
+            with ranks.on_all_ranks(f"finish DeepSpeed's files {str(target)!r}"):
                 if ranks.rank == 0:
                     (unfinished / "latest").write_text(tag, encoding="utf-8")
                     unfinished.rename(target)

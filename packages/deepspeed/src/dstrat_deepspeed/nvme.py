@@ -22,35 +22,36 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-_PREFIX, _MARK = "dstrat-", "in-use"
+_PREFIX, _LOCK = "dstrat-", "in-use"
 _IN_MEMORY, _ONLY_IN_FILE = "AVAILABLE", "NOT_AVAILABLE"
 
 
 @contextmanager
-def folder_in(path: str) -> Iterator[str]:
-    """Make a folder for the files of one rank in one run, in a ``with`` block; it is removed with them.
+def run_folder(path: str) -> Iterator[str]:
+    """Make a folder for the files of one rank in one run, and remove it at the end of a ``with`` block.
 
-    DeepSpeed removes nothing, and runs that share a folder would write each other's files.  Folders of processes that
-    were killed are removed too.
+    Stale folders of killed processes are removed too.
     """
-    for mark_path in Path(path).glob(f"{_PREFIX}*/{_MARK}"):
-        with suppress(OSError), mark_path.open("w") as file:  # a process holds the lock, or has removed the folder
+    # DeepSpeed removes no files, and two runs in one folder would overwrite each other's.
+    for lock_path in Path(path).glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError), lock_path.open("w") as file:  # another process holds the lock, or removes the folder
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(mark_path.parent, ignore_errors=True)
+            shutil.rmtree(lock_path.parent, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=_PREFIX, dir=path)
-    with Path(f"{folder}.{_MARK}").open("w") as mark:
-        fcntl.flock(mark, fcntl.LOCK_EX)  # as long as this process lives
-        Path(mark.name).rename(Path(folder) / _MARK)
+    # Locked before it is moved into the folder: in between, another process would take the folder for a stale one.
+    with Path(f"{folder}.{_LOCK}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when the process ends for any reason
+        Path(lock.name).rename(Path(folder) / _LOCK)
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a flat tensor whose memory is a file's: nothing is read before it is used, and writing changes the file.
+def map_file(path: str, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor that is memory-mapped to a file, so that writing to the tensor changes the file.
 
-    DeepSpeed reads and writes the file past the cache of pages, which the operating system keeps consistent with that.
+    DeepSpeed uses direct I/O on the same file, with which the operating system keeps the page cache consistent.
     """
     return torch.from_file(path, shared=True, size=numel, dtype=dtype)
 
@@ -59,21 +60,19 @@ def mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def shard_elements(parameter: Any) -> Tensor:
-    """Return the elements of a parameter of stage 3 that this rank holds, flat: in memory, or in their file."""
+    """Return this rank's elements of a parameter of stage 3 as a flat tensor, in memory or mapped to their file."""
     elements: Tensor = parameter.ds_tensor.detach()
     if _has_file(parameter):
         release_unused([parameter])
         if parameter.ds_tensor.status.name != _IN_MEMORY:
             path = parameter.nvme_swapper.get_path(parameter, must_exist=True)
-            return mapped(path, parameter.ds_tensor.ds_numel, parameter.dtype)
+            return map_file(path, parameter.ds_tensor.ds_numel, parameter.dtype)
     return elements.view(-1)
 
 
 def release_unused(parameters: Iterable[Any]) -> None:
-    """Release elements that were read ahead for a backward pass that did not come.
-
-    They would take the buffers that others need, and an update would reach them alone and not their file.
-    """
+    """Release elements that were prefetched for a backward pass that was not made."""
+    # They would occupy the buffers for other parameters, and an update would change them, but not their file.
     for parameter in parameters:
         if not _has_file(parameter) or parameter.ds_status.name != _ONLY_IN_FILE:
             continue
@@ -82,7 +81,7 @@ def release_unused(parameters: Iterable[Any]) -> None:
 
 
 def release_elements(parameter: Any) -> None:
-    """Release elements that are in their file too."""
+    """Release the buffer of elements that are in their file too."""
     if _has_file(parameter):
         parameter.nvme_swapper.synchronize_reads()
         parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
@@ -98,26 +97,26 @@ def parameters_in_files(module: Module) -> list[Any]:
     return [parameter for parameter in module.parameters() if _has_file(parameter)]
 
 
-def read_once(module: Module) -> None:
-    """Keep DeepSpeed from reading a parameter twice at a time, for its forward pass and the backward pass after it."""
+def prevent_double_reads(module: Module) -> None:
+    """Prevent DeepSpeed from reading a parameter twice at a time, for the forward and the backward pass."""
     for swapper in swappers_of(module):
         if "swap_in" not in vars(swapper):
-            swapper.swap_in = partial(_swap_in_once, swapper.swap_in)
+            swapper.swap_in = partial(_swap_in_unique, swapper.swap_in)
 
 
-def _swap_in_once(swap_in: Callable[..., None], params: list[Any], **options: Any) -> None:
+def _swap_in_unique(swap_in: Callable[..., None], params: list[Any], **options: Any) -> None:
     swap_in(list({id(parameter): parameter for parameter in params}.values()), **options)
 
 
 def swappers_of(module: Module) -> list[Any]:
-    """Return DeepSpeed's readers and writers of the parameters of a module, where these are in files."""
+    """Return DeepSpeed's swappers of a module's parameters, which exist if these are in files."""
     swappers = (getattr(parameter, "nvme_swapper", None) for parameter in module.parameters())
     return list({id(swapper): swapper for swapper in swappers if swapper is not None}.values())
 
 
 def free_buffers(swappers: Iterable[Any]) -> None:
-    """Free the page-locked memory through which parameters were read; no parameter may need it any more."""
-    # DeepSpeed keeps it until the process ends.
+    """Free the page-locked buffers of swappers; no parameter may be in them any more."""
+    # DeepSpeed never frees them.
     for swapper in swappers:
         if swapper.pending_reads:
             swapper.aio_read_handle.wait()
@@ -129,7 +128,7 @@ def free_buffers(swappers: Iterable[Any]) -> None:
 
 
 def free_state_buffers(optimizer: Any) -> None:
-    """Free the page-locked memory through which the optimizer's state was read."""
+    """Free the page-locked buffers of the optimizer's state."""
     swapper = getattr(optimizer, "optimizer_swapper", None)
     if swapper is not None:
         manager = swapper.swap_buffer_manager
@@ -142,11 +141,11 @@ def free_state_buffers(optimizer: Any) -> None:
 
 
 class GroupInFiles:
-    """The weights of one of the optimizer's groups and their state, each tensor in a file.
+    """The weights of one of the optimizer's groups and their state, with each tensor in a file.
 
     Args:
-        swapper: DeepSpeed's, which reads them for a step and writes them after it.
-        tensor: The optimizer's stand-in for the weights; empty between two steps.
+        swapper: DeepSpeed's, which reads the files for a step and writes them after it.
+        tensor: The optimizer's parameter for the group, which is empty between two steps.
     """
 
     def __init__(self, swapper: Any, tensor: Tensor) -> None:
@@ -156,23 +155,23 @@ class GroupInFiles:
 
     @property
     def weights(self) -> Tensor:
-        """All elements, in their file."""
-        return self._mapped(self._info.tensors[0].swap_path)
+        """All elements, mapped to their file."""
+        return self._map_file(self._info.tensors[0].swap_path)
 
     def state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state, with tensors in their files."""
-        internals.note_new_state(self._swapper, self._tensor)
+        """Return the state, with tensors mapped to their files."""
+        internals.register_new_state(self._swapper, self._tensor)
         paths = {id(entry.compute_tensor): entry.swap_path for entry in self._info.tensors}
         state = optimizer.state.get(self._tensor, {})
-        return {key: self._mapped(paths[id(value)]) if id(value) in paths else value for key, value in state.items()}
+        return {key: self._map_file(paths[id(value)]) if id(value) in paths else value for key, value in state.items()}
 
     def buffer(self, key: str, value: float) -> Tensor:
-        """Make the file of a tensor of the state, with one value everywhere; return its memory."""
+        """Make the file of a tensor of the state, filled with a value, and return the mapped tensor."""
         path = os.path.join(self._swapper.swap_folder, f"{self._file_id(key)}.tensor.swp")  # noqa: PTH118 - as DeepSpeed
-        return self._mapped(path).fill_(value)
+        return self._map_file(path).fill_(value)
 
     def set_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Take a state whose tensors are in the files that :meth:`state` or :meth:`buffer` has mapped."""
+        """Set the state, whose tensors are mapped to the files of :meth:`state` or :meth:`buffer`."""
         entries = {key: self._stand_in(key, value) for key, value in state.items()}
         self._info.tensors = self._info.tensors[:1]
         self._info.has_state_tensors = False
@@ -191,13 +190,13 @@ class GroupInFiles:
     def _file_id(self, key: str) -> str:
         return f"{key}-{self._info.param_id}"
 
-    def _mapped(self, path: str) -> Tensor:
+    def _map_file(self, path: str) -> Tensor:
         numel = self._info.numel()
-        return mapped(path, internals.aligned_elements(self._swapper, numel), self._info.dtype())[:numel]
+        return map_file(path, internals.aligned_elements(self._swapper, numel), self._info.dtype())[:numel]
 
 
 def group_in_files(optimizer: Any, number: int) -> GroupInFiles | None:
-    """Return the files of one of stage 3's groups of parameters; None where it is in memory."""
+    """Return the files of one of stage 3's groups of parameters; None if it is in memory."""
     if not internals.is_in_files(optimizer, number):
         return None
     return GroupInFiles(optimizer.optimizer_swapper, optimizer.fp32_partitioned_groups_flat[number])

@@ -1,4 +1,4 @@
-"""The state of an optimizer that has flat partitions in place of parameters, by the names of these."""
+"""State of an optimizer of flat partitions, by the names of the parameters in them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from dstrat_deepspeed.partitions import Extent, Partition
 
 MASTER = "fp32_weights"
-"""The key of the weights that the optimizer updates, where the module's are rounded copies of them."""
+"""The key of master weights, which the optimizer updates; the module's are rounded copies of them."""
 
 
 class PartitionedState:
-    """State that an optimizer keeps of partitions, saved and loaded parameter by parameter.
+    """State of an optimizer's partitions, saved and loaded by the names of parameters.
 
     Nothing is gathered: each rank has views of its elements.
 
     Args:
-        optimizer: The user's, in which DeepSpeed has put the partitions.
+        optimizer: The user's, in which DeepSpeed has replaced the parameters by partitions.
         partitions: This rank's.
-        group_names: The names of the parameters that the user has put into each group, frozen ones too; None where
-            DeepSpeed has made the groups.
+        group_names: Names of the user's parameters in each group, including frozen ones; None if DeepSpeed has made the
+            groups.
 
     Attributes:
-        group_names: The same.
+        group_names: Names of the parameters in each group.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class PartitionedState:
         self._optimizer = optimizer
         self._partitions = partitions
         self.group_names = _names_of(partitions) if group_names is None else group_names
-        # DeepSpeed counts groups that have parameters only.
+        # DeepSpeed's numbers skip groups without parameters.
         self._group_numbers = [number for number, names in enumerate(self.group_names) if names]
         self._buffers: dict[tuple[int, str], Tensor] = {}
 
-    def begin(self) -> None:
-        """Replace the state that Adagrad's constructor has made of parameters by the same of the partitions."""
+    def init_adagrad(self) -> None:
+        """Initialize Adagrad's state for the partitions; its constructor has done so for the parameters."""
         optimizer = self._optimizer
         if not isinstance(optimizer, torch.optim.Adagrad):
-            return  # others make theirs in the first step
+            return  # other optimizers initialize their state in the first step
         optimizer.state.clear()
         for number, partition in enumerate(self._partitions):
             group = optimizer.param_groups[self._group_numbers[partition.group]]
@@ -65,7 +65,7 @@ class PartitionedState:
 
     @property
     def shards(self) -> dict[str, FlatShard]:
-        """This rank's elements of each parameter, by name."""
+        """This rank's shard of each parameter, by name."""
         return {
             extent.name: FlatShard(local=extent.of(partition.weights), start=extent.start, shape=extent.shape)
             for partition in self._partitions
@@ -73,7 +73,7 @@ class PartitionedState:
         }
 
     def get(self) -> dict[str, Any]:
-        """Return the state as it is, in views; empty for parameters that have not been updated yet."""
+        """Return views of the state; parameters that have not been updated yet have none."""
         entries: dict[str, Any] = {}
         for partition in self._partitions:
             state = partition.state(self._optimizer)
@@ -87,7 +87,7 @@ class PartitionedState:
         return {"state": entries, "param_groups": groups, **self._masters()}
 
     def template(self) -> OptionalTensors:
-        """Return the tensors that a checkpoint can be loaded into; :meth:`load` makes them the state."""
+        """Return tensors to load a checkpoint into, which :meth:`load` makes the optimizer's state."""
         entries: dict[str, Any] = {}
         for number, partition in enumerate(self._partitions):
             examples = self._tensors_of(partition).items()
@@ -97,12 +97,12 @@ class PartitionedState:
         return OptionalTensors({"state": entries, **self._masters()})
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`get`, with views of :meth:`template` or whole tensors in it.
+        """Load the result of :meth:`get`, with the tensors of :meth:`template` or full ones.
 
-        The weights are those of the module, unless the state has more exact ones.
+        The optimizer's weights become the module's, or the state's master weights if it has some.
 
         Raises:
-            CheckpointError: It is the state of other parameters, or of another optimizer.
+            CheckpointError: The state is of other parameters, or of another optimizer.
         """
         self._check_names(state)
         for group, saved in zip(self._optimizer.param_groups, state["param_groups"], strict=True):
@@ -112,8 +112,8 @@ class PartitionedState:
             self._load_weights(partition, state.get(MASTER, {}))
         self._buffers.clear()
 
-    def take_weights(self, names: Collection[str] | None = None) -> None:
-        """Let the optimizer go on with the module's weights, which were loaded or changed; None is all."""
+    def sync_weights(self, names: Collection[str] | None = None) -> None:
+        """Copy the module's weights, which were loaded or changed, to the optimizer's; all of them, or those named."""
         for partition in self._partitions:
             self._load_weights(partition, {}, names)
 
@@ -127,7 +127,7 @@ class PartitionedState:
         return {MASTER: masters} if masters else {}
 
     def _tensors_of(self, partition: Partition) -> dict[str, Tensor]:
-        """Return the optimizer's tensors of the weights' elements: those there are, or smaller examples of them."""
+        """Return the element-wise tensors of the state by key; before the first step examples of two elements."""
         state = partition.state(self._optimizer)
         if state:
             return {key: value for key, value in state.items() if _is_like(value, partition.weights)}
@@ -135,14 +135,14 @@ class PartitionedState:
         return {key: value for key, value in example.items() if isinstance(value, Tensor) and value.shape == (2,)}
 
     def _example(self, partition: Partition) -> dict[str, Any]:
-        """Return the state of two elements after a step; empty where that is not known."""
+        """Return the state of two elements after a step; empty if it is not known."""
         if type(self._optimizer).__name__ == "DeepSpeedCPUAdam":  # which cannot be copied
             moments = {key: torch.zeros(2, dtype=partition.weights.dtype) for key in ("exp_avg", "exp_avg_sq")}
             return {"step": 0, **moments}
         return state_after_one_step(self._optimizer, self._group_numbers[partition.group], partition.weights)
 
     def _buffer(self, number: int, key: str, example: Tensor) -> Tensor:
-        """Return the memory of a tensor of the state: the optimizer's, or what will be that."""
+        """Return a tensor of the state: the optimizer's, or a new one that :meth:`load` gives to the optimizer."""
         partition = self._partitions[number]
         weights, files = partition.weights.detach(), partition.files
         if example.shape == weights.shape:
@@ -158,7 +158,7 @@ class PartitionedState:
 
     def _check_names(self, state: Mapping[str, Any]) -> None:
         trained = {extent.name for partition in self._partitions for extent in partition.extents}
-        frozen = {name for names in self.group_names for name in names} - trained  # DeepSpeed leaves them out
+        frozen = {name for names in self.group_names for name in names} - trained  # not in DeepSpeed's partitions
         expected = [sorted(set(names) - frozen) for names in self.group_names]
         saved = [sorted(set(group["params"]) - frozen) for group in state["param_groups"]]
         if expected == saved:
@@ -218,7 +218,7 @@ class PartitionedState:
                 continue
             if names is None or target.dtype == used.dtype:
                 target.copy_(used)
-            else:  # elements that were not changed keep their digits beyond the module's rounded ones
+            else:  # unchanged elements keep the precision that the module's rounded ones have lost
                 target.copy_(torch.where(target.to(used) == used, target, used.to(target)))
 
 
@@ -232,7 +232,7 @@ def _names_of(partitions: Sequence[Partition]) -> list[list[str]]:
 def _shard(value: Any, partition: Partition, extent: Extent) -> Any:
     if _is_like(value, partition.weights):
         return partition.shard(value, extent)
-    return value.clone() if isinstance(value, Tensor) else value  # or all parameters would share one count of steps
+    return value.clone() if isinstance(value, Tensor) else value  # all parameters would share one step tensor
 
 
 def _is_like(value: Any, weights: Tensor) -> bool:
@@ -240,14 +240,14 @@ def _is_like(value: Any, weights: Tensor) -> bool:
 
 
 def _converted(value: Any, example: Any) -> Any:
-    """Return a number as the optimizer wants it: some count steps in a tensor, some in an int."""
+    """Return a number in the optimizer's type: some optimizers count steps in a tensor, some in an int."""
     if isinstance(value, Tensor):
         return type(example)(value.item()) if isinstance(example, int | float) else value.clone()
     return torch.tensor(float(value)) if isinstance(example, Tensor) else value
 
 
 def _copy(target: Tensor, extent: Extent, value: Tensor | FlatShard, name: str) -> None:
-    """Copy a parameter's elements into a partition; those of a template are there already."""
+    """Copy a parameter's elements into a partition, unless they are the partition's own memory, as in a template."""
     if tuple(value.shape) != extent.shape:
         raise CheckpointError(f"{name} has the shape {tuple(value.shape)}, and {extent.shape} is expected")
     elements = extent.of(target)

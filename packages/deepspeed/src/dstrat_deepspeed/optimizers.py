@@ -1,4 +1,4 @@
-"""Optimizers that DeepSpeed can train with: the user's, those that a configuration names, and those for the CPU."""
+"""Optimizers for DeepSpeed: the user's, those named in a configuration, and those for the CPU."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _logger = logging.getLogger(__name__)
 
 
 def only_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer | None:
-    """Return the optimizer of a module; None where there is none.
+    """Return the only optimizer of a module; None if it has none.
 
     Raises:
-        RequestError: There are several, or it is one that computes gradients by itself.
+        RequestError: There are several, or its step calls a closure to compute gradients.
     """
     if not optimizers:
         return None
@@ -46,15 +46,16 @@ def only_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer | None:
     return optimizer
 
 
-def check_division(optimizer: Optimizer | None, stage: int, device: torch.device) -> None:
-    """Check that the optimizer gives the same results where it steps flat pieces of parameters, as from stage 1 on.
+def check_elementwise(optimizer: Optimizer | None, stage: int, device: torch.device) -> None:
+    """Check that an optimizer is element-wise: that it gives the same results for flat pieces of parameters.
 
     Raises:
-        RequestError: It needs whole parameters.
+        RequestError: The optimizer needs full parameters, and the stage shards it.
     """
     if optimizer is None or stage == 0 or type(optimizer).__module__.startswith("deepspeed."):
         return
-    reason = how_division_fails(optimizer, device, lambda whole: [piece.clone() for piece in whole.flatten().split(9)])
+    # A piece of 9 elements is not a multiple of a row, so that row-wise optimizers fail.
+    reason = how_division_fails(optimizer, device, lambda full: [piece.clone() for piece in full.flatten().split(9)])
     if reason is not None:
         raise RequestError(
             f"{type(optimizer).__name__} needs whole parameters, and stage {stage} of ZeRO lets it step flat pieces of "
@@ -64,13 +65,13 @@ def check_division(optimizer: Optimizer | None, stage: int, device: torch.device
 
 
 def check_unstepped(optimizer: Optimizer) -> None:
-    """Check that the optimizer has no state of the parameters, in whose place DeepSpeed puts other tensors.
+    """Check that an optimizer has no state yet: DeepSpeed replaces its parameters, which loses their state.
 
     Raises:
-        MisuseError: It has, as it has stepped before, or as its constructor makes it.
+        MisuseError: The optimizer has stepped before, or has initialized state in its constructor.
     """
     entries = [entry for entry in optimizer.state.values() if not isinstance(entry, dict) or entry]
-    if isinstance(optimizer, torch.optim.Adagrad):  # PartitionedState.begin makes the state of its constructor anew
+    if isinstance(optimizer, torch.optim.Adagrad):  # PartitionedState.init_adagrad restores its constructor's state
         entries = [entry for entry in entries if entry["step"] > 0]
     if entries:
         raise MisuseError(
@@ -81,10 +82,10 @@ def check_unstepped(optimizer: Optimizer) -> None:
 
 
 def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer whose state and step are on the CPU: DeepSpeed's Adam in place of torch's.
+    """Return an optimizer with state and step on the CPU: DeepSpeedCPUAdam for torch's Adam and AdamW.
 
     Raises:
-        RequestError: DeepSpeed has none that does the same.
+        RequestError: DeepSpeed has no equivalent optimizer.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("deepspeed."):
@@ -105,14 +106,14 @@ def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
     adam: Optimizer = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
         [{"params": group["params"]} for group in optimizer.param_groups], adamw_mode=kind is torch.optim.AdamW
     )
-    for index, group in enumerate(optimizer.param_groups):  # the same dicts, in which schedulers set learning rates
+    for index, group in enumerate(optimizer.param_groups):  # the same dicts: schedulers set learning rates in them
         group.update({name: value for name, value in adam.param_groups[index].items() if name not in group})
         adam.param_groups[index] = group
     optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - or its schedulers warn that it never steps
     return adam
 
 
-# The optimizer that a configuration names, which DeepSpeed makes and perhaps compiles
+# The optimizer of a configuration, which DeepSpeed constructs, and some of which it compiles
 
 _OF_DEEPSPEED = ("adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
 _ON_THE_CPU = {
@@ -128,16 +129,16 @@ _FOR_GPUS_ONLY = ("fused_lion", "fused_lamb")
 
 
 def check_named_optimizer(config: dict[str, Any], device_type: str, environ: Mapping[str, str], source: str) -> None:
-    """Check that DeepSpeed can make the optimizer that a configuration names, if it does.
+    """Check that DeepSpeed can construct the optimizer that a configuration names, if it names one.
 
     Args:
         config: As far as it is known before a run.
         device_type: ``"cpu"`` or ``"cuda"``.
-        environ: Has the paths of programs and of compiled operations.
+        environ: The environment, for the paths of programs and of compiled operations.
         source: The name of the configuration in error messages.
 
     Raises:
-        RequestError: There is no such optimizer, it is not for the device, or it cannot be compiled.
+        RequestError: The optimizer does not exist, does not run on the device, or cannot be compiled.
     """
     if "optimizer" not in config:
         return
@@ -158,7 +159,7 @@ def check_named_optimizer(config: dict[str, Any], device_type: str, environ: Map
 
 
 def _named_optimizer(section: Any, source: str) -> tuple[str, dict[str, Any]]:
-    """Return the name, in lower case where it is one of DeepSpeed's, and the options."""
+    """Return the name, in lower case for DeepSpeed's own optimizers, and the options."""
     name = section.get("type") if isinstance(section, dict) else None
     if not isinstance(name, str):
         raise RequestError(
@@ -176,11 +177,11 @@ def _named_optimizer(section: Any, source: str) -> tuple[str, dict[str, Any]]:
 
 
 def check_one_optimizer(config: dict[str, Any], optimizer: Optimizer | None, source: str, *, is_fitting: bool) -> None:
-    """Check that the optimizer comes from the module or the configuration, and that schedulers are the module's.
+    """Check that either the module or the configuration has an optimizer, and that schedulers are the module's.
 
     Raises:
-        ConflictError: There are two.
-        RequestError: There is none, and a stage of ZeRO shards it.
+        ConflictError: Both have an optimizer, or the configuration has a scheduler.
+        RequestError: Neither has an optimizer, and the stage shards it.
     """
     if optimizer is not None and "optimizer" in config:
         raise ConflictError(

@@ -22,16 +22,16 @@ class ZeroOptions:
     """Sharding and communication of ZeRO.
 
     Attributes:
-        zero_optimization: Whether anything is sharded; False is stage 0.
+        zero_optimization: Whether ZeRO shards; False is stage 0.
         stage: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         contiguous_gradients: Whether gradients are copied into one buffer as they are computed.
         overlap_comm: Whether gradients are reduced while others are still computed.
-        allgather_partitions: Whether updated parameters are collected by all-gather, rather than by broadcasts.
-        reduce_scatter: Whether gradients are reduced by reduce-scatter, rather than by all-reduce.
-        allgather_bucket_size: Elements that are gathered at a time.
-        reduce_bucket_size: Elements that are reduced at a time.
-        sub_group_size: Parameters that stage 3 updates at a time.
-        zero_allow_untested_optimizer: Whether optimizers that DeepSpeed does not know are allowed.
+        allgather_partitions: Whether updated parameters are gathered by all-gather instead of broadcasts.
+        reduce_scatter: Whether gradients are reduced by reduce-scatter instead of all-reduce.
+        allgather_bucket_size: Elements of an all-gather.
+        reduce_bucket_size: Elements of a reduction.
+        sub_group_size: Elements that stage 3 updates at a time.
+        zero_allow_untested_optimizer: Whether optimizers outside DeepSpeed's own list are allowed.
     """
 
     zero_optimization: bool = True
@@ -48,21 +48,21 @@ class ZeroOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadOptions:
-    """State and parameters on the CPU or in files instead of on the device.
+    """Offloading of optimizer state and parameters to the CPU or to files.
 
     Attributes:
-        offload_optimizer: Whether optimizer state and step are there.
+        offload_optimizer: Whether the optimizer's state and step are offloaded.
         offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
-        offload_parameters: Whether stage 3 keeps its shards of parameters there.
+        offload_parameters: Whether stage 3 offloads its shards of parameters.
         offload_params_device: ``"cpu"`` or ``"nvme"``.
-        remote_device: Where ``configure_model`` puts parameters under stage 3: ``"cpu"`` or ``"nvme"``; None follows
-            from ``offload_parameters``.
-        nvme_path: Folder in which each rank makes one for its files, until the end of a run.
-        params_buffer_count: Buffers for parameters that are read from files.
-        params_buffer_size: Elements in each of them.
-        max_in_cpu: Elements of parameters that stay in memory when the rest is in files.
-        optimizer_buffer_count: Buffers for optimizer state that is read from files.
-        pin_memory: Whether memory on the CPU is page-locked.
+        remote_device: Device on which ``configure_model`` creates the shards of stage 3: ``"cpu"`` or ``"nvme"``; None
+            follows ``offload_parameters``.
+        nvme_path: Folder in which each rank makes a folder for its files, until the end of a run.
+        params_buffer_count: Number of buffers for parameters in files.
+        params_buffer_size: Elements of each of these buffers.
+        max_in_cpu: Elements of parameters that stay in memory when the other ones are in files.
+        optimizer_buffer_count: Number of buffers for optimizer state in files.
+        pin_memory: Whether offloaded memory on the CPU is page-locked.
     """
 
     offload_optimizer: bool = False
@@ -80,14 +80,14 @@ class OffloadOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileOptions:
-    """Reading and writing of files on NVMe.
+    """Asynchronous I/O of files on NVMe.
 
     Attributes:
         block_size: Bytes of a request.
-        queue_depth: Requests under way at a time.
+        queue_depth: Number of requests in flight.
         single_submit: Whether requests are submitted one by one.
-        overlap_events: Whether they are submitted while others are waited for.
-        thread_count: Threads of each rank.
+        overlap_events: Whether requests are submitted while earlier ones complete.
+        thread_count: Number of threads of each rank.
     """
 
     block_size: int = 1_048_576
@@ -99,14 +99,14 @@ class FileOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaleOptions:
-    """The scale of the loss with precision ``"16-mixed"``.
+    """Loss scale of precision ``"16-mixed"``.
 
     Attributes:
-        loss_scale: The scale; 0 lets it adapt itself, as the others say.
-        initial_scale_power: The first scale is two to this power.
+        loss_scale: Static scale; 0 is a dynamic one, which the other options control.
+        initial_scale_power: Exponent of the initial scale, to base 2.
         loss_scale_window: Steps without overflow before the scale is doubled.
-        hysteresis: Overflows before it is halved.
-        min_loss_scale: The least scale.
+        hysteresis: Overflows before the scale is halved.
+        min_loss_scale: Lower bound of the scale.
     """
 
     loss_scale: float = 0
@@ -121,10 +121,10 @@ class ActivationOptions:
     """Activations of ``deepspeed.checkpointing.checkpoint``.
 
     Attributes:
-        partition_activations: Whether they are divided over model-parallel ranks.
-        cpu_checkpointing: Whether they are kept on the CPU.
-        contiguous_memory_optimization: Whether they are copied into one buffer.
-        synchronize_checkpoint_boundary: Whether the device is waited for at each checkpoint.
+        partition_activations: Whether activations are sharded over model-parallel ranks.
+        cpu_checkpointing: Whether activations are moved to the CPU.
+        contiguous_memory_optimization: Whether activations are copied into one buffer.
+        synchronize_checkpoint_boundary: Whether the device is synchronized at each checkpoint.
     """
 
     partition_activations: bool = False
@@ -138,9 +138,9 @@ class CheckpointOptions:
     """Content and form of checkpoints.
 
     Attributes:
-        load_full_weights: Allowed for programs from elsewhere, and logged: whole parameters are always dealt out to
-            the shards of stage 3.
-        exclude_frozen_parameters: Whether parameters that need no gradient are left out of DeepSpeed's own files.
+        load_full_weights: Accepted for compatibility, and logged: full parameters are always scattered to the shards
+            of stage 3.
+        exclude_frozen_parameters: Whether DeepSpeed's own files have only parameters that require gradients.
         save_native: Whether DeepSpeed's own files are written too, beside each checkpoint.
     """
 
@@ -174,10 +174,10 @@ _KINDS = {option.name: str(option.type) for group in _GROUPS.values() for option
 
 
 def read_options(values: Mapping[str, Any]) -> Options:
-    """Return the options of these values, which have the names of options.
+    """Return options from values by name.
 
     Raises:
-        RequestError: There is no such option, or a value makes no sense.
+        RequestError: An option does not exist, or its value is not valid.
     """
     grouped: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
     for name, value in values.items():
@@ -190,13 +190,13 @@ def read_options(values: Mapping[str, Any]) -> Options:
 
 
 def changed(group: Any) -> list[str]:
-    """Return the options of a group that are not at their default."""
+    """Return the names of a group's options whose values differ from the defaults."""
     default = type(group)()
     names = [option.name for option in dataclasses.fields(group)]
     return [name for name in names if getattr(group, name) != getattr(default, name)]
 
 
-# Values of an option, by the type that its group states
+# Validation of values, by the annotation of the option
 
 _LEAST = {
     "reduce_bucket_size": 1,
@@ -212,15 +212,15 @@ _LEAST = {
 
 
 def possible_value(name: str, value: Any, kind: str) -> Any:
-    """Return the value of an option as DeepSpeed takes it, such as a whole number for ``5e8``.
+    """Return the value of an option in DeepSpeed's type, such as an int for ``5e8``.
 
     Args:
         name: Of the option.
         value: The user's.
-        kind: The annotation of the option, as text.
+        kind: The annotation of the option as a str.
 
     Raises:
-        RequestError: The option cannot have the value.
+        RequestError: The value is not valid for the option.
     """
     if name == "stage":
         return possible_stage(value, f"stage {value!r} of ZeRO is not possible")
@@ -230,14 +230,14 @@ def possible_value(name: str, value: Any, kind: str) -> Any:
         raise RequestError(f"{name} {value!r} is not possible: choose 'cpu' or 'nvme'")
     if kind == "str":
         return _text(name, value)
-    return _number(name, value, is_whole=kind == "int") if kind in ("int", "float") else value
+    return _number(name, value, is_integer=kind == "int") if kind in ("int", "float") else value
 
 
 def possible_stage(value: Any, complaint: str) -> int:
-    """Return a stage of ZeRO.
+    """Return a value that is a stage of ZeRO.
 
     Raises:
-        RequestError: It is none; the message begins with the complaint.
+        RequestError: The stage does not exist; the message begins with the complaint.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 3:
         raise RequestError(f"{complaint}: choose 0, 1, 2 or 3")
@@ -250,11 +250,11 @@ def _text(name: str, value: Any) -> str:
     return str(os.fspath(value))
 
 
-def _number(name: str, value: Any, *, is_whole: bool) -> int | float:
+def _number(name: str, value: Any, *, is_integer: bool) -> int | float:
     least = _LEAST.get(name, 0)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not value >= least or (is_whole and value % 1):
+    if not is_number or not value >= least or (is_integer and value % 1):
         raise RequestError(
-            f"{name} {value!r} is not possible: give a {'whole ' if is_whole else ''}number from {least} on"
+            f"{name} {value!r} is not possible: give a {'whole ' if is_integer else ''}number from {least} on"
         )
-    return int(value) if is_whole else value
+    return int(value) if is_integer else value

@@ -1,4 +1,4 @@
-"""Partitions of an engine's weights, and the parameters of their elements."""
+"""Partitions of an engine's weights, and the extents of parameters in them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Extent:
-    """Elements of a parameter in a partition.
+    """Consecutive elements of a parameter in a partition.
 
     Attributes:
-        name: Of the parameter in the user's module.
+        name: Name of the parameter in the user's module.
         parameter: The parameter.
-        shape: Of the whole parameter.
+        shape: Shape of the full parameter.
         start: Position of the first element in the flattened parameter.
         offset: Position of the first element in the partition.
-        length: Number of elements; 0 where the partition has none of the parameter.
+        length: Number of elements; 0 if the partition has none of the parameter.
     """
 
     name: str
@@ -38,32 +38,32 @@ class Extent:
 
     @property
     def weights(self) -> Tensor:
-        """The same elements of the parameter that the module computes with, as a view."""
+        """A view of these elements of the module's parameter."""
         if hasattr(self.parameter, "ds_tensor"):
             return shard_elements(self.parameter)[: self.length]
         return self.parameter.detach().view(-1)[self.start : self.start + self.length]
 
     def of(self, partition: Tensor) -> Tensor:
-        """Return the elements in a tensor that is laid out as the partition is, as a view."""
+        """Return a view of the elements in a tensor with the partition's layout."""
         return partition.detach().view(-1)[self.offset : self.offset + self.length]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Partition:
-    """Elements of several parameters in one tensor, which the optimizer has in place of these.
+    """Elements of several parameters in one flat tensor, which the optimizer steps in place of the parameters.
 
     Attributes:
-        tensor: The tensor, which may be padded at its end.
+        tensor: The tensor, possibly padded at its end.
         group: Index of the optimizer's group.
-        extents: Its content; every parameter of the group is in some partition of every rank.
-        is_whole: Whether every rank has all elements.
-        files: The files of the elements and the state; None is memory.
+        extents: The parameters' elements in it; each rank has an extent, even if empty, of each parameter of the group.
+        is_replicated: Whether every rank has all elements.
+        files: The files of the elements and their state; None if they are in memory.
     """
 
     tensor: Tensor
     group: int
     extents: tuple[Extent, ...]
-    is_whole: bool = False
+    is_replicated: bool = False
     files: GroupInFiles | None = None
 
     @property
@@ -72,34 +72,35 @@ class Partition:
         return self.tensor if self.files is None else self.files.weights
 
     def state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state of the elements; empty before its first step."""
+        """Return the optimizer's state of the partition; empty before its first step."""
         if self.files is not None:
             return self.files.state(optimizer)
         state: dict[str, Any] = optimizer.state.get(self.tensor, {})
         return state
 
     def set_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Let the optimizer go on with a state."""
+        """Set the optimizer's state of the partition."""
         if self.files is None:
             optimizer.state[self.tensor] = state
         else:
             self.files.set_state(optimizer, state)
 
     def shard(self, like_weights: Tensor, extent: Extent) -> Tensor | FlatShard:
-        """Return a parameter's elements, as a view of a tensor that is laid out as the weights are."""
+        """Return a view of a parameter's elements in a tensor with the layout of the weights."""
         local = extent.of(like_weights)
-        if self.is_whole:
+        if self.is_replicated:
             return local.view(extent.shape)
         return FlatShard(local=local, start=extent.start, shape=extent.shape)
 
 
 def partitions_of(optimizer: Any, names: Mapping[int, str]) -> list[Partition] | None:
-    """Return this rank's partitions; None where the optimizer has the parameters themselves, as in stage 0.
+    """Return this rank's partitions; None if the optimizer has the parameters themselves, as in stage 0.
 
     Args:
         optimizer: DeepSpeed's wrapper of the user's optimizer.
-        names: Of the parameters, by id.
+        names: Names of the parameters, by ``id``.
     """
+    # Each wrapper of DeepSpeed has its own attributes, by which it is recognized.
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
         return list(_of_stage_3(optimizer, names))
     if hasattr(optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2
@@ -111,7 +112,11 @@ def partitions_of(optimizer: Any, names: Mapping[int, str]) -> list[Partition] |
             strict=True,
         )
         return [
-            Partition(tensor=flat, group=group, extents=_cut(parameters, offsets, flat.numel(), ranks.rank(), names))
+            Partition(
+                tensor=flat,
+                group=group,
+                extents=_extents_of_rank(parameters, offsets, flat.numel(), ranks.rank(), names),
+            )
             for group, (flat, parameters, offsets, ranks) in enumerate(groups)
         ]
     if hasattr(optimizer, "fp32_groups_flat_partition"):  # stage 1 with weights of 16 bits and gradients of 32
@@ -122,19 +127,19 @@ def partitions_of(optimizer: Any, names: Mapping[int, str]) -> list[Partition] |
             Partition(
                 tensor=flat,
                 group=group,
-                extents=_cut(parameters, _offsets(parameters), flat.numel(), ranks.rank(), names),
+                extents=_extents_of_rank(parameters, _offsets(parameters), flat.numel(), ranks.rank(), names),
             )
             for group, (flat, parameters, ranks) in enumerate(flats)
         ]
     if hasattr(optimizer, "fp32_groups_flat"):  # stage 0 in 16 bits, with an optimizer of DeepSpeed's
-        wholes = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
+        replicas = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
         return [
-            Partition(tensor=flat, group=group, extents=_whole(parameters, names), is_whole=True)
-            for group, (flat, parameters) in enumerate(wholes)
+            Partition(tensor=flat, group=group, extents=_all_extents(parameters, names), is_replicated=True)
+            for group, (flat, parameters) in enumerate(replicas)
         ]
     if hasattr(optimizer, "fp32_groups"):  # stage 0 in 16 bits
         return [
-            Partition(tensor=copy, group=group, extents=_whole([parameter], names), is_whole=True)
+            Partition(tensor=copy, group=group, extents=_all_extents([parameter], names), is_replicated=True)
             for group, (copies, parameters) in enumerate(zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True))
             for copy, parameter in zip(copies, parameters, strict=True)
         ]
@@ -142,7 +147,7 @@ def partitions_of(optimizer: Any, names: Mapping[int, str]) -> list[Partition] |
 
 
 def _offsets(parameters: Iterable[Parameter]) -> list[int]:
-    """Return the positions of parameters that follow each other."""
+    """Return the positions of consecutive parameters in a flat tensor."""
     offsets, end = [], 0
     for parameter in parameters:
         offsets.append(end)
@@ -150,15 +155,25 @@ def _offsets(parameters: Iterable[Parameter]) -> list[int]:
     return offsets
 
 
-def _whole(parameters: list[Parameter], names: Mapping[int, str]) -> tuple[Extent, ...]:
-    """Return parameters that follow each other, all of them on every rank."""
-    return _cut(parameters, _offsets(parameters), sum(parameter.numel() for parameter in parameters), 0, names)
+def _all_extents(parameters: list[Parameter], names: Mapping[int, str]) -> tuple[Extent, ...]:
+    """Return the extents of consecutive parameters in a replicated partition."""
+    return _extents_of_rank(
+        parameters, _offsets(parameters), sum(parameter.numel() for parameter in parameters), 0, names
+    )
 
 
-def _cut(
+def _extents_of_rank(
     parameters: Iterable[Parameter], offsets: Iterable[int], size: int, rank: int, names: Mapping[int, str]
 ) -> tuple[Extent, ...]:
-    """Return a rank's elements of parameters at offsets in one tensor, of which each rank has as many elements."""
+    """Return the extents of a rank's partition of a flat tensor.
+
+    Args:
+        parameters: In the flat tensor.
+        offsets: Their positions in it.
+        size: Elements of each rank's partition.
+        rank: Of the partition.
+        names: Names of the parameters, by ``id``.
+    """
     extents = []
     for parameter, offset in zip(parameters, offsets, strict=True):
         low = min(max(rank * size, offset), offset + parameter.numel())
@@ -202,7 +217,7 @@ def _of_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[Partition]
 
 
 def shard_of_stage_3(parameter: Any) -> FlatShard:
-    """Return this rank's shard of a parameter that stage 3 has split, without the padding."""
+    """Return this rank's shard of a parameter of stage 3, without the padding."""
     size, numel = parameter.partition_numel(), parameter.ds_numel
     start = min(parameter.ds_process_group.rank() * size, numel)
     local = shard_elements(parameter)[: min(size, numel - start)]

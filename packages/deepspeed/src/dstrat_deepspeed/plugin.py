@@ -6,8 +6,8 @@ from typing import Any
 
 from dstrat.plugins.component import Component, hookimpl
 
-# Types of device that DeepSpeed has code for, and that can communicate.
-# The ones beside CPUs and CUDA need software of their makers, and are not among our tests.
+# Devices with a communication backend in DeepSpeed.  All except CPUs and CUDA need their vendors' software, and are not
+# tested here.
 _DEVICE_TYPES = ("cpu", "cuda", "hpu", "mlu", "npu", "sdaa", "supa", "xpu")
 
 _DEEPSPEED = Component(

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedHalfPrecision(Precision):
-    """Parameters and computation in float16, with a copy of the parameters in float32 that is optimized.
+    """Parameters and computation in float16, with master weights in float32.
 
-    DeepSpeed keeps the copy, and scales the loss.
+    DeepSpeed has the master weights, and scales the loss.
     """
 
     flag = "16-mixed"

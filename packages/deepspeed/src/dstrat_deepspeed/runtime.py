@@ -1,4 +1,4 @@
-"""DeepSpeed as a library: imported for the right hardware, quiet, with the extensions that it compiles."""
+"""DeepSpeed as a library: its import, messages and warnings, environment and compiled extensions."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _IGNORED_MESSAGES = (
 
 
 def load_deepspeed(device_type: str, logging_level: int) -> Any:
-    """Import DeepSpeed for ``"cpu"`` or ``"cuda"``, and pass its messages on from a level.
+    """Import DeepSpeed for a device type, such as ``"cpu"`` or ``"cuda"``, and set the level of its messages.
 
     Raises:
-        ConflictError: It has been imported, or requested in the environment, for other hardware.
+        ConflictError: DeepSpeed has been imported for other hardware, or the environment requests it.
     """
     requested = os.environ.get(_ACCELERATOR_VARIABLE)
     if requested not in (None, device_type):
@@ -65,7 +65,7 @@ def load_deepspeed(device_type: str, logging_level: int) -> Any:
             f"set {_ACCELERATOR_VARIABLE}={device_type} before the program starts"
         )
     logger = logging.getLogger("DeepSpeed")
-    for handler in list(logger.handlers):  # they write on stdout
+    for handler in list(logger.handlers):  # they write to stdout, into the output of the user's program
         logger.removeHandler(handler)
     logger.propagate = True
     logger.addFilter(_is_worth_logging)
@@ -74,15 +74,15 @@ def load_deepspeed(device_type: str, logging_level: int) -> Any:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Return whether a message is neither about an option of the user's nor logged by the strategy too."""
+    """Return whether a message says more than the user's options and the strategy's own messages."""
     return not any(text in str(record.msg) for text in _IGNORED_MESSAGES)
 
 
 def log_level(value: Any) -> int:
-    """Return a level of logging from its number or its name, such as ``"info"``.
+    """Return the number of a logging level, from a number or a name such as ``"info"``.
 
     Raises:
-        RequestError: There is no such level.
+        RequestError: The level does not exist.
     """
     level = logging.getLevelName(value.upper()) if isinstance(value, str) else value
     if isinstance(level, bool) or not isinstance(level, int):
@@ -94,8 +94,9 @@ def log_level(value: Any) -> int:
 
 @contextmanager
 def running(deepspeed: Any, *, local_rank: int, local_size: int, timeout: timedelta) -> Iterator[None]:
-    """Let DeepSpeed communicate through the open process group in a ``with`` block."""
-    # DeepSpeed reads the rank here.  Without the size it runs numactl on CPUs in each step of stage 3.
+    """Make DeepSpeed use the open process group in a ``with`` block."""
+    # DeepSpeed reads the local rank from the environment.  Without LOCAL_SIZE it runs the program numactl on CPUs, in
+    # each step of stage 3.
     variables = {"LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(local_size)}
     with environment(variables), quiet_warnings(), internals.bound_process_group(deepspeed, timeout):
         yield
@@ -118,7 +119,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def quiet_warnings() -> Iterator[None]:
-    """Ignore warnings about DeepSpeed's use of torch in a ``with`` block; its users cannot change that."""
+    """Ignore warnings about DeepSpeed's own use of torch in a ``with`` block."""
     before = list(warnings.filters)
     for message, category in _IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
@@ -126,13 +127,13 @@ def quiet_warnings() -> Iterator[None]:
     try:
         yield
     finally:
-        # catch_warnings() would also undo the filters that the training sets meanwhile.
+        # Not catch_warnings(), which would also reset the filters that the training sets meanwhile.
         for entry in added:
             if entry in warnings.filters:
                 cast("list[Any]", warnings.filters).remove(entry)
 
 
-# Extensions that DeepSpeed compiles when they are first used
+# Extensions that DeepSpeed compiles on first use
 
 _ASYNC_IO, _PIN_MEMORY = "async_io", "pin_memory"
 _EXTENSIONS_DIR = "TORCH_EXTENSIONS_DIR"
@@ -140,16 +141,16 @@ _CAP_IPC_LOCK = 14  # Linux's number of the capability to lock any amount of mem
 
 
 def check_prerequisites(operation: str, option: str, environ: Mapping[str, str], *, is_for_gpus: bool = False) -> None:
-    """Check that DeepSpeed has compiled an operation, or can.
+    """Check that DeepSpeed has compiled an operation, or can compile it.
 
     Args:
-        operation: Its name, ``"cpu_adam"``, ``"fused_adam"`` or ``"async_io"``.
-        option: The request that needs it, for error messages.
-        environ: Has the paths of programs and of compiled operations.
+        operation: Name of the operation: ``"cpu_adam"``, ``"fused_adam"``, ``"async_io"`` ...
+        option: The user's option that needs it, for messages.
+        environ: The environment, for the paths of programs and of compiled operations.
         is_for_gpus: Whether it is written in CUDA.
 
     Raises:
-        RequestError: Something is missing; the message says how to get it.
+        RequestError: A tool or library is missing; the message has the command that installs it.
     """
     if _was_installed(operation):
         return
@@ -158,16 +159,17 @@ def check_prerequisites(operation: str, option: str, environ: Mapping[str, str],
         missing.append("there is no nvcc: install the CUDA toolkit, and name its folder in CUDA_HOME")
     if missing:
         raise RequestError(f"{option} needs DeepSpeed's {operation}, to be compiled once, and {'; '.join(missing)}")
-    if not is_compiled(operation, environ):  # if it is, torch runs ninja all the same, which sees that nothing changed
+    # The tools are needed in either case: torch runs ninja on a compiled operation too, to see whether it is current.
+    if not is_compiled(operation, environ):
         folder = build_folder(operation, environ)
         _logger.info("%s needs DeepSpeed's %s, which is compiled into %s, for some minutes", option, operation, folder)
     for lock in (build_folder(name, environ) / "lock" for name in _extensions(operation)):
-        if lock.exists():  # torch waits for it without a word, and without an end if its process was killed
+        if lock.exists():  # torch waits for it silently, and forever if the process that made it was killed
             _logger.warning("%s exists: a process is compiling, or was killed; if none is, rm %s", lock, lock)
 
 
 def is_compiled(operation: str, environ: Mapping[str, str]) -> bool:
-    """Return whether an operation has been compiled before, for this Python, and can be loaded at once."""
+    """Return whether an operation has been compiled for this Python, and can be loaded at once."""
     folders = [build_folder(name, environ) for name in _extensions(operation)]
     is_built = all((folder / f"{folder.name}.so").exists() and not (folder / "lock").exists() for folder in folders)
     return is_built or _was_installed(operation)
@@ -178,7 +180,8 @@ def _extensions(operation: str) -> tuple[str, ...]:
 
 
 def build_folder(operation: str, environ: Mapping[str, str]) -> Path:
-    """Return the folder that torch compiles an operation in."""
+    """Return the folder in which torch compiles an operation."""
+    # As in torch.utils.cpp_extension, which has no public function for it.
     if environ.get(_EXTENSIONS_DIR):
         return Path(environ[_EXTENSIONS_DIR]) / operation
     version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
@@ -188,12 +191,12 @@ def build_folder(operation: str, environ: Mapping[str, str]) -> Path:
 
 
 def programs_path(environ: Mapping[str, str]) -> str:
-    """Return the search path with the programs of this Python's environment, such as its ninja, at its end."""
+    """Return the search path with the scripts of this Python's environment, such as ninja, at its end."""
     return os.pathsep.join([environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 
 def _was_installed(operation: str) -> bool:
-    """Return whether the operation was compiled when DeepSpeed was installed (``DS_BUILD_CPU_ADAM=1``)."""
+    """Return whether an operation was compiled at the installation of DeepSpeed (``DS_BUILD_CPU_ADAM=1``)."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         return False
@@ -202,7 +205,7 @@ def _was_installed(operation: str) -> bool:
 
 
 def _missing_tools(operation: str, environ: Mapping[str, str]) -> list[str]:
-    """Return what is missing for a build, each with the command that installs it."""
+    """Return the tools that a build lacks, each with the command that installs it."""
     path = programs_path(environ)
     compiler = environ.get("CXX", "g++")
     missing = []
@@ -230,11 +233,12 @@ def _has_libaio(environ: Mapping[str, str]) -> bool:
 
 
 def check_lockable(size: int, option: str, hint: str) -> None:
-    """Check that this process may lock so many bytes of memory, which DeepSpeed ends with an abort where it may not.
+    """Check that this process may lock an amount of memory, in bytes.
 
     Raises:
-        RequestError: It may lock less; the message has the option that needs it and the hint.
+        RequestError: The limit is lower; the message has the option that needs the memory, and the hint.
     """
+    # DeepSpeed aborts the process at the limit, without a Python exception.
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and size > limit and not _may_lock_any():
         raise RequestError(
@@ -245,7 +249,7 @@ def check_lockable(size: int, option: str, hint: str) -> None:
 
 def _may_lock_any() -> bool:
     with contextlib.suppress(OSError):
-        # The file begins with the name of the program, which may have any bytes.
+        # errors="replace": the file has the name of the program, which may contain any bytes.
         for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("CapEff:"):
                 return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)

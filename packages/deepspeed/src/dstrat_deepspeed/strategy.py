@@ -17,8 +17,9 @@ from dstrat_deepspeed import internals
 from dstrat_deepspeed.checkpoint import CheckpointedStrategy
 from dstrat_deepspeed.config import Configuration
 from dstrat_deepspeed.engine import Engine, StepModule
-from dstrat_deepspeed.nvme import free_buffers, read_once, swappers_of
-from dstrat_deepspeed.optimizers import check_division, check_unstepped, only_optimizer, optimizer_for_cpu
+from dstrat_deepspeed.memory import zero_layout
+from dstrat_deepspeed.nvme import free_buffers, prevent_double_reads, swappers_of
+from dstrat_deepspeed.optimizers import check_elementwise, check_unstepped, only_optimizer, optimizer_for_cpu
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.runtime import environment, load_deepspeed, log_level, programs_path, running
 from dstrat_deepspeed.user_module import FixedFlags, ModuleSnapshot, OutsideChanges, rematerialize
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
     from dstrat_deepspeed.optimizer_state import PartitionedState
@@ -47,28 +49,28 @@ _HAS_MASTER_WEIGHTS = ("bf16-true", "16-mixed")  # precisions in which the optim
 class DeepSpeedStrategy(CheckpointedStrategy):
     """Training with DeepSpeed's ZeRO, on CPUs and GPUs, on one or several machines.
 
-    Stage 1 shards the optimizer's state over the ranks, stage 2 gradients too, stage 3 parameters too; each can be kept
-    on the CPU, and with stage 3 in files.  Losses are those of one device.
+    Stage 1 shards the optimizer's state over the ranks, stage 2 gradients too, stage 3 parameters too.  Each of them
+    can be offloaded to the CPU, and with stage 3 to files.  The losses equal those of one device.
 
     Args:
         accelerator: The hardware.
         parallel_devices: The devices of this machine, one for each local rank.
-        cluster_environment: Where the job runs.
-        checkpoint_io: How checkpoints reach storage.
+        cluster_environment: The cluster that the job runs on.
+        checkpoint_io: The format of checkpoints.
         precision_plugin: The dtypes.
-        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        process_group_backend: Backend of torch.distributed; None is the accelerator's.
         config: DeepSpeed's own configuration, merged over the options: a dict or the path of a JSON file.  None reads
-            the file that the environment names in ``DSTRAT_DEEPSPEED_CONFIG_PATH``, if it does.
+            the file in the environment variable ``DSTRAT_DEEPSPEED_CONFIG_PATH``, if it is set.
         logging_level: The least level of DeepSpeed's own messages: a number of ``logging``, or a name such as
             ``"info"``.
         logging_batch_size_per_gpu: Samples of a batch on one device, for DeepSpeed's own figures only; ``"auto"``
             is 1.
-        timeout: How long a collective waits for the other ranks before the job fails.
+        timeout: Time limit of a collective, after which the job fails.
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         **options: Options of :mod:`dstrat_deepspeed.options`, such as ``stage`` and ``offload_optimizer``.
 
     Raises:
-        RequestError: There is no such option, or it cannot have a value.
+        RequestError: An option does not exist, or its value is not valid.
         ConflictError: Two options exclude each other.
     """
 
@@ -116,11 +118,14 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     def receive(self, parts: Parts) -> None:
         super().receive(parts)
-        self._configuration.check_parts(self.parts)
+        self._configuration.check_components(self.parts)
 
     def precision_for(self, flag: str) -> Precision | None:
-        """Return the precision of this package where DeepSpeed scales the loss; None where core's serves."""
+        """Return this package's precision if DeepSpeed scales the loss itself; None for the core's."""
         return DeepSpeedHalfPrecision() if flag == "16-mixed" else None
+
+    def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
+        return zero_layout(training, self._configuration.known)
 
     # The life cycle
 
@@ -129,7 +134,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         """DeepSpeed's engine, from ``setup`` to ``teardown``; stages 0 to 2 evaluate without one.
 
         Raises:
-            MisuseError: There is none.
+            MisuseError: No engine exists now.
         """
         return self._active_engine.engine
 
@@ -140,6 +145,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         return self._engine
 
     def __getstate__(self) -> dict[str, Any]:
+        # Spawned ranks get a pickled copy of the strategy; what belongs to a run cannot be pickled.
         return {
             **super().__getstate__(),
             "_deepspeed": None,
@@ -167,25 +173,26 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         )
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which stage 3 shards the parameters of each layer as soon as it is made."""
+        """Return the context in which stage 3 shards the parameters of each layer at the end of its constructor."""
         if self.stage != 3:
             return nullcontext()
-        config = self._configuration.of_creation(self.precision_plugin.flag)
+        config = self._configuration.for_creation(self.precision_plugin.flag)
         return sharded_creation(self._deepspeed, config, self._configuration.options.offload.remote_device)
 
     def model_to_device(self) -> None:
-        """Move the module to the device; with stage 3 its parameters follow one by one, when they are sharded."""
+        """Move the module to the device, of stage 3 the buffers only."""
         rematerialize(self.module, is_global_zero=self.is_global_zero)
         self._snapshot = ModuleSnapshot(self.module)
         if self.stage != 3:
             super().model_to_device()
             return
+        # Parameters move one by one when they are sharded: the full module may not fit on the device.
         for buffer in self.module.buffers():
             buffer.data = buffer.to(self.root_device)
 
     def wrap_model(self, trainer: TrainerLike) -> None:
         if trainer.is_fitting:
-            return  # the engine wants the optimizer too
+            return  # the engine needs the optimizer too: setup_optimizers, which comes next, makes it
         if self.stage == 3:
             self._open_engine(trainer, None)
         else:
@@ -205,7 +212,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if self.stage == 3:
             with internals.scalars_as_bytes():
                 shard(self._deepspeed, self.module, config)
-            read_once(self.module)
+            prevent_double_reads(self.module)
         # It may compile here, and ninja may be in this Python's environment alone.
         with internals.scalars_as_bytes(), environment({"PATH": programs_path(os.environ)}):
             if optimizer is not None and uses_cpu_optimizer(config):
@@ -218,21 +225,21 @@ class DeepSpeedStrategy(CheckpointedStrategy):
                 is_manual=not getattr(self.module, "automatic_optimization", True),
             )
         if optimizer is None:  # the configuration may name one
-            check_division(self._engine.optimizer, self.stage, self.root_device)
+            check_elementwise(self._engine.optimizer, self.stage, self.root_device)
         self.model = self._engine.engine
         self.optimizers = [] if self._engine.optimizer is None else [self._engine.optimizer]
         state = self._partitioned(self.optimizers[0]) if self.optimizers else None
         if state is not None:
-            state.begin()
+            state.init_adagrad()
             self._watch_weights(state)
 
     def _checked_config(self, trainer: TrainerLike, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Return the configuration of a run, whose module and optimizer DeepSpeed can train."""
+        """Return the configuration of a run, after checking that DeepSpeed can train the module and the optimizer."""
         if optimizer is not None:
             check_layers(self.module, stage=self.stage, world_size=self.world_size)
         flag = self.precision_plugin.flag
-        config = self._configuration.of_run(trainer, optimizer, flag=flag, world_size=self.world_size)
-        check_division(optimizer, self.stage, self.root_device)
+        config = self._configuration.for_run(trainer, optimizer, flag=flag, world_size=self.world_size)
+        check_elementwise(optimizer, self.stage, self.root_device)
         if optimizer is not None:
             if self.stage > 0 or flag in _HAS_MASTER_WEIGHTS:
                 check_unstepped(optimizer)
@@ -260,23 +267,29 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             if can_gather:
                 self._accept_changes()
         except BaseException:
-            can_gather = self.world_size == 1  # others may have lost nothing, and wait elsewhere
+            can_gather = self.world_size == 1  # the error may be this rank's only: others would not join a gather
             raise
         finally:
             self._close_engine(can_gather=can_gather)
             super().teardown()
             if self._snapshot is not None:
-                self._snapshot.leave_shapes()
+                self._snapshot.move_lost_to_meta()
                 self._snapshot = None
 
     def _close_engine(self, *, can_gather: bool) -> None:
-        """Give the module back, of stage 3 to rank 0, unless other ranks may be gone; collective where it gathers."""
+        """Restore the user's module, of stage 3 on rank 0, and free the engine; collective if it gathers.
+
+        Args:
+            can_gather: Whether all ranks take part; without a gather the parameters of stage 3 are lost.
+        """
         engine, self._engine = self._engine, None
         self._changes = self._flags = None
         self._state = self._state_of = None
         if engine is not None:
             self._skipped_steps = engine.skipped_steps
-        with ExitStack() as ending:  # does the last one first, and the others also where one fails
+        # Callbacks run in reverse order, each also if another fails.  Gathering comes first, while the process groups
+        # are open; the engine closes before its attributes are removed from the module.
+        with ExitStack() as ending:
             ending.callback(self._running.close)
             ending.callback(internals.restore_linear)
             if self._snapshot is not None:
@@ -301,7 +314,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         return super().run_step(name, step, *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if loss.numel() != 1 or not loss.requires_grad:  # DeepSpeed asserts it, and torch raises this
+        if loss.numel() != 1 or not loss.requires_grad:  # DeepSpeed has a bare assert; torch raises RuntimeError
             raise RuntimeError(f"gradients need one number that requires them, and the loss is {loss!r}")
         if self.module_backward is None and not (args or kwargs):
             self._active_engine.backward(loss)
@@ -310,7 +323,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._active_engine.backward(loss, lambda scaled: compute(scaled, *args, **kwargs))
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:
-        """Return a context in which gradients accumulate until a backward pass outside of it."""
+        """Return a context in which backward passes accumulate gradients without reducing them."""
         return nullcontext() if self._engine is None else self._accumulating()
 
     @contextmanager
@@ -322,7 +335,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             self._active_engine.set_boundary(is_boundary=True)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:  # noqa: ARG002 - there is one
-        """Let the engine clip in its next step, which is where it knows the norm of all gradients."""
+        """Set the norm by which the engine clips in its next step, where it has the norm of all ranks' gradients."""
         check_clipping(algorithm)
         self._active_engine.clip(clip_val)
 
@@ -342,25 +355,26 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     @property
     def skipped_steps(self) -> int:
-        """Number of optimizer steps of this training, or the last one, left out as a gradient was not finite."""
+        """Number of optimizer steps skipped in this training, or the last one, because of non-finite gradients."""
         if self._engine is None and self._skipped_steps is not None:
             return self._skipped_steps
         return self._active_engine.skipped_steps
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
-        """Return the whole gradient of a parameter, between the last backward pass and the step; collective.
+        """Return the full gradient of a parameter, between the last backward pass and the step; collective.
 
         Args:
-            parameter: One of the module's.
+            parameter: A parameter of the module.
 
         Returns:
-            The mean over the ranks, of the parameter's shape; None where it has none.
+            The mean over the ranks, in the parameter's full shape; None if it has no gradient.
         """
         return self._active_engine.full_grad(parameter)
 
     def grad_norm(self) -> float:
-        """Return the norm of all gradients together, before clipping; collective.
+        """Return the norm of all gradients, before clipping; collective.
 
-        Between the last backward pass and the step it is that of the gradients that wait, afterwards that of the step.
+        Between the last backward pass and the step it is the norm of the current gradients, afterwards that of the last
+        step's.
         """
         return self._active_engine.grad_norm()

@@ -1,4 +1,4 @@
-"""Gradients of parameters that a rank or a batch does not use: one order of reductions, and zeros for them."""
+"""Gradients of unused parameters: the same order of reductions on all ranks, and zeros."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def is_same_on_all_ranks(values: Hashable, group: Any, device: torch.device) -> 
     """Return whether all ranks of a group have equal values; collective, with two numbers.
 
     Args:
-        values: Numbers, and tuples of them, whose hash is the same in each process.
+        values: Numbers, and tuples of them; hashes of other types may differ between processes.
         group: Of torch.distributed.
-        device: Where its collectives work.
+        device: For the group's collectives.
     """
+    # The maximum of a number and of its negative give the largest and the least: equal if all are.
     number = hash(values) % 2**62
     bounds = torch.tensor([number, -number], device=device)
     distributed.all_reduce(bounds, distributed.ReduceOp.MAX, group=group)
@@ -31,12 +32,13 @@ def is_same_on_all_ranks(values: Hashable, group: Any, device: torch.device) -> 
 
 
 class GradientOrder:
-    """One order in which ranks of stages 1 and 2 reduce gradients, whatever parameters each of them uses.
+    """A common order in which the ranks of stages 1 and 2 reduce gradients, even if they use different parameters.
 
-    DeepSpeed fills its buckets with gradients as a rank computes them, and adds up buckets over the ranks.  Here a
-    gradient that comes before its turn waits for it, and one that a rank has not computed by the end of a backward pass
-    is zero, as in stage 0.  The order is that of the first pass, of rank 0 where ranks differ in it, so that nothing
-    waits where all passes are alike.  Ranks compare their orders in the first pass only, once for each bucket.
+    DeepSpeed fills a bucket with gradients in the order in which a rank computes them, and reduces it over the ranks:
+    ranks with another order would add gradients of different parameters.  Here a gradient that comes too early is
+    deferred, and one that a rank has not computed by the end of a backward pass is zero, as in stage 0.  The order is
+    that of the first pass, or of rank 0's if ranks differ in it, so that nothing is deferred if all passes are equal.
+    Ranks compare their orders in the first pass only, once per bucket.
 
     Args:
         optimizer: DeepSpeed's wrapper of the user's optimizer.
@@ -55,22 +57,22 @@ class GradientOrder:
         self._is_complete = False
         self._has_differed = False
         self._waits_for_end = False
-        self._waiting: dict[int, Any] = {}  # each with the event on a GPU after which it can be read
-        self._elements_waiting = 0
+        self._pending: dict[int, Any] = {}  # deferred gradients, each with the CUDA event after which it can be read
+        self._num_pending_elements = 0
         self._num_sent = 0
         self._send = optimizer.reduce_independent_p_g_buckets_and_remove_grads
         self._end = optimizer.overlapping_partition_gradients_reduce_epilogue
-        optimizer.reduce_independent_p_g_buckets_and_remove_grads = self._receive
+        optimizer.reduce_independent_p_g_buckets_and_remove_grads = self._on_gradient
         optimizer.overlapping_partition_gradients_reduce_epilogue = self._end_pass
 
     def forget(self) -> None:
-        """Drop the gradients that still wait after an interrupted backward pass; what was sent cannot be undone."""
-        self._waiting.clear()
-        self._elements_waiting = self._num_sent = 0
+        """Drop gradients that an interrupted backward pass has deferred; those in buckets cannot be taken back."""
+        self._pending.clear()
+        self._num_pending_elements = self._num_sent = 0
 
-    def _receive(self, parameter: Any, group: int) -> None:  # noqa: ARG002 - as DeepSpeed passes it
+    def _on_gradient(self, parameter: Any, group: int) -> None:  # noqa: ARG002 - as DeepSpeed passes it
         if not getattr(parameter, "ds_grad_is_ready", True):
-            return  # more is added to it, and it comes again
+            return  # a part of a gradient: the parameter comes again with the sum
         number = self._optimizer.get_param_id(parameter)
         if self._positions.get(number, self._num_sent) < self._num_sent:
             raise MisuseError(
@@ -79,28 +81,30 @@ class GradientOrder:
                 "checkpoint activations of shared layers with use_reentrant=False, or pass a reduce_bucket_size "
                 "(elements) that holds all gradients"
             )
-        self._waits_for_end |= number in self._waiting  # for the second time in a pass
-        self._waiting[number] = None
+        # A shared layer's gradient may come several times in a pass, and only the last one is complete.
+        self._waits_for_end |= number in self._pending
+        self._pending[number] = None
         if self._is_complete:
             if not self._waits_for_end:
                 self._send_in_turn()
         elif not self._has_differed:
-            self._elements_waiting += parameter.numel()
-            if self._elements_waiting > self._optimizer.reduce_bucket_size:
-                self._agree(is_end=False)
-        if number in self._waiting:
-            self._waiting[number] = _record_event()
+            self._num_pending_elements += parameter.numel()
+            if self._num_pending_elements > self._optimizer.reduce_bucket_size:
+                self._compare_order(is_end=False)
+        if number in self._pending:
+            self._pending[number] = _record_event()
 
     def _send_in_turn(self) -> None:
-        while self._num_sent < len(self._order) and self._order[self._num_sent] in self._waiting:
+        while self._num_sent < len(self._order) and self._order[self._num_sent] in self._pending:
             self._send_next()
 
     def _send_next(self) -> None:
         number = self._order[self._num_sent]
         parameter, group = self._parameters[number]
         if not self._optimizer.ready_for_gradients:
-            self._optimizer.setup_buckets()  # as nothing was computed: gradients came from a checkpoint, or are zero
-        _wait_for(self._waiting.pop(number, None), self._optimizer.get_gradient_for_reduction(parameter))
+            # No gradient was computed in this pass: they are from a checkpoint, or zero.
+            self._optimizer.setup_buckets()
+        _wait_for(self._pending.pop(number, None), self._optimizer.get_gradient_for_reduction(parameter))
         self._num_sent += 1
         self._send(parameter, group)
 
@@ -116,29 +120,33 @@ class GradientOrder:
     def _set_zeros(self, parameter: Any) -> None:
         optimizer = self._optimizer
         if optimizer.get_gradient_for_reduction(parameter) is not None:
-            return  # stage 1 has it from this pass, or an earlier one
+            return  # stage 1 keeps gradients until the step: this one is from the pass, or an earlier one
         if optimizer.use_grad_accum_attribute:
             dtype = optimizer.gradient_accumulation_dtype
             parameter.grad_accum = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         else:
             parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
-    def _agree(self, *, is_end: bool) -> None:
-        """Send what waits if all ranks have computed the same until now; else let it wait for the end of the pass."""
+    def _compare_order(self, *, is_end: bool) -> None:
+        """Append the pending gradients to the order if all ranks have the same; otherwise defer them to the pass's end.
+
+        Collective; the first difference ends the comparisons.
+        """
         group = self._optimizer.dp_process_group
-        self._has_differed = not is_same_on_all_ranks((is_end, *self._waiting), group, self._device)
+        self._has_differed = not is_same_on_all_ranks((is_end, *self._pending), group, self._device)
         if not self._has_differed:
-            self._append(self._waiting)
-            self._elements_waiting = 0
+            self._append(self._pending)
+            self._num_pending_elements = 0
             self._send_in_turn()
 
     def _complete_order(self) -> None:
         if not self._has_differed:
-            self._agree(is_end=True)
-        group, numbers = self._optimizer.dp_process_group, dict.fromkeys([*self._waiting, *self._parameters])
-        rest = torch.tensor([n for n in numbers if n not in self._positions], dtype=torch.int64, device=self._device)
-        distributed.broadcast(rest, distributed.get_global_rank(group, 0), group=group)
-        self._append(rest.tolist())
+            self._compare_order(is_end=True)
+        group, numbers = self._optimizer.dp_process_group, dict.fromkeys([*self._pending, *self._parameters])
+        missing = [number for number in numbers if number not in self._positions]
+        order_of_rank_0 = torch.tensor(missing, dtype=torch.int64, device=self._device)
+        distributed.broadcast(order_of_rank_0, distributed.get_global_rank(group, 0), group=group)
+        self._append(order_of_rank_0.tolist())
         self._is_complete = True
 
     def _append(self, numbers: Iterable[int]) -> None:
@@ -148,7 +156,7 @@ class GradientOrder:
 
 
 def _record_event() -> Any:
-    """Return an event after what has been begun on this stream of a GPU; None on a CPU."""
+    """Record an event on the current stream of a GPU; return None on a CPU."""
     accelerator = import_module("deepspeed.accelerator").get_accelerator()
     if accelerator.resolves_data_dependency():
         return None
@@ -158,20 +166,20 @@ def _record_event() -> Any:
 
 
 def _wait_for(event: Any, gradient: Any) -> None:
-    """Let the current stream use a gradient after an event."""
+    """Make the current stream wait for an event before it uses a gradient."""
     if event is not None:
         stream = import_module("deepspeed.accelerator").get_accelerator().current_stream()
         stream.wait_event(event)
-        gradient.record_stream(stream)  # or its memory is used again while the stream still reads it
+        gradient.record_stream(stream)  # or the allocator may reuse its memory while the stream still reads it
 
 
-# Gradients that no batch of a step has computed
+# Parameters that not every batch of a step uses
 
 
 class UnusedGradients:
-    """Zeros for gradients that no batch of a step has computed, and what the last batch of a step leaves undone.
+    """Completion of gradients between the batches of a step, for parameters that not every batch uses.
 
-    This class is for optimizers that leave nothing undone.
+    This base class does nothing; its subclasses do what a wrapper of DeepSpeed's leaves out.
 
     Args:
         optimizer: DeepSpeed's wrapper of the user's optimizer.
@@ -181,33 +189,34 @@ class UnusedGradients:
         self._optimizer = optimizer
 
     def after_backward(self) -> None:
-        """Clear gradients from before the first backward pass of a step."""
+        """Clear gradients of the previous step, after the first backward pass of this one."""
 
     def before_step(self) -> None:
-        """Let the optimizer have the gradients that the last backward pass has not brought."""
+        """Pass gradients to the optimizer that the last backward pass did not compute."""
 
     def forget(self) -> None:
-        """Let the next backward pass be the first one of a step."""
+        """Reset the state, so that the next backward pass is the first one of a step."""
 
 
 def unused_gradients(optimizer: Any, *, sends_in_step: bool) -> UnusedGradients | None:
-    """Return the handling of unused parameters; None where DeepSpeed needs none, as in stage 0.
+    """Return the completion of gradients for an optimizer; None if DeepSpeed needs none, as in stage 0.
 
     Args:
         optimizer: DeepSpeed's wrapper of the user's optimizer.
-        sends_in_step: Whether DeepSpeed sends gradients to an optimizer on the CPU in the step.
+        sends_in_step: Whether DeepSpeed sends gradients to an optimizer on the CPU in the step, not in the last
+            backward pass.
     """
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
-        return _OfStage3(optimizer, sends_in_step=sends_in_step)
+        return _Stage3Gradients(optimizer, sends_in_step=sends_in_step)
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return _OfStages1And2(optimizer)
+        return _Stages1And2Gradients(optimizer)
     if hasattr(optimizer, "fp32_groups_has_gradients"):
-        return _Of32Bits(optimizer)
+        return _Float32Gradients(optimizer)
     return None
 
 
-class _OfStages1And2(UnusedGradients):
-    """Passes after which gradients are reduced bring those of all parameters, so that nothing else is missing."""
+class _Stages1And2Gradients(UnusedGradients):
+    """Gradients of stages 1 and 2, which :class:`GradientOrder` completes in each pass that reduces them."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
@@ -221,22 +230,21 @@ class _OfStages1And2(UnusedGradients):
             internals.forget_offloaded_gradients(self._optimizer)
 
 
-class _Of32Bits(UnusedGradients):
-    """With weights of 16 bits and gradients of 32 stage 1 reduces those of all parameters in its own order.
-
-    But the norm is of those only that the rank itself has computed, by which each rank would clip another way.
-    """
+class _Float32Gradients(UnusedGradients):
+    """Gradients of stage 1 with weights of 16 bits and gradients of 32 bits, which reduces all of them in one order."""
 
     def before_step(self) -> None:
+        # The norm skips gradients that this rank has not computed, so that each rank would clip by another norm.
         for computed in self._optimizer.fp32_groups_has_gradients:
             computed[:] = [True] * len(computed)
 
 
-class _OfStage3(UnusedGradients):
-    """Stage 3 adds up gradients in a buffer for each parameter, which the first backward pass of a step overwrites.
+class _Stage3Gradients(UnusedGradients):
+    """Gradients of stage 3, which are accumulated in a buffer for each parameter.
 
-    But it does so only for the parameters that it uses, and only the last pass sends a gradient to an optimizer on the
-    CPU.
+    The first backward pass of a step overwrites the buffers, but only of the parameters that it uses: others still have
+    the gradients of an earlier step.  And only the last pass sends gradients to an optimizer on the CPU, again only of
+    the parameters that it uses.
     """
 
     def __init__(self, optimizer: Any, *, sends_in_step: bool) -> None:
@@ -245,9 +253,9 @@ class _OfStage3(UnusedGradients):
         self._may_be_filled = set(internals.gradient_buffers(optimizer))  # a checkpoint may bring gradients
         self._used: set[int] = set()
         self._partition = optimizer.partition_grads
-        optimizer.partition_grads = self._partition_and_note
+        optimizer.partition_grads = self._partition_and_record
 
-    def _partition_and_note(self, parameters: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def _partition_and_record(self, parameters: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         self._used.update(parameter.ds_id for parameter in parameters)
         return self._partition(parameters, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The user's module around a run: weights that hooks change, and the module given back as it was before."""
+"""The user's module in a run: weights that hooks change, and its restoration after the run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class ModuleSnapshot:
-    """The attributes of a module's parameters before DeepSpeed has set its own.
+    """The attributes of a module's parameters before DeepSpeed sets its own.
 
     Args:
-        module: The user's; parameters may have been sharded as they were made.
+        module: The user's; parameters may be sharded already, by ``model_sharded_context``.
     """
 
     def __init__(self, module: Module) -> None:
@@ -37,23 +37,23 @@ class ModuleSnapshot:
         self._lost: dict[int, torch.Size] = {}
 
     def gather(self, *, keeps: bool) -> None:
-        """Gather the parameters one after the other; collective.
+        """Gather the parameters one by one; collective.
 
         Args:
-            keeps: Whether this rank has them on the CPU afterwards.
+            keeps: Whether this rank keeps them, on the CPU.
         """
         release_unused(parameter for parameter, _ in self._attributes)
         for parameter, _ in self._attributes:
             if hasattr(parameter, "ds_id"):
                 parameter.all_gather(param_list=[parameter])
-                # A copy on CPUs too: a view would keep the whole buffer that it was gathered into.
+                # A copy on CPUs too: a view would keep the full buffer alive that it was gathered into.
                 parameter.data = parameter.data.to("cpu", copy=True) if keeps else parameter.data.new_empty(0)
                 release_elements(parameter)
                 if keeps:
                     parameter.ds_tensor = None
 
     def remove(self) -> None:
-        """Remove the marks of DeepSpeed; gradients are gone with it, and shards that are not gathered."""
+        """Remove DeepSpeed's attributes, the gradients, and shards that were not gathered."""
         for parameter, attributes in self._attributes:
             parameter.grad = None
             if getattr(parameter, "ds_tensor", None) is not None:
@@ -63,8 +63,8 @@ class ModuleSnapshot:
                 delattr(parameter, name)
         internals.remove_marks(self._module)
 
-    def leave_shapes(self) -> None:
-        """Put the parameters that are not here on the meta device, where they keep their shapes without memory."""
+    def move_lost_to_meta(self) -> None:
+        """Put parameters that this rank has lost on the meta device, where they keep their shapes without memory."""
 
         def shape_of(parameter: Parameter) -> Tensor | None:
             shape = self._lost.get(id(parameter))
@@ -75,10 +75,12 @@ class ModuleSnapshot:
 
 
 def rematerialize(module: Module, *, is_global_zero: bool) -> None:
-    """Give memory to the parameters that a run of stage 3 has left on rank 0 alone; their values come from there.
+    """Allocate the parameters on the meta device, which a run of stage 3 has gathered on rank 0 only.
+
+    Their values are broadcast from rank 0 later.
 
     Raises:
-        MisuseError: This is rank 0, and does not have them either.
+        MisuseError: This is rank 0, and has no values either.
     """
     if is_global_zero and any(parameter.is_meta for parameter in module.parameters()):
         raise MisuseError(
@@ -89,66 +91,71 @@ def rematerialize(module: Module, *, is_global_zero: bool) -> None:
 
 
 def _replace_parameters(module: Module, make: Callable[[Parameter], Tensor | None]) -> None:
-    """Set parameters anew, tied ones once, where the function returns values."""
-    made: dict[Parameter, Parameter] = {}
+    """Replace the parameters for which a function returns values; tied parameters stay tied."""
+    replaced: dict[Parameter, Parameter] = {}
     for layer in module.modules():
         for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in made:
+            if parameter not in replaced:
                 values = make(parameter)
-                made[parameter] = parameter if values is None else nn.Parameter(values, parameter.requires_grad)
-            if made[parameter] is not parameter:
-                setattr(layer, name, made[parameter])
+                replaced[parameter] = parameter if values is None else nn.Parameter(values, parameter.requires_grad)
+            if replaced[parameter] is not parameter:
+                setattr(layer, name, replaced[parameter])
 
 
-# Changes in the course of a training
+# Changes during a training
 
 
 class OutsideChanges:
-    """Changes of a module's parameters between the steps of its optimizer, with which the optimizer goes on.
+    """Detection of changes of a module's parameters between the steps of its optimizer, such as by hooks.
 
-    To look for them costs two numbers per parameter.
+    The optimizer has copies of the weights, which must change too, or the next step would undo the change.  A check
+    compares two numbers per parameter.
 
     Args:
         parameters: Of the module, by name.
-        state: Of the optimizer that has partitions in their place.
+        state: The optimizer's, with its partitions of the weights.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], state: PartitionedState) -> None:
         self._state = state
         self._watched = [
-            (_ShardedParameter if hasattr(parameter, "ds_id") else _WholeParameter)(name, parameter)
+            (_ShardedParameter if hasattr(parameter, "ds_id") else _ReplicatedParameter)(name, parameter)
             for name, parameter in parameters.items()
         ]
-        self._get_marks: list[Callable[[], Any]] = [watched.mark for watched in self._watched]
+        self._get_versions: list[Callable[[], Any]] = [watched.version for watched in self._watched]
         self.ignore()
 
     def ignore(self) -> None:
-        """Take the weights as they are for those that the optimizer has."""
+        """Treat the current weights as those of the optimizer."""
         for watched in self._watched:
-            watched.remember()
-        self._marks = [mark() for mark in self._get_marks]
+            watched.record()
+        self._versions = [get_version() for get_version in self._get_versions]
 
     def accept(self, *, moves: bool = True) -> None:
-        """Let the optimizer go on with the weights that were changed.
+        """Copy changed weights to the optimizer's.
+
+        Args:
+            moves: Whether parameters that have got other memory (``parameter.data = ...``) are moved back to that which
+                ranks exchange.
 
         Raises:
-            MisuseError: A change is lost, as stage 3 has not gathered the parameter where it was made.
+            MisuseError: A change is lost, since stage 3 had not gathered the parameter.
         """
-        marks = [mark() for mark in self._get_marks]
-        if marks == self._marks:
+        versions = [get_version() for get_version in self._get_versions]
+        if versions == self._versions:
             return
-        pairs = zip(marks, self._marks, strict=True)
+        pairs = zip(versions, self._versions, strict=True)
         changed = [watched for watched, (new, old) in zip(self._watched, pairs, strict=True) if new != old]
-        taken = changed if moves else [watched for watched in changed if not watched.has_moved]
-        for watched in taken:
-            watched.keep()
-        self._state.take_weights({watched.name for watched in taken})
-        if len(taken) == len(changed):
+        accepted = changed if moves else [watched for watched in changed if not watched.has_moved]
+        for watched in accepted:
+            watched.write_back()
+        self._state.sync_weights({watched.name for watched in accepted})
+        if len(accepted) == len(changed):
             self.ignore()
 
 
 class FixedFlags:
-    """The parameters that require gradients, which DeepSpeed reads once, when it shards what is trained."""
+    """Check that ``requires_grad`` does not change: DeepSpeed reads it once, when it shards the optimizer."""
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self._names = list(parameters)
@@ -156,10 +163,10 @@ class FixedFlags:
         self._flags = [parameter.requires_grad for parameter in self._parameters]
 
     def check(self) -> None:
-        """Refuse to go on with other flags.
+        """Check the flags.
 
         Raises:
-            MisuseError: A parameter has been frozen or unfrozen since.
+            MisuseError: A parameter was frozen or unfrozen during the training.
         """
         flags = [parameter.requires_grad for parameter in self._parameters]
         if flags != self._flags:
@@ -173,33 +180,34 @@ class FixedFlags:
             )
 
 
-class _WholeParameter:
-    """A parameter of stages 0 to 2, a view of the memory that all ranks exchange."""
+class _ReplicatedParameter:
+    """A parameter of stages 0 to 2: a view of the flat memory that ranks gather after a step."""
 
     def __init__(self, name: str, parameter: Parameter) -> None:
         self.name = name
         self._parameter = parameter
         self._exchanged = parameter.data
 
-    def mark(self) -> tuple[int, int]:
-        return self._parameter._version, self._parameter.data_ptr()  # noqa: SLF001 - torch has no other name for it
+    def version(self) -> tuple[int, int]:
+        # _version counts changes in place, the address shows another tensor as parameter.data.
+        return self._parameter._version, self._parameter.data_ptr()  # noqa: SLF001 - torch has no public name
 
     @property
     def has_moved(self) -> bool:
         return self._parameter.data_ptr() != self._exchanged.data_ptr()
 
-    def remember(self) -> None:
-        """There is nothing else to compare with."""
+    def record(self) -> None:
+        """Do nothing: the version has it all."""
 
-    def keep(self) -> None:
-        """Bring values back into the exchanged memory, if the parameter has got another."""
+    def write_back(self) -> None:
+        """Copy the values into the exchanged memory, if the parameter has moved out of it."""
         if self.has_moved:
             self._exchanged.copy_(self._parameter.data)
             self._parameter.data = self._exchanged
 
 
 class _ShardedParameter:
-    """A parameter of stage 3, of which each rank holds some elements, and all of them only where it is gathered."""
+    """A parameter of stage 3: each rank holds a shard, and the full parameter only while it is gathered."""
 
     has_moved = False
 
@@ -208,22 +216,23 @@ class _ShardedParameter:
         self._parameter = parameter
         self._shard_version = 0
 
-    def mark(self) -> tuple[int, int]:
-        return self._parameter._version, self._parameter.ds_tensor._version  # noqa: SLF001 - torch has no other name
+    def version(self) -> tuple[int, int]:
+        return self._parameter._version, self._parameter.ds_tensor._version  # noqa: SLF001 - torch has no public name
 
-    def remember(self) -> None:
+    def record(self) -> None:
         self._shard_version = self._parameter.ds_tensor._version  # noqa: SLF001 - the same
 
-    def keep(self) -> None:
-        """Bring values from where the parameter is gathered to this rank's shard.
+    def write_back(self) -> None:
+        """Copy the values of a gathered parameter to this rank's shard.
 
         Raises:
-            MisuseError: It is not gathered any more, and the shard was not changed.
+            MisuseError: The parameter is not gathered any more, so that the change is lost.
         """
         shard = shard_of_stage_3(self._parameter)
         if self._parameter.ds_status.name == "AVAILABLE":
             with torch.no_grad():
                 shard.local.copy_(shard.taken_from(self._parameter))
+        # A changed shard is right already: GatheredParameters has written the change to it.
         elif self._parameter.ds_tensor._version == self._shard_version and shard.local.numel():  # noqa: SLF001 - the same
             raise MisuseError(
                 f"{self.name} was changed where this has no effect: stage 3 of ZeRO has its values only within the "

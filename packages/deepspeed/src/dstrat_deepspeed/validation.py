@@ -19,14 +19,19 @@ if TYPE_CHECKING:
     from dstrat_deepspeed.options import Options
 
 
-# Options that contradict each other, or would be ignored
+# Options that contradict each other, or would have no effect
 
 
 def check_options(options: Options, config: dict[str, Any], stage: int) -> None:
-    """Check that no option would be ignored.
+    """Check that options do not contradict each other, and that each has an effect.
+
+    Args:
+        options: The strategy's.
+        config: The configuration of the options and the user.
+        stage: Of ZeRO.
 
     Raises:
-        ConflictError: One would.
+        ConflictError: Two options contradict each other, or one has no effect.
     """
     offload, zero, devices = options.offload, options.zero, offload_devices(config)
     scaling = [name for name in changed(options.loss_scale) if name != "loss_scale"]
@@ -51,7 +56,7 @@ def check_options(options: Options, config: dict[str, Any], stage: int) -> None:
         f"only stage 3 can offload to 'nvme', and the stage is {stage}: choose 'cpu'": (
             "nvme" in devices.values() and stage != 3
         ),
-        **_idle_offloading(options),
+        **_unused_offload_options(options),
         "remote_device='nvme' makes parameters in files, where they stay with offload_parameters=True and "
         "offload_params_device='nvme' only: pass these too, or leave it out": (
             offload.remote_device == "nvme" and devices.get("offload_param") != "nvme"
@@ -73,8 +78,8 @@ def check_options(options: Options, config: dict[str, Any], stage: int) -> None:
             raise ConflictError(message)
 
 
-def _idle_offloading(options: Options) -> dict[str, bool]:
-    """Return the message for each option of offloading that was set, and whether it has no effect."""
+def _unused_offload_options(options: Options) -> dict[str, bool]:
+    """Return, by message, whether each changed option of offloading has no effect."""
     offload = options.offload
     optimizer = offload.offload_optimizer_device if offload.offload_optimizer else None
     parameters = offload.offload_params_device if offload.offload_parameters else None
@@ -100,11 +105,11 @@ def _idle_offloading(options: Options) -> dict[str, bool]:
     }
 
 
-def check_parts(options: Options, config: dict[str, Any], flag: str, device_type: str) -> None:
-    """Check that options and precision go together with each other and with the hardware.
+def check_components(options: Options, config: dict[str, Any], flag: str, device_type: str) -> None:
+    """Check options and precision against each other and against the hardware.
 
     Raises:
-        ConflictError: DeepSpeed does not compute in the precision there, or options are without effect.
+        ConflictError: DeepSpeed does not support the precision on the device, or an option has no effect.
     """
     if device_type == "cpu" and _section(config, "activation_checkpointing").get("cpu_checkpointing"):
         raise ConflictError(
@@ -121,10 +126,10 @@ def check_parts(options: Options, config: dict[str, Any], flag: str, device_type
 
 
 def check_clipping(algorithm: ClipAlgorithm) -> None:
-    """Check that DeepSpeed can clip gradients so.
+    """Check that DeepSpeed has a clipping algorithm.
 
     Raises:
-        RequestError: It cannot.
+        RequestError: It is not ``"norm"``.
     """
     if algorithm != "norm":
         raise RequestError(
@@ -133,7 +138,7 @@ def check_clipping(algorithm: ClipAlgorithm) -> None:
         )
 
 
-# Offloading, as a whole configuration says
+# Offloading, by the complete configuration
 
 
 def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -142,19 +147,19 @@ def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def offload_devices(config: dict[str, Any]) -> dict[str, str]:
-    """Return the sections of a configuration that offload, and their devices."""
+    """Return the device of each offloading section of a configuration; without those that do not offload."""
     zero = _section(config, "zero_optimization")
     devices = {name: _section(zero, name).get("device", "none") for name in ("offload_optimizer", "offload_param")}
     return {name: device for name, device in devices.items() if device != "none"}
 
 
 def uses_cpu_optimizer(config: dict[str, Any]) -> bool:
-    """Return whether the optimizer's step is on the CPU, by an optimizer of DeepSpeed's."""
+    """Return whether one of DeepSpeed's optimizers for the CPU makes the step."""
     return offloads_optimizer(config) and config.get("zero_force_ds_cpu_optimizer", True)
 
 
 def offloads_optimizer(config: dict[str, Any]) -> bool:
-    """Return whether the optimizer's state is not on the device."""
+    """Return whether the optimizer's state is offloaded."""
     return "offload_optimizer" in offload_devices(config)
 
 
@@ -162,7 +167,7 @@ def check_can_offload(config: dict[str, Any], environ: Mapping[str, str]) -> Non
     """Check that this machine has the compiler, the library and the folder that a configuration needs.
 
     Raises:
-        RequestError: One is missing.
+        RequestError: One of them is missing, or too little memory may be locked.
     """
     for name, device in offload_devices(config).items():
         if device == "nvme":
@@ -170,7 +175,7 @@ def check_can_offload(config: dict[str, Any], environ: Mapping[str, str]) -> Non
             _check_folder(section.get("nvme_path"))
             check_prerequisites("async_io", f"{name} on 'nvme'", environ)
             if name == "offload_param":
-                check_lockable(  # parameters have at least 2 bytes
+                check_lockable(  # the dtype is not known yet; elements of parameters have at least 2 bytes
                     int(2 * section.get("buffer_count", 5) * section.get("buffer_size", 100_000_000)),
                     "offload_param on 'nvme'",
                     "pass a smaller params_buffer_size (elements) or params_buffer_count",
@@ -192,15 +197,15 @@ def _check_folder(path: Any) -> None:
 
 
 def check_state_buffers(config: dict[str, Any], groups: Sequence[Mapping[str, Any]], world_size: int) -> None:
-    """Check that the buffers for optimizer state in files, in 32 bits, can be locked in memory.
+    """Check that this process may lock the buffers for optimizer state in files, which has 32 bits.
 
     Args:
-        config: The whole configuration of a run.
-        groups: The optimizer's, with the parameters, which may be sharded already.
-        world_size: Ranks among which each parameter is divided.
+        config: The complete configuration of a run.
+        groups: The optimizer's, with parameters that may be sharded already.
+        world_size: Number of ranks that share each parameter.
 
     Raises:
-        RequestError: This process may lock less.
+        RequestError: The limit of locked memory is lower.
     """
     if offload_devices(config).get("offload_optimizer") != "nvme":
         return
@@ -215,7 +220,7 @@ def check_state_buffers(config: dict[str, Any], groups: Sequence[Mapping[str, An
 
 
 def _largest_sub_group(parameters: Sequence[Any], size: int, world_size: int) -> int:
-    """Return the elements of the largest sub-group on a rank; one ends where it has at least that size."""
+    """Return the elements of a rank's largest sub-group; DeepSpeed closes one when it reaches the size."""
     largest = current = 0
     for parameter in parameters:
         current += -(-getattr(parameter, "ds_numel", parameter.numel()) // world_size)
@@ -229,15 +234,15 @@ def _largest_sub_group(parameters: Sequence[Any], size: int, world_size: int) ->
 
 _MICRO, _GLOBAL = "train_micro_batch_size_per_gpu", "train_batch_size"
 SIZES = (_MICRO, _GLOBAL, "gradient_accumulation_steps")
-"""The keys of a configuration that are numbers of samples."""
+"""The keys of a configuration that determine batch sizes."""
 
 
 def check_ranks(config: dict[str, Any], world_size: int, source: str) -> None:
-    """Check that the ranks can be divided as a whole configuration says, and that each of them reads its own data.
+    """Check that the configuration's groups divide the ranks evenly, and that each rank reads its own data.
 
     Raises:
-        RequestError: Groups do not come out even, or a size is none.
-        ConflictError: Several ranks would share the data of one.
+        RequestError: A group's size does not divide the number of ranks, or is not a size.
+        ConflictError: Several ranks would read the same data.
     """
     size = _group_size(config, ("zero_optimization", "zero_hpz_partition_size"), source, least=1)
     if world_size % size:
@@ -258,7 +263,7 @@ def check_ranks(config: dict[str, Any], world_size: int, source: str) -> None:
 
 
 def _group_size(config: dict[str, Any], path: tuple[str, ...], source: str, *, least: int) -> int:
-    """Return the number of ranks at a path of keys, by default the least one, which divides nothing."""
+    """Return the group size at a path of keys; by default the least one, which makes no groups."""
     section: Any = config
     for name in path[:-1]:
         section = section.get(name, {})
@@ -276,7 +281,7 @@ def check_batch_size(size: int | str) -> None:
     """Check the option ``logging_batch_size_per_gpu``.
 
     Raises:
-        RequestError: It is neither a number of samples nor ``"auto"``.
+        RequestError: The value is neither a number of samples nor ``"auto"``.
     """
     if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise RequestError(
@@ -285,10 +290,16 @@ def check_batch_size(size: int | str) -> None:
 
 
 def set_micro_batch(config: dict[str, Any], batch_size: int | str, source: str, *, world_size: int) -> None:
-    """Set the samples of a batch of one rank, which DeepSpeed requires, and uses for figures of its own only.
+    """Set the batch size of one rank, which DeepSpeed requires for its own figures.
+
+    Args:
+        config: Changed in place.
+        batch_size: The argument ``logging_batch_size_per_gpu``.
+        source: The name of the configuration in messages.
+        world_size: Of the job.
 
     Raises:
-        RequestError: The global size of the configuration cannot be divided.
+        RequestError: The global batch size of the configuration is not divisible by the number of batches.
         ConflictError: Two sizes contradict each other.
     """
     accumulate = config["gradient_accumulation_steps"]
@@ -308,18 +319,19 @@ def set_micro_batch(config: dict[str, Any], batch_size: int | str, source: str, 
     if not stated:
         config[_MICRO] = 1
         return
-    (first, size), *others = stated.items()
-    for name, other in others:
-        if other != size:
+    (first, size), *remaining = stated.items()
+    for name, another in remaining:
+        if another != size:
             raise ConflictError(
-                f"{name}, which makes {other} samples in each batch of a rank, and {first}, which makes {size}: "
+                f"{name}, which makes {another} samples in each batch of a rank, and {first}, which makes {size}: "
                 "leave one of them out"
             )
     config[_MICRO] = size
 
 
-# A whole configuration, read by DeepSpeed before it is used
+# The complete configuration, which DeepSpeed parses before the run
 
+# Keys that DeepSpeed reads outside DeepSpeedConfig
 _READ_ELSEWHERE = {"data_parallel_size", "sequence_parallel_size", "keep_in_fp32_modules"}
 _LENIENT = (
     "activation_checkpointing",
@@ -328,20 +340,21 @@ _LENIENT = (
     "flops_profiler",
     "torch_autocast",
 )
-"""Sections whose keys DeepSpeed looks up one by one, whatever else they have; others refuse what they do not know."""
+"""Sections in which DeepSpeed ignores unknown keys; in others they are errors."""
 
 
 def check_config(config: dict[str, Any], source: str) -> None:
     """Check the values and the keys of a configuration.
 
     Raises:
-        RequestError: DeepSpeed does not take it, or it has a key that DeepSpeed does not read.
+        RequestError: DeepSpeed does not accept the configuration, or does not read one of its keys.
     """
+    # DeepSpeed ignores unknown top-level keys: the keys that it reads show the misspelled ones.
     sections = {name: _ObservedKeys(config[name]) for name in _LENIENT if isinstance(config.get(name), dict)}
     observed = _ObservedKeys({**config, **sections})
     try:
         import_module("deepspeed.runtime.config").DeepSpeedConfig(observed)
-    except Exception as error:  # a dozen classes, by the section that is read
+    except Exception as error:  # each section raises another class, of pydantic, asserts or DeepSpeed's own
         raise RequestError(f"DeepSpeed does not take the configuration ({source}): {_reason(error)}") from error
     _check_keys(config, observed.read | _READ_ELSEWHERE, source)
     for name, section in sections.items():
@@ -358,7 +371,7 @@ def _check_keys(values: dict[str, Any], known: set[str], source: str) -> None:
 
 def _reason(error: Exception) -> str:
     details = getattr(error, "errors", None)
-    if details is None:  # not pydantic's
+    if details is None:  # not an error of pydantic
         return f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} in its own check"
     section = getattr(error, "title", "").removeprefix("DeepSpeed").removesuffix("Config")
     return "; ".join(
@@ -386,11 +399,11 @@ class _ObservedKeys(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        """Return the dict itself, which records ``key in config.keys()`` too."""
+        """Return the dict itself, which also records ``key in config.keys()``."""
         return self
 
     def __copy__(self) -> _ObservedKeys:
-        return self  # DeepSpeed reads a copy
+        return self  # DeepSpeed reads a copy of the dict, which would record nothing
 
     def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # without it ** copies the dict past the methods above
+        return super().__iter__()  # ** and dict() bypass the methods above for a subclass without its own __iter__

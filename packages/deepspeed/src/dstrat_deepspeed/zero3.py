@@ -1,4 +1,4 @@
-"""ZeRO stage 3: parameters sharded from their creation on, and a check that ranks exchange the same ones."""
+"""ZeRO stage 3: parameters sharded at creation, and a check that ranks gather the same ones."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _logger = logging.getLogger(__name__)
 
 @contextmanager
 def sharded_creation(deepspeed: Any, config: dict[str, Any], remote_device: str | None) -> Iterator[None]:
-    """Shard the parameters of each layer that is created in a ``with`` block, at the end of its constructor.
-
-    DeepSpeed's own context loses what the constructor of a parent does to parameters of its children, such as
-    ``MultiheadAttention`` to the bias of its output layer.  Here a parameter that is looked up again is gathered, stays
-    so until the end of the block, and is sharded with the values that it has on rank 0 then.
-    """
+    """Shard the parameters of each layer that is created in a ``with`` block, at the end of its constructor."""
+    # DeepSpeed's context loses what the constructor of a parent does to parameters of its children, such as
+    # MultiheadAttention to the bias of its output layer.  So a parameter is gathered when it is looked up again, and is
+    # sharded at the end of the block with the values that it has on rank 0.
     init: Any = deepspeed.zero.Init(config_dict_or_path=config, remote_device=remote_device)
     watch = _CreationWatch()
-    internals.after_each_layer(init, watch.begin)
+    internals.after_each_layer(init, watch.watch)
     with init:
         try:
             yield
-        except BaseException:  # other ranks may still be making layers: nothing communicates, and nothing holds a group
+        except BaseException:
+            # No collectives: other ranks may still be making layers.  They notice the failure when this rank's process
+            # groups close, that is, when nothing refers to them.
             watch.stop()
             watch.release_groups()
             internals.release_groups(init)
@@ -49,10 +49,10 @@ def sharded_creation(deepspeed: Any, config: dict[str, Any], remote_device: str 
 
 
 def shard(deepspeed: Any, module: Module, config: dict[str, Any]) -> None:
-    """Shard the parameters of a module that are not yet, one after the other, with the values of rank 0; collective."""
-    # DeepSpeed's engine does the same, but moves the whole module to the device first.
+    """Shard the remaining parameters of a module one by one, with the values of rank 0; collective."""
+    # DeepSpeed's engine would do it too, but only after moving the full module to the device.
     sharded: Any = next((parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")), None)
-    if sharded is not None:  # the others join them: another context would remove the files that these are in
+    if sharded is not None:  # another zero.Init would remove the files of the parameters that are sharded already
         sharded.convert_to_zero_parameters(param_list=module.parameters())
         return
     group = internals.secondary_shard_group(deepspeed)
@@ -60,39 +60,39 @@ def shard(deepspeed: Any, module: Module, config: dict[str, Any]) -> None:
 
 
 class _CreationWatch:
-    """Gathers parameters of finished layers when they are looked up, and shards them at the end."""
+    """Layers whose constructor has ended: it gathers their parameters on look-up, and shards them again at the end."""
 
     def __init__(self) -> None:
         self.layers: list[Module] = []
         self._gathered: list[Any] = []
 
-    def begin(self, layer: Module) -> None:
-        """Watch over the parameters of a layer itself, not of its children."""
-        if layer._parameters:  # noqa: SLF001 - torch has no other hook for the look-up of a parameter
+    def watch(self, layer: Module) -> None:
+        """Watch the layer's own parameters, not those of its children."""
+        if layer._parameters:  # noqa: SLF001 - torch has no hook for the look-up of a parameter
             layer._parameters = _WatchedParameters(layer._parameters, self)  # noqa: SLF001 - the same
             self.layers.append(layer)
 
     def gather(self, parameter: Any) -> None:
-        """Gather a parameter that is sharded; collective."""
+        """Gather a parameter if it is sharded; collective."""
         if parameter is not None and internals.is_partitioned(parameter):
             parameter.all_gather(param_list=[parameter])
             self._gathered.append(parameter)
 
     def stop(self) -> None:
-        """Leave the layers as they are."""
+        """End the watch: look-ups no longer gather."""
         for layer in self.layers:
-            layer._parameters = layer._parameters.plain()  # type: ignore[attr-defined]  # noqa: SLF001 - set in begin
+            layer._parameters = layer._parameters.plain()  # type: ignore[attr-defined]  # noqa: SLF001 - set in watch
 
     def release_groups(self) -> None:
-        """Take the process group out of the parameters, which cannot be used any more."""
+        """Remove the parameters' references to the process group; they cannot be used any more."""
         for layer in self.layers:
             for parameter in layer.parameters(recurse=False):
                 vars(parameter).pop("ds_process_group", None)
 
     def shard_again(self) -> None:
-        """Shard the parameters that were gathered, with the values of rank 0; collective."""
+        """Shard the gathered parameters again, with the values of rank 0; collective."""
         for parameter in self._gathered:
-            if not internals.is_partitioned(parameter):  # as apply() leaves it
+            if not internals.is_partitioned(parameter):  # DeepSpeed's Module.apply has sharded it already
                 dist.broadcast(parameter.data, 0, group=parameter.ds_process_group)
                 parameter.partition(param_list=[parameter], has_been_updated=True)
 
@@ -105,7 +105,7 @@ class _WatchedParameters(dict[str, "Parameter | None"]):
         self._watch = watch
 
     def plain(self) -> dict[str, Parameter | None]:
-        """Return them in a dict that does nothing more."""
+        """Return a plain dict of the parameters."""
         return dict(super().items())
 
     def __getitem__(self, name: str) -> Parameter | None:
@@ -123,11 +123,11 @@ class _WatchedParameters(dict[str, "Parameter | None"]):
         return super().values()
 
 
-# Layers whose training would not give what one device gives, and those that come too late
+# Layers that stage 3 cannot train as one device does, and parameters that it does not know
 
 
 def check_layers(module: Module, *, stage: int, world_size: int) -> None:
-    """Refuse embeddings with sparse gradients, and those that change their own weights for the rank's batch alone.
+    """Check that no embedding has sparse gradients, or scales its weights by each rank's own batch (``max_norm``).
 
     Raises:
         MisuseError: There is an embedding with ``sparse=True`` and a stage that shards the optimizer, or with
@@ -150,8 +150,8 @@ def check_layers(module: Module, *, stage: int, world_size: int) -> None:
 
 
 def store_by_rows(module: Module) -> None:
-    """Give parameters that are stored in another order, such as transposed ones, memory in the order of rows."""
-    # DeepSpeed flattens parameters as they are stored, and sends them so.
+    """Copy parameters with other strides, such as transposed ones, to contiguous memory."""
+    # DeepSpeed flattens parameters in the order of their memory, and reads that as row-major.
     strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
     for name in strided:
         parameter = module.get_parameter(name)
@@ -164,10 +164,10 @@ def store_by_rows(module: Module) -> None:
 
 @contextmanager
 def naming_new_parameters(module: Module) -> Iterator[None]:
-    """Name the parameters that stage 3 does not know, where it misses the attributes that it gives to others."""
+    """Name the parameters without DeepSpeed's attributes in the error about a missing one."""
     try:
         yield
-    except AttributeError as error:
+    except AttributeError as error:  # DeepSpeed reads ds_... attributes without a check
         if "'Parameter' object has no attribute 'ds_" not in str(error):
             raise
         names = [name for name, parameter in module.named_parameters() if not hasattr(parameter, "ds_id")]
@@ -177,7 +177,7 @@ def naming_new_parameters(module: Module) -> Iterator[None]:
         ) from error
 
 
-# The same parameters on all ranks
+# Collectives for the same parameters on all ranks
 
 _VERBS = {False: "gathers", True: "reduces gradients of"}
 _MAX_EXCHANGES = 10_000
@@ -185,11 +185,11 @@ _MAX_NAMES = 4
 
 
 class CollectiveCheck:
-    """A check that all ranks of stage 3 gather the same parameters, and reduce gradients of the same, in one order.
+    """A check that all ranks of stage 3 gather and reduce the same parameters in the same order.
 
-    Where they do not, a rank gets shards of other parameters, or another one's gradients.  Each exchange of the first
-    pass is compared before it begins, which also finds those of different sizes; after that all those of a pass are
-    compared at its end, where stage 3 waits for the GPU anyway, and before the weights change.
+    Otherwise a rank would get shards, or gradients, of other parameters without an error.  Each exchange of the first
+    pass is compared before it begins, since exchanges of different sizes would hang or crash.  Later the exchanges of
+    a pass are compared at its end, before the weights change, where stage 3 waits for the GPU anyway.
 
     Args:
         optimizer: DeepSpeed's wrapper of the user's optimizer.
@@ -201,7 +201,7 @@ class CollectiveCheck:
         self._module = module
         self._is_first_pass = True
         self._exchanges: list[tuple[int, ...]] = []
-        self._earlier = 0  # a hash of those that were not kept
+        self._earlier = 0  # the hash of exchanges that were dropped from the list
         internals.observe_exchanges(
             optimizer, lambda parameters: self._note(False, parameters), lambda parameters: self._note(True, parameters)
         )
@@ -219,7 +219,7 @@ class CollectiveCheck:
     def _note(self, is_reduced: bool, parameters: Sequence[Any]) -> None:
         if not parameters:
             return
-        if len(self._exchanges) == _MAX_EXCHANGES:  # a long evaluation
+        if len(self._exchanges) == _MAX_EXCHANGES:  # an evaluation has no backward pass that would clear the list
             self._earlier = hash((self._earlier, *self._exchanges))
             self._exchanges.clear()
         self._exchanges.append((is_reduced, *sorted(parameter.ds_id for parameter in parameters)))
@@ -240,7 +240,7 @@ class CollectiveCheck:
         )
 
     def _difference(self, by_rank: list[list[tuple[int, ...]]]) -> str:
-        """Return the first difference of a rank from rank 0, in words."""
+        """Describe the first difference of a rank from rank 0."""
         for rank, exchanges in enumerate(by_rank):
             for first, other in zip_longest(by_rank[0], exchanges, fillvalue=()):
                 if first != other:
@@ -248,7 +248,7 @@ class CollectiveCheck:
         return "they have not in an evaluation"
 
     def _describe(self, exchange: tuple[int, ...], other: tuple[int, ...]) -> str:
-        """Return an exchange in words; of two of one kind only the parameters that the other one lacks."""
+        """Describe an exchange; if the other one is of the same kind, only with the parameters that the other lacks."""
         if not exchange:
             return "is at the end of its pass"
         is_reduced, *ids = exchange
@@ -261,7 +261,7 @@ class CollectiveCheck:
 
 
 def collective_check(optimizer: Any, module: Module) -> CollectiveCheck | None:
-    """Return the check of stage 3's exchanges; None with the other stages, and where there is one rank."""
+    """Return the check of stage 3's exchanges; None for other stages, and for one rank."""
     if not hasattr(optimizer, "parameter_offload") or dist.get_world_size(optimizer.dp_process_group) == 1:
         return None
     return CollectiveCheck(optimizer, module)

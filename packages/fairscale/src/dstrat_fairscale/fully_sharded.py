@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import ModuleDict, ModuleList
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
+from dstrat.interfaces.memory import MemoryLayout
 from dstrat.interfaces.state_dict import check_names, load_by_names
 from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
@@ -27,11 +30,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
 
+    from torch.nn import Module
     from torch.optim import Optimizer
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
 
@@ -122,6 +127,26 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         """Return a precision whose loss scale is adapted by all ranks together, where the flag scales the loss."""
         return MixedPrecision(flag, scaler=ShardedGradScaler()) if flag == "16-mixed" else None
 
+    def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
+        ranks, computed = training.world_size, self._compute_dtype or training.precision.compute_dtype
+        kept = computed != training.precision.param_dtype  # shards in the dtype of the computation, beside the others
+        units, root = unit_sizes(training.module, self._min_num_params)
+        # A unit is gathered while the gradients of the one before are reduced, in a copy.
+        gathered = (2 * root + 3 * max(units, default=0)) * computed.itemsize
+        layout, copies = training.replicated, math.ceil(training.trainable_numel * computed.itemsize / ranks)
+        if self._options["cpu_offload"]:
+            shards = layout.parameters + layout.gradients + layout.optimizer_state
+            return MemoryLayout(
+                parameters=copies, gradients=0, optimizer_state=0, step_buffers=gathered, host=math.ceil(shards / ranks)
+            )
+        return MemoryLayout(
+            parameters=math.ceil(layout.parameters / ranks),
+            gradients=math.ceil(layout.gradients / ranks),
+            optimizer_state=math.ceil(layout.optimizer_state / ranks),
+            optimizer_temporaries=math.ceil(layout.optimizer_temporaries / ranks),
+            step_buffers=gathered + (copies if kept else 0),
+        )
+
     # Sharding
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
@@ -198,3 +223,22 @@ class DDPFullyShardedStrategy(ParallelStrategy):
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load the whole state of an optimizer that global rank 0 has; collective."""
         optimizer.load_state_dict(self.model.get_shard_from_optim_state_dict(self.broadcast(dict(state))))
+
+
+def unit_sizes(module: Module, min_num_params: int) -> tuple[list[int], int]:
+    """Return the elements of each layer that FairScale's policy wraps, and of the parameters outside of these.
+
+    Args:
+        module: A module that is not wrapped yet.
+        min_num_params: The least number of elements of a wrapped layer, without those of wrapped layers in it.
+    """
+    units: list[int] = []
+    outside = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    for child in module.children():
+        inner, remaining = unit_sizes(child, min_num_params)
+        units += inner
+        if remaining >= min_num_params and not isinstance(child, ModuleList | ModuleDict):
+            units.append(remaining)
+        else:
+            outside += remaining
+    return units, outside

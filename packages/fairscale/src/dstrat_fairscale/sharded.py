@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Strategy, TrainerLike
@@ -98,6 +101,15 @@ class DDPShardedStrategy(ParallelStrategy):
         if not torch.cuda.is_available():
             raise RequestError("precision '16-mixed' of FairScale's strategies needs CUDA: choose 'bf16-mixed'")
         return MixedPrecision(flag, scaler=ShardedGradScaler())
+
+    def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
+        layout, ranks = training.replicated, training.world_size
+        return dataclasses.replace(
+            layout,
+            gradients=math.ceil(layout.gradients / ranks),
+            optimizer_state=math.ceil(layout.optimizer_state / ranks),
+            optimizer_temporaries=math.ceil(layout.optimizer_temporaries / ranks),
+        )
 
     # The life cycle
 

@@ -17,7 +17,7 @@ from dstrat.parallel.optimizer_checks import how_division_fails
 from dstrat_fsdp.gradients import fsdp_params
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
     from torch.distributed.fsdp import FSDPModule
@@ -52,7 +52,7 @@ class ViewOutputGuard:
     def __init__(self, block: Module, name: str) -> None:
         self._name = name
         self._has_logged = False
-        self._handle = block.register_forward_hook(self._after_forward)
+        self._handle = block.register_forward_hook(_untraced(self._after_forward))
 
     def remove(self) -> None:
         """Remove the hook."""
@@ -165,8 +165,9 @@ class ChangesInForward:
         self._before: dict[int, dict[int, Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         for unit in units:
-            self._handles.append(unit.register_forward_pre_hook(self._remember))
-            self._handles.append(unit.register_forward_hook(self._compare, prepend=True))  # before they are freed
+            self._handles.append(unit.register_forward_pre_hook(_untraced(self._remember)))
+            compare = _untraced(self._compare)
+            self._handles.append(unit.register_forward_hook(compare, prepend=True))  # before they are freed
 
     def end(self) -> None:
         """Remove the hooks."""
@@ -179,6 +180,12 @@ class ChangesInForward:
 
     def _compare(self, unit: Module, args: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
         self._guard.check_unchanged(self._before.pop(id(unit), {}), self._guard.gathered(unit))
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that the compiler leaves alone where the block, or a layer around it, is compiled."""
+    untraced: Callable[..., Any] = torch.compiler.disable(hook)
+    return untraced
 
 
 # Restrictions of torch's ``fully_shard``

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dstrat.checkpoint.whole_state import copy_whole, whole_of
+from dstrat.checkpoint.full_state import copy_full, full_tensor
 from dstrat.errors import MisuseError
 from dstrat_fsdp.state import with_local
 
@@ -133,7 +133,7 @@ def _reset_layer(layer: Module, names: list[str], owned: set[str]) -> None:
         full = getattr(layer, name)
         setattr(layer, name, tensor)
         if name in owned:
-            copy_whole(tensor, full)
+            copy_full(tensor, full)
 
 
 def _local(tensor: Any) -> Any:
@@ -204,7 +204,7 @@ def park_shards(module: Module, mesh: DeviceMesh, *, is_reusable: bool) -> None:
 def gather_parameters(module: Module) -> None:
     """Gather the parameters of a module on the CPU of each rank, one after the other; collective."""
     for layer, name, parameter in _sharded_parameters(module):
-        full = whole_of(parameter).cpu()
+        full = full_tensor(parameter).cpu()
         setattr(layer, name, nn.Parameter(full, parameter.requires_grad))
 
 
@@ -267,7 +267,7 @@ def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *args: Any) 
         if isinstance(parameter, DTensor) and isinstance(full, Tensor) and full.shape == parameter.shape:
             if isinstance(full, DTensor):
                 continue
-            copy_whole(parameter, full)
+            copy_full(parameter, full)
             state[prefix + name] = parameter  # which torch then copies onto itself, or assigns
 
 

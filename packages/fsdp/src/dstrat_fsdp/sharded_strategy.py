@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from dstrat.checkpoint.whole_state import gather_state, scatter_module_state
+from dstrat.checkpoint.full_state import gather_state, scatter_module_state
 from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import load_named_state, named_state

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dstrat.checkpoint.whole_state import agree_on, copy_whole, scatter_optimizer_entries
+from dstrat.checkpoint.full_state import agree_on, copy_full, scatter_optimizer_entries
 from dstrat.interfaces.state_dict import groups_misfit
 
 if TYPE_CHECKING:
@@ -87,5 +87,5 @@ def shard_like(sharded: DTensor, full: Tensor) -> DTensor:
         full: The full tensor of the same shape, on every rank.
     """
     shard = with_local(sharded, torch.empty_like(sharded.to_local(), dtype=full.dtype))
-    copy_whole(shard, full)
+    copy_full(shard, full)
     return shard

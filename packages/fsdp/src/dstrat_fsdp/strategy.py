@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat_fsdp.memory import sharded_layout
 from dstrat_fsdp.mesh import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
     input_dtype,
@@ -27,11 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
-    import torch
     from torch.distributed.fsdp import (
         BackwardPrefetch,
         CPUOffload,
-        CPUOffloadPolicy,
         MixedPrecision,
         MixedPrecisionPolicy,
         ShardingStrategy,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat_fsdp.options import ShardingName
     from dstrat_fsdp.wrap_policy import LayerClasses, LayerPolicy, WrapPolicy
@@ -139,6 +141,23 @@ class FSDPStrategy(ShardedStrategy):
         super().setup_environment()
         if self.world_size == 1:
             _logger.info("there is one process, so that nothing is sharded")
+
+    def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
+        shape = sharding_mesh_shape(
+            self._sharding_strategy,
+            self._requested_mesh,
+            world_size=training.world_size,
+            per_machine=training.ranks_per_machine,
+        )
+        offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
+        return sharded_layout(
+            training,
+            blocks_of(training.module, self._auto_wrap_policy),
+            num_shards=shape[-1],
+            policy=precision_policy(self._mixed_precision, training.precision),
+            frees_blocks=self._reshard_after_forward is not False,
+            offloads=isinstance(offload, CPUOffloadPolicy),
+        )
 
     def _open_mesh(self) -> DeviceMesh:
         shape = sharding_mesh_shape(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from dstrat.builtin.clusters.environ import Variables
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _HOSTS, _HOST = "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"
-_CURE = f"on each host of the pod set {_HOSTS} to the names of all, separated by commas, and {_HOST} to its number"
+_HINT = f"on each host of the pod set {_HOSTS} to the names of all, separated by commas, and {_HOST} to its number"
 _PORT = 29500
 
 
@@ -24,9 +23,9 @@ class XLAEnvironment(LocalEnvironment):
     ``MASTER_PORT`` and ``NODE_RANK`` as on other machines.
     """
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         super().__init__(environ)
-        self._pod = Variables(environ=environ, cure=_CURE)
+        self._pod = Variables(environ=self.environ, hint=_HINT)
 
     @classmethod
     def evidence(cls, environ: Mapping[str, str]) -> str | None:
@@ -62,4 +61,4 @@ class XLAEnvironment(LocalEnvironment):
                 f"{_HOSTS} has {len(self.hosts)} hosts, and num_nodes is {num_nodes}: pass num_nodes={len(self.hosts)}"
             )
         if self.node_rank >= num_nodes:
-            raise ClusterError(f"{_HOST} is {self.node_rank}, and the hosts are 0 to {num_nodes - 1}: {_CURE}")
+            raise ClusterError(f"{_HOST} is {self.node_rank}, and the hosts are 0 to {num_nodes - 1}: {_HINT}")

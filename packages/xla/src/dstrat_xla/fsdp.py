@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.checkpoint.whole_state import name_parameters, number_parameters
+from dstrat.checkpoint.full_state import name_parameters, number_parameters
 from dstrat.errors import CheckpointError, RequestError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
 from dstrat.interfaces.state_dict import is_extra_state, load_named_state, misfit, named_state

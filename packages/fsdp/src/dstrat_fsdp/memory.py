@@ -1,0 +1,107 @@
+"""Memory of a rank whose module is sharded with ``fully_shard``."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from dstrat.interfaces.memory import MemoryLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.nn import Module
+
+    from dstrat.interfaces.memory import TrainingSize
+
+
+def sharded_layout(
+    training: TrainingSize,
+    blocks: Sequence[Module],
+    *,
+    num_shards: int,
+    policy: MixedPrecisionPolicy,
+    frees_blocks: bool,
+    offloads: bool,
+) -> MemoryLayout:
+    """Return the memory of a rank that keeps a shard of each parameter, and gathers blocks of them.
+
+    Args:
+        training: Sizes of the training on one device.
+        blocks: The layers that are gathered and freed together, inner ones before those that contain them.
+        num_shards: Number of ranks that the parameters are divided among.
+        policy: The dtypes in which parameters are gathered and gradients summed.
+        frees_blocks: Whether blocks are freed between their forward and backward passes.
+        offloads: Whether shards and the optimizer's state are on the host.
+
+    Returns:
+        The memory.
+    """
+    parameters = list(training.module.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    shards = sum(shard_bytes(parameter, num_shards) for parameter in parameters)
+    gradients = sum(shard_bytes(parameter, num_shards) for parameter in trainable)
+    share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
+    layout = MemoryLayout(
+        parameters=shards + training.module_buffers,
+        gradients=gradients,
+        optimizer_state=int(share * training.optimizer_state),
+        optimizer_temporaries=int(share * training.optimizer_temporaries),
+        step_buffers=_gathered(blocks, parameters, policy, frees_blocks=frees_blocks),
+    )
+    if not offloads or training.device_type == "cpu":  # a CPU is the host
+        return layout
+    return MemoryLayout(
+        parameters=training.module_buffers,
+        gradients=0,
+        optimizer_state=0,
+        step_buffers=layout.step_buffers,
+        host=shards + gradients + layout.optimizer_state + layout.optimizer_temporaries,
+    )
+
+
+def shard_bytes(parameter: Tensor, num_shards: int) -> int:
+    """Return the bytes of the largest shard of a parameter, which is divided by rows."""
+    if parameter.dim() == 0:
+        return parameter.element_size()
+    rows, *columns = parameter.shape
+    return math.ceil(rows / num_shards) * math.prod(columns) * parameter.element_size()
+
+
+def _gathered(
+    blocks: Sequence[Module], parameters: Iterable[Tensor], policy: MixedPrecisionPolicy, *, frees_blocks: bool
+) -> int:
+    """Return the memory of gathered parameters and of gradients that are not reduced yet, at the worst time.
+
+    That is in the backward pass of the largest block: its parameters and gradients, the buffer in which they are
+    summed, and the parameters of the block that is gathered next.  Parameters outside of blocks are gathered for a
+    full step, and their gradients reduced at its end.
+    """
+    seen: set[int] = set()
+    units = []
+    for block in blocks:
+        unit = [parameter for parameter in block.parameters() if id(parameter) not in seen]
+        seen.update(map(id, unit))
+        units.append(unit)
+    root = [parameter for parameter in parameters if id(parameter) not in seen]
+    gathered = [_bytes_in(unit, policy, "gathered") for unit in units]
+    working = [
+        _bytes_in(unit, policy, "gradients") + _bytes_in(unit, policy, "summed") + (2 if frees_blocks else 0) * size
+        for unit, size in zip(units, gathered, strict=True)
+    ]
+    resident = _bytes_in(root, policy, "gathered") + (0 if frees_blocks else sum(gathered))
+    return resident + _bytes_in(root, policy, "gradients") + max(working, default=_bytes_in(root, policy, "summed"))
+
+
+def _bytes_in(unit: Iterable[Tensor], policy: MixedPrecisionPolicy, stage: str) -> int:
+    """Return the bytes of a unit's parameters as they are gathered, or of their gradients as computed or summed."""
+    total = 0
+    for parameter in unit:
+        if stage != "gathered" and not parameter.requires_grad:
+            continue
+        computed = policy.param_dtype or parameter.dtype
+        dtype = (policy.reduce_dtype or computed) if stage == "summed" else computed
+        total += parameter.numel() * dtype.itemsize
+    return total
