@@ -1,0 +1,57 @@
+"""GradientAllReduce: gradients averaged over all ranks, as in DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from dstrat_bagua.algorithm import Algorithm, check_flag
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dstrat_bagua.algorithm import Replica
+    from dstrat_bagua.buckets import Bucket, Work
+
+
+class GradientAllReduceAlgorithm(Algorithm):
+    """Average of the gradients of all ranks, the algorithm of data-parallel training without compression.
+
+    Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, https://arxiv.org/abs/2107.01499.
+
+    Args:
+        hierarchical: Whether the ranks of a machine average first, and then the machines; the result is the same.
+        average: Whether gradients are averaged; otherwise they are summed.
+
+    Raises:
+        MisuseError: An option is not True or False.
+    """
+
+    def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
+        self.hierarchical = check_flag("hierarchical", hierarchical)
+        self.average = check_flag("average", average)
+
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
+        if self.hierarchical:
+            self._ranks, self._thread = replica.open_ranks(hierarchical=True), replica.start_thread()
+
+    def reduce_gradients(self, bucket: Bucket) -> Work:
+        if self.hierarchical:
+            return self._thread.submit(self._reduce, bucket.flat)
+        if self.average:
+            bucket.flat.div_(self.replica.world_size)
+        work: Work = dist.all_reduce(bucket.flat, async_op=True)
+        return work
+
+    def _reduce(self, flat: Tensor) -> None:
+        ranks = self._ranks
+
+        def exchange(values: Tensor) -> None:
+            dist.all_reduce(values, group=ranks.group)
+            values.div_(ranks.size)
+
+        ranks.run(exchange, flat)
+        if not self.average:
+            flat.mul_(self.replica.world_size)
