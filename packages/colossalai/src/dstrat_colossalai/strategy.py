@@ -1,0 +1,391 @@
+"""Strategy of Colossal-AI: its booster with the plugins Gemini, LowLevelZero, TorchDDP and TorchFSDP."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
+
+from dstrat.errors import ConflictError, MisuseError
+from dstrat.interfaces.state_dict import check_names, load_by_names, load_named_state, named_state
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat.parallel.step_module import StepModule
+from dstrat.parallel.strategy import ParallelStrategy
+from dstrat_colossalai.internals import GEMINI_OPTIMIZERS, Booster, set_accelerator
+from dstrat_colossalai.options import PLUGINS, check_keywords, gemini_options, trainer_options
+from dstrat_colossalai.precision import BoosterPrecision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from datetime import timedelta
+
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.precision import ClipAlgorithm, Precision
+    from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
+
+_ON_CPU = ("torch_ddp",)
+
+
+class ColossalAIStrategy(ParallelStrategy):
+    """Training with Colossal-AI's booster.
+
+    The plugin Gemini shards and offloads parameters, gradients and optimizer state in chunks, on CUDA devices.  The
+    derived classes have the other plugins; only ColossalAITorchDDPStrategy runs on the CPU.
+
+    Args:
+        use_chunk: True; Gemini always uses chunks.
+        chunk_size: None; Gemini searches for it.
+        enable_distributed_storage: Whether parameters are sharded too, or else only gradients and optimizer state.
+        placement_policy: ``"auto"``, ``"static"``, ``"cuda"`` or ``"cpu"``: where Gemini's chunks are.
+        force_outputs_fp32: Whether outputs of the module are float32.
+        gpu_margin_mem_ratio: Share of the free memory of the GPU for optimizer state.
+        chunk_search_range: Largest difference of chunk sizes that are tried, in elements.
+        chunk_search_n_grids: 4096; of earlier versions.
+        min_chunk_size: Smallest size of a chunk, in elements.
+        initial_scale: Initial loss scale.
+        min_scale: Smallest loss scale.
+        growth_factor: Factor by which the loss scale grows.
+        backoff_factor: Factor by which it shrinks after an overflow.
+        growth_interval: Steps without an overflow before it grows.
+        hysteresis: Overflows before it shrinks.
+        max_scale: Largest loss scale.
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: Where the job runs.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The precision.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a collective waits for the other ranks before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        **plugin_kwargs: Passed to the plugin, such as ``stage`` and ``cpu_offload``, or ``find_unused_parameters``.
+
+    Raises:
+        RequestError: An option is no longer one of Colossal-AI.
+        MisuseError: The plugin has no such keyword.
+        ConflictError: It gets the CPU for a plugin that needs CUDA.
+    """
+
+    allows_inference_mode = False
+    plugin: ClassVar[str] = "gemini"
+
+    def __init__(
+        self,
+        use_chunk: bool = True,
+        chunk_size: int | None = None,
+        enable_distributed_storage: bool = True,
+        placement_policy: str = "auto",
+        force_outputs_fp32: bool = False,
+        gpu_margin_mem_ratio: float = 0.0,
+        chunk_search_range: int = 64 * 1024**2,
+        chunk_search_n_grids: int = 4096,
+        min_chunk_size: int | None = None,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+        **plugin_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+            start_method,
+        )
+        plugin = self.plugin
+        check_keywords(plugin, plugin_kwargs, type(self))
+        scale = {
+            "initial_scale": initial_scale,
+            "min_scale": min_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "max_scale": max_scale,
+        }
+        self._options: dict[str, Any] = dict(plugin_kwargs)
+        if plugin == "low_level_zero":
+            self._options = {**scale, **plugin_kwargs}
+        elif plugin == "gemini":
+            chunks = {
+                "use_chunk": use_chunk,
+                "chunk_size": chunk_size,
+                "enable_distributed_storage": enable_distributed_storage,
+                "placement_policy": placement_policy,
+                "force_outputs_fp32": force_outputs_fp32,
+                "gpu_margin_mem_ratio": gpu_margin_mem_ratio,
+                "chunk_search_range": chunk_search_range,
+                "chunk_search_n_grids": chunk_search_n_grids,
+                "min_chunk_size": min_chunk_size,
+            }
+            self._options = {**gemini_options({**chunks, **scale}), **plugin_kwargs}
+        self.replicates_state = not self._is_sharded
+        self.evaluates_together = plugin in ("gemini", "torch_fsdp")  # each step gathers parameters
+        self._booster: Any = None
+        self._boosted: Any = None
+        self._accumulates = False
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.plugin != "torch_ddp"
+
+    def receive(self, parts: Parts) -> None:
+        super().receive(parts)
+        if self.plugin in _ON_CPU:
+            return
+        for device in self.parts.parallel_devices or ():
+            if device.type != "cuda":
+                raise ConflictError(
+                    f"Colossal-AI's plugin {self.plugin!r} trains on CUDA devices only, and this is the accelerator "
+                    f"{device.type!r}: use strategy='colossalai_torch_ddp', or 'fsdp' or 'deepspeed_stage_3', which "
+                    "run here too"
+                )
+
+    def precision_for(self, flag: str) -> Precision | None:
+        """Return the plugin's half precision, which scales the loss by itself; None where the plugin has none."""
+        is_half = self.plugin in ("gemini", "low_level_zero") and flag in ("16-mixed", "bf16-mixed")
+        return BoosterPrecision(flag) if is_half else None
+
+    # The life cycle
+
+    def setup_optimizers(self, trainer: TrainerLike) -> None:
+        super().setup_optimizers(trainer)
+        self._check_optimizers()
+        # Colossal-AI takes CUDA wherever it is there.
+        set_accelerator(self.root_device.type)
+        self._accumulates = trainer.accumulate_grad_batches > 1
+        following = trainer_options(
+            self.plugin,
+            self.precision_plugin.flag,
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
+            trainer.accumulate_grad_batches,
+            self._options.get("stage", 1),
+        )
+        self._booster = Booster(plugin=PLUGINS[self.plugin](**self._options, **following))
+        self.model, self._boosted, *_ = self._booster.boost(StepModule(self.module), self.optimizers[0])
+        if self._is_sharded:
+            self.optimizers = [self._boosted]
+
+    def _check_optimizers(self) -> None:
+        is_manual = not getattr(self.module, "automatic_optimization", True)
+        if is_manual and self.plugin == "torch_ddp" and self.world_size > 1:
+            # The backward pass would run within the wrapper's forward, which prepares the reducer only at its end.
+            raise ConflictError(
+                "manual optimization on several processes is not possible with strategy='colossalai_torch_ddp': use "
+                "strategy='ddp', or the optimization of the Trainer"
+            )
+        if len(self.optimizers) != 1:
+            raise MisuseError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, and Colossal-AI's booster takes "
+                "one: put the parameters into groups of a single optimizer"
+            )
+        [optimizer] = self.optimizers
+        if self.plugin == "gemini" and type(optimizer) not in GEMINI_OPTIMIZERS:
+            names = ", ".join(cls.__name__ for cls in GEMINI_OPTIMIZERS)
+            raise MisuseError(
+                f"configure_optimizers returned {type(optimizer).__name__}, and Gemini steps in chunks with {names} "
+                "only: return colossalai.nn.optimizer.HybridAdam(self.parameters()), which is AdamW"
+            )
+        if self.plugin == "torch_fsdp" and len(optimizer.param_groups) > 1:
+            raise MisuseError(
+                f"configure_optimizers returned {len(optimizer.param_groups)} groups of parameters, and Colossal-AI's "
+                "TorchFSDPPlugin makes them one: return one group, or use strategy='fsdp'"
+            )
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._unwrap()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        self._unwrap()  # before the process group, of which plugins destroy subgroups
+        super().teardown()
+
+    def _unwrap(self) -> None:
+        self.model = self._module
+        self._booster = self._boosted = None
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = self.module_step("training_step")
+        if self._is_sharded or self._booster is None:
+            return self.run_step("training_step", step, *args, **kwargs)
+        return super().run_step("training_step", partial(self.model, step), *args, **kwargs)
+
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._is_sharded and self._booster is not None:
+            step = partial(self.model, step)
+        return super().run_step(name, step, *args, **kwargs)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.module_backward is not None:
+            super().backward(loss, *args, **kwargs)
+        else:
+            self._booster.backward(self.precision_plugin.scale_loss(loss), self._boosted, *args, **kwargs)
+        if not self._is_sharded:
+            self._check_reduction()
+
+    def _check_reduction(self) -> None:
+        """Raise MisuseError for parameters without a gradient, for which DistributedDataParallel waits."""
+        try:
+            self.model.module._check_reducer_finalized()  # noqa: SLF001 - torch documents it for this use
+        except RuntimeError as error:
+            named = self.module.named_parameters()
+            unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+            raise MisuseError(
+                f"the step used no {', '.join(unused)}, and DistributedDataParallel waits for the gradients: pass "
+                "ColossalAITorchDDPStrategy(find_unused_parameters=True)"
+            ) from error
+
+    def evaluation_context(self) -> AbstractContextManager[Any]:
+        if not self._is_sharded:  # the last step has changed buffers by the data of each rank
+            self.take_from_first_rank(self.module.buffers())
+        return super().evaluation_context()
+
+    def no_backward_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients accumulate; Gemini and FSDP reduce each batch and add the shards."""
+        if self._booster is None:
+            return nullcontext()
+        if self.plugin == "gemini" and not self._accumulates:
+            raise ConflictError(
+                "Gemini accumulates gradients only if it knows so from the start: pass the Trainer "
+                "accumulate_grad_batches"
+            )
+        if self.plugin in ("torch_ddp", "low_level_zero") and self._booster.plugin.support_no_sync():
+            context: AbstractContextManager[Any] = self._booster.no_sync(self.model, self._boosted)
+            return context
+        return nullcontext()
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
+        """Clip the gradients; Gemini and LowLevelZero do so in their step."""
+        if self.plugin == "torch_ddp":
+            super().clip_gradients(optimizer, clip_val, algorithm)
+        elif self.plugin == "torch_fsdp":
+            if algorithm != "norm":
+                raise ConflictError(f"gradient_clip_algorithm={algorithm!r} cannot be combined with sharded gradients")
+            self.model.module.clip_grad_norm_(clip_val)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Module | None = None, **kwargs: Any
+    ) -> Any:
+        if not self._is_sharded:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = closure()
+        self._boosted.step()
+        return output
+
+    # State: of sharded plugins it is gathered, so that checkpoints move to other strategies
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the full state of the module on each rank; collective."""
+        if not self._is_sharded or self._booster is None:
+            return super().module_state_dict()
+        arguments = {"only_rank_0": False} if self.plugin == "gemini" else {}
+        wrapper = self.model if self.plugin == "gemini" else self.model.module
+        return {name.removeprefix("module."): value for name, value in wrapper.state_dict(**arguments).items()}
+
+    sharded_module_state = module_state_dict
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a full state, which each rank has; collective."""
+        if not self._is_sharded or self._booster is None:
+            super().load_module_state_dict(state, strict)
+            return
+        wrapper = self.model if self.plugin == "gemini" else self.model.module
+        names = load_by_names(wrapper, {f"module.{name}": value for name, value in state.items()})
+        missing, unexpected = ([name.removeprefix("module.") for name in side] for side in names)
+        check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
+        if self.plugin == "low_level_zero":
+            self._boosted.update_master_params(self.model)
+
+    def load_sharded_module_state(self, state: dict[str, Any]) -> None:
+        if self._is_sharded:
+            self.load_module_state_dict(state)
+        else:
+            super().load_sharded_module_state(state)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the full state of an optimizer on each rank; collective."""
+        if self.plugin == "gemini":
+            state: dict[str, Any] = self._boosted.state_dict(only_rank_0=False)
+            return state
+        if self.plugin == "torch_fsdp":
+            full = FullyShardedDataParallel.full_optim_state_dict(self.model.module, self._boosted, rank0_only=False)
+            return FullyShardedDataParallel.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, self.model.module)
+        return super().optimizer_state(optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a full state of an optimizer, which each rank has; collective."""
+        if self.plugin == "torch_fsdp":
+            named = FullyShardedDataParallel.rekey_optim_state_dict(
+                dict(state), OptimStateKeyType.PARAM_NAME, self.model.module
+            )
+            state = FullyShardedDataParallel.shard_full_optim_state_dict(named, self.model.module)
+        self._boosted.load_state_dict(dict(state)) if self._is_sharded else super().load_optimizer_state(
+            optimizer, state
+        )
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the full state of an optimizer by the names of its parameters; collective."""
+        return named_state(_StateOf(self, optimizer), self.module)  # type: ignore[arg-type]  # what it reads of one
+
+    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a state of :meth:`sharded_optimizer_state`; collective."""
+        load_named_state(_StateOf(self, optimizer), self.module, state)  # type: ignore[arg-type]  # likewise
+
+
+class ColossalAILowLevelZeroStrategy(ColossalAIStrategy):
+    """Training with Colossal-AI's LowLevelZero: sharded optimizer state, and gradients with ``stage=2``."""
+
+    plugin = "low_level_zero"
+
+
+class ColossalAITorchDDPStrategy(ColossalAIStrategy):
+    """Training with Colossal-AI's booster and torch's DistributedDataParallel, on the CPU too."""
+
+    plugin = "torch_ddp"
+
+
+class ColossalAITorchFSDPStrategy(ColossalAIStrategy):
+    """Training with Colossal-AI's booster and torch's FullyShardedDataParallel."""
+
+    plugin = "torch_fsdp"
+
+
+class _StateOf:
+    """The full state of a strategy's optimizer, with the groups of the module's parameters."""
+
+    def __init__(self, strategy: ColossalAIStrategy, optimizer: Optimizer) -> None:
+        self._strategy, self._optimizer = strategy, optimizer
+        self.param_groups = optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._strategy.optimizer_state(self._optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._strategy.load_optimizer_state(self._optimizer, state)
