@@ -1,0 +1,151 @@
+"""LightningModules as TrainModules."""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dstrat import TrainModule, seed_everything
+from dstrat_lightning.conversion import convert, is_of_lightning
+from dstrat_lightning.hyperparameters import take_hyperparameters
+from dstrat_lightning.trainer_view import TrainerView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dstrat import Trainer
+
+
+def adapt_module(module: Any) -> TrainModule:
+    """Return a LightningModule as a TrainModule: the same object, whose class derives from both.
+
+    It stays one; a Lightning Trainer is not to run it afterwards.
+    """
+    for submodule in list(module.modules()):
+        if _is_lightning_module(submodule):
+            convert(submodule, ModuleBridge)
+    return module  # type: ignore[no-any-return]  # a TrainModule now
+
+
+def _is_lightning_module(module: object) -> bool:
+    return any(is_of_lightning(base, "core.module:LightningModule") for base in type(module).__mro__)
+
+
+def _set_rank(rank: int) -> None:
+    """Let Lightning's loggers and messages know which process this is."""
+    from lightning_utilities.core.rank_zero import rank_zero_only  # comes with Lightning, which the user has
+
+    rank_zero_only.rank = rank
+
+
+def reset_seed() -> None:
+    """Seed each rank anew, as Lightning does where its ``seed_everything`` was called."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    if seed:
+        seed_everything(int(seed))
+
+
+def without_idle_monitors(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``configure_optimizers`` that names no monitor for schedulers which take no value.
+
+    Lightning ignores it there, and a TrainModule is told of its mistake.
+    """
+
+    @wraps(configure_optimizers)
+    def configure(self: Any) -> Any:
+        returned = configure_optimizers(self)
+        for config in _scheduler_dicts(returned):
+            scheduler = config.get("scheduler")
+            if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
+                config.pop("monitor", None)
+        return returned
+
+    return configure
+
+
+def _scheduler_dicts(returned: Any) -> list[dict[str, Any]]:
+    """Return the dicts of schedulers in what ``configure_optimizers`` returned."""
+    if isinstance(returned, dict):
+        return [returned["lr_scheduler"]] if isinstance(returned.get("lr_scheduler"), dict) else []
+    if not isinstance(returned, list | tuple):
+        return []
+    nested = [config for value in returned for config in _scheduler_dicts(value)]
+    return [*(value for value in returned if isinstance(value, dict) and "scheduler" in value), *nested]
+
+
+class ModuleBridge(TrainModule):
+    """What a LightningModule has in another way than a TrainModule."""
+
+    wrappers: ClassVar = {"configure_optimizers": without_idle_monitors}
+    configure_sharded_model = None  # which Lightning still defines
+
+    if TYPE_CHECKING:
+        _automatic_optimization: bool
+        _strict_loading: bool | None
+        _example_input_array: Any
+
+    def take_over(self) -> None:
+        """Take the hyperparameters that Lightning has saved."""
+        take_hyperparameters(self)
+
+    def attach(self, trainer: Trainer | None) -> None:
+        """Take the Trainer, and let Lightning's random numbers and its messages be as on such a rank."""
+        adapt_module(self)  # also what configure_model has made
+        if trainer is not None and not trainer.is_running:
+            _set_rank(trainer.global_rank)
+            if trainer.world_size > 1:
+                reset_seed()
+        super().attach(trainer)
+
+    @property
+    def trainer(self) -> Any:
+        """The Trainer as Lightning's programs know it."""
+        return TrainerView(super().trainer)
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self.attach(trainer)
+
+    # These are attributes of a TrainModule, and properties of a LightningModule, whose values are in the instance.
+
+    @property
+    def automatic_optimization(self) -> bool:
+        """Whether the Trainer does the backward pass and the optimizer's step."""
+        return self._automatic_optimization
+
+    @automatic_optimization.setter
+    def automatic_optimization(self, automatic_optimization: bool) -> None:
+        self._automatic_optimization = automatic_optimization
+
+    @property
+    def strict_loading(self) -> bool:
+        """Whether missing and unexpected weights of a checkpoint are errors."""
+        return self._strict_loading is not False
+
+    @strict_loading.setter
+    def strict_loading(self, strict_loading: bool) -> None:
+        self._strict_loading = strict_loading
+
+    @property
+    def example_input_array(self) -> Any:
+        """What ``forward`` takes."""
+        return self._example_input_array
+
+    @example_input_array.setter
+    def example_input_array(self, example: Any) -> None:
+        self._example_input_array = example
+
+    # Other arguments
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer or the list of them; without ``use_pl_optimizer`` torch's own."""
+        optimizers = super().optimizers()
+        if use_pl_optimizer:
+            return optimizers
+        plain = [
+            getattr(one, "optimizer", one) for one in (optimizers if isinstance(optimizers, list) else [optimizers])
+        ]
+        return plain if isinstance(optimizers, list) else plain[0]

@@ -1,0 +1,230 @@
+"""dstrat's strategies as strategies of Lightning's Trainer."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dstrat.builtin.clusters.external import ExternalEnvironment, RankNames
+from dstrat.errors import ConflictError, MisuseError
+from dstrat.interfaces.optimizers import Optimization
+from dstrat.resolve import Request, resolve_request
+from dstrat_lightning.module import reset_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dstrat import Strategy
+    from dstrat.interfaces.precision import ClipAlgorithm
+
+
+class LightningProcesses(ExternalEnvironment):
+    """The processes that a Lightning Trainer has started.
+
+    Args:
+        strategy: Of Lightning, which knows rank and size.
+    """
+
+    names = RankNames(world_size="WORLD_SIZE", global_rank="RANK", local_rank="LOCAL_RANK")
+    hint = "start the program as Lightning says"
+
+    def __init__(self, strategy: Any) -> None:
+        cluster = strategy.cluster_environment
+        super().__init__(
+            {
+                "MASTER_ADDR": str(cluster.main_address),
+                "MASTER_PORT": str(cluster.main_port),
+                "WORLD_SIZE": str(strategy.world_size),
+                "RANK": str(strategy.global_rank),
+                "LOCAL_RANK": str(strategy.local_rank),
+            }
+        )
+        self._node_rank: int = strategy.node_rank
+
+    @classmethod
+    def evidence(cls, environ: Mapping[str, str]) -> str | None:  # noqa: ARG003 - it is never looked for
+        return None
+
+    @property
+    def node_rank(self) -> int:
+        return self._node_rank
+
+    def start_command(self, *, num_devices: int, num_nodes: int) -> str:  # noqa: ARG002 - Lightning starts them
+        return "python program.py"
+
+
+class FitSettings:
+    """What a strategy of dstrat asks the caller of its ``setup``.
+
+    Args:
+        trainer: Lightning's.
+        make_optimizers: Returns the optimizers.
+
+    Attributes:
+        is_fitting: Whether the module is trained.
+        accumulate_grad_batches: Batches of one optimizer step.
+        gradient_clip_val: Always None, as Lightning clips.
+        gradient_clip_algorithm: Of clipping.
+    """
+
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: ClipAlgorithm = "norm"
+
+    def __init__(self, trainer: Any, make_optimizers: Any) -> None:
+        self.is_fitting = trainer.state.fn == "fit"
+        self.accumulate_grad_batches: int = trainer.accumulate_grad_batches
+        self.configure_optimizers = make_optimizers
+
+
+@cache
+def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one class, whose methods are counted
+    """Return the class for one of Lightning's packages.
+
+    Args:
+        package: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+    """
+    base: Any = import_module(f"{package}.strategies").DDPStrategy
+    core = import_module(f"{package}.core.optimizer")
+    optimizers_of = core._init_optimizers_and_lr_schedulers  # noqa: SLF001 - of 2.5 and 2.6
+
+    class DstratStrategy(base):  # type: ignore[misc]  # found at run time
+        """Runs a strategy of dstrat in the processes of a Lightning Trainer.
+
+        Lightning starts the processes, casts, clips, loops and writes its files; dstrat's strategy opens communication,
+        wraps or shards the module, synchronizes gradients, and gathers and loads states.
+
+        Args:
+            alias: Of the strategy, such as ``"fsdp"``.
+            **options: Arguments of Lightning's ``DDPStrategy``: ``start_method``, ``timeout``,
+                ``process_group_backend``.
+        """
+
+        def __init__(self, alias: str, **options: Any) -> None:
+            super().__init__(**options)
+            self.alias = alias
+            self._inner: Strategy | None = None
+
+        @property
+        def inner(self) -> Strategy:
+            """The strategy of dstrat, from the setup of the processes on."""
+            if self._inner is None:
+                raise MisuseError(f"strategy 'dstrat_{self.alias}' is not set up yet: ask for it in a run")
+            return self._inner
+
+        @property
+        def restore_checkpoint_after_setup(self) -> bool:
+            return True  # states are loaded into what the strategy has sharded
+
+        def setup_distributed(self) -> None:
+            # The process group is dstrat's, which opens it for each run and closes it afterwards.
+            reset_seed()
+            self.set_world_ranks()
+            request = Request(
+                strategy=self.alias,
+                accelerator=self.root_device.type,
+                devices=self.num_processes,
+                num_nodes=self.num_nodes,
+                plugins=(LightningProcesses(self),),
+            )
+            if self._inner is None:
+                _, self._inner = resolve_request(request)
+            self._inner.setup_environment()
+            if self._inner.compiled_steps() is not None or self._inner.accumulates_gradients:
+                raise ConflictError(
+                    f"{type(self._inner).__name__} takes whole training steps, which Lightning's Trainer takes apart: "
+                    f"use dstrat.Trainer(strategy={self.alias!r}), which runs the same LightningModule"
+                )
+
+        def setup(self, trainer: Any) -> None:
+            self.accelerator.setup(trainer)
+            self.precision_plugin.convert_module(self.lightning_module)
+            self.inner.connect(self.lightning_module)
+            if self._layer_sync:  # sync_batchnorm=True
+                self.inner.synchronize_batchnorm()
+            self.inner.setup(FitSettings(trainer, self._make_optimizers))
+            self.model = self.inner.model
+            self.optimizers = list(self.inner.optimizers)
+            self.setup_precision_plugin()
+
+        def _make_optimizers(self) -> Optimization:
+            optimizers, self.lr_scheduler_configs = optimizers_of(self.lightning_module)
+            return Optimization(optimizers=tuple(optimizers))
+
+        # Steps
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            with self.precision_plugin.train_step_context():
+                return self.inner.training_step(*args, **kwargs)
+
+        def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+            with self.precision_plugin.val_step_context():
+                return self.inner.validation_step(*args, **kwargs)
+
+        def test_step(self, *args: Any, **kwargs: Any) -> Any:
+            with self.precision_plugin.test_step_context():
+                return self.inner.test_step(*args, **kwargs)
+
+        def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+            with self.precision_plugin.predict_step_context():
+                return self.inner.predict_step(*args, **kwargs)
+
+        def pre_backward(self, closure_loss: Any) -> None:
+            """Leave the preparation of DistributedDataParallel to dstrat."""
+
+        def post_backward(self, closure_loss: Any) -> None:
+            """Likewise."""
+
+        def block_backward_sync(self) -> Any:
+            return self.inner.no_backward_sync()
+
+        def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+            step = partial(self.inner.optimizer_step, optimizer, **kwargs)
+            return self.precision_plugin.optimizer_step(
+                _Stepping(optimizer, step), model=model or self.lightning_module, closure=closure
+            )
+
+        # States
+
+        def lightning_module_state_dict(self) -> dict[str, Any]:
+            return self.inner.module_state_dict()
+
+        def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+            self.inner.load_module_state_dict(checkpoint["state_dict"], strict=strict)
+
+        def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+            return self.inner.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+
+        def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                self.inner.load_optimizer_state(optimizer, state)
+
+        # The end
+
+        def on_exception(self, exception: BaseException) -> None:
+            super().on_exception(exception)
+            if self._inner is not None:
+                self._inner.on_exception(exception)
+
+        def teardown(self) -> None:
+            if self._inner is not None:
+                self._inner.teardown()
+            self.model = self.lightning_module
+            super().teardown()
+
+    return DstratStrategy
+
+
+class _Stepping:
+    """An optimizer whose ``step`` is the strategy's; everything else is the optimizer's.
+
+    Args:
+        optimizer: Of torch.
+        step: Steps it with a closure.
+    """
+
+    def __init__(self, optimizer: Any, step: Any) -> None:
+        self._optimizer, self.step = optimizer, lambda closure=None, **_: step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)

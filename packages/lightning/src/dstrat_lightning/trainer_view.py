@@ -1,0 +1,221 @@
+"""dstrat's Trainer under the names and with the values of Lightning's, for modules and callbacks."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from dstrat_lightning.callbacks import lightning_callback
+from dstrat_lightning.loggers import lightning_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dstrat import Trainer
+
+_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+
+
+class TrainerView:
+    """What a LightningModule or a Lightning callback sees as its Trainer.
+
+    Attributes that both Trainers have are those of dstrat's, also when they are set; the properties here are those that
+    differ.  What dstrat's Trainer does not have is an AttributeError that names it.
+    """
+
+    __slots__ = ("_trainer",)
+    _trainer: Trainer
+
+    def __init__(self, trainer: Trainer) -> None:
+        object.__setattr__(self, "_trainer", trainer)
+
+    def __getattr__(self, name: str) -> Any:
+        trainer = self._trainer
+        if hasattr(type(trainer), name) or name in vars(trainer):
+            value = getattr(trainer, name)
+            return 1.0 if value is None and name in _LIMITS else value
+        raise AttributeError(
+            f"Lightning's Trainer has {name!r}, and dstrat's has not: where a module or callback needs it, run it "
+            "with Lightning's Trainer and strategy='dstrat_...' (import dstrat_lightning)"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._trainer, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return (other._trainer if isinstance(other, TrainerView) else other) is self._trainer
+
+    def __hash__(self) -> int:
+        return hash(self._trainer)
+
+    def __reduce__(self) -> tuple[type[TrainerView], tuple[Trainer]]:
+        return TrainerView, (self._trainer,)
+
+    # Infinite where Lightning says so
+
+    @property
+    def num_training_batches(self) -> float:
+        """Number of training batches in an epoch."""
+        return _number(self._trainer.num_training_batches)
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Number of batches of each validation loader."""
+        return _numbers(self._trainer.num_val_batches)
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """The same in the sanity check."""
+        return _numbers(self._trainer.num_sanity_val_batches)
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """Number of batches of each test loader."""
+        return _numbers(self._trainer.num_test_batches)
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        """Number of batches of each prediction loader."""
+        return _numbers(self._trainer.num_predict_batches)
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Number of epochs."""
+        return self._trainer.max_epochs
+
+    @property
+    def val_check_interval(self) -> Any:
+        """When to validate within an epoch; 1.0 is at its end."""
+        interval = self._trainer.val_check_interval
+        return 1.0 if interval is None else interval
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether the fit validates."""
+        return self._trainer.fit_loop.validation_loaders != []
+
+    # Paths as texts
+
+    @property
+    def default_root_dir(self) -> str:
+        """Where logs and checkpoints go by default."""
+        return str(self._trainer.default_root_dir)
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the first logger."""
+        return str(self._trainer.log_dir)
+
+    # Objects of Lightning, as the user passed them
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return [lightning_logger(logger) for logger in self._trainer.loggers]
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, None without one."""
+        return next(iter(self.loggers), None)
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """All callbacks."""
+        return [lightning_callback(callback) for callback in self._trainer.callbacks]
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """The callbacks that save checkpoints."""
+        return [lightning_callback(callback) for callback in self._trainer.checkpoint_callbacks]
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that knows a best checkpoint."""
+        return lightning_callback(self._trainer.checkpoint_callback)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """Every ``EarlyStopping``, Lightning's too."""
+        names = {"EarlyStopping"}
+        return [c for c in self.callbacks if names & {base.__name__ for base in type(c).__mro__}]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first of them, None without one."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    # One loader as itself
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """What this process validates."""
+        return _one_or_all(self._trainer.val_dataloaders)
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """What this process tests."""
+        return _one_or_all(self._trainer.test_dataloaders)
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """What this process predicts."""
+        return _one_or_all(self._trainer.predict_dataloaders)
+
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        """Arguments of distributed samplers."""
+        return self._trainer.strategy.distributed_sampler_kwargs
+
+    @property
+    def fit_loop(self) -> Any:
+        """The counters of the fit that Lightning's users read."""
+        return FitLoopView(self._trainer)
+
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:  # noqa: ARG002 - Lightning's
+        """Write a checkpoint; every process calls it."""
+        self._trainer.save_checkpoint(filepath, weights_only=bool(weights_only))
+
+
+class FitLoopView:
+    """Counters of a fit by the names of Lightning's loop."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def max_epochs(self) -> int:
+        """Number of epochs."""
+        return self._trainer.max_epochs
+
+    @property
+    def epoch_loop(self) -> Any:
+        """The counters within an epoch."""
+        loop = self._trainer.fit_loop
+        batches = SimpleNamespace(ready=loop.batches_done + 1, completed=loop.batches_done, processed=loop.batches_done)
+        return SimpleNamespace(
+            global_step=loop.global_step,
+            batch_idx=loop.batch_idx,
+            total_batch_idx=loop.batches_seen - 1,
+            max_steps=self._trainer.max_steps,
+            batch_progress=SimpleNamespace(current=batches, is_last_batch=loop.is_last_batch),
+            _batches_that_stepped=loop.global_step,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        loop = self._trainer.fit_loop
+        if hasattr(loop, name):
+            return getattr(loop, name)
+        raise AttributeError(f"Lightning's Trainer.fit_loop has {name!r}, and dstrat's has not")
+
+
+def _number(count: int | None) -> float:
+    return math.inf if count is None else count
+
+
+def _numbers(counts: Sequence[int | None]) -> list[float]:
+    return [_number(count) for count in counts]
+
+
+def _one_or_all(loaders: list[Any]) -> Any:
+    return loaders[0] if len(loaders) == 1 else loaders or None

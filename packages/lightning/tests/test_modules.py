@@ -1,0 +1,357 @@
+"""LightningModules, unchanged, in dstrat's Trainer: the same losses as by Lightning's."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning", reason="this environment has no Lightning: nox -s neighbours has")
+
+import torch
+
+import dstrat
+import dstrat_lightning
+from dstrat.errors import MisuseError
+from dstrat_lightning.trainer_view import TrainerView
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import net as nets  # noqa: E402
+
+LIBRARIES = ["lightning.pytorch", "pytorch_lightning"]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def run(tmp_path, which, strategy, *options):
+    """Train net.py by a Trainer; return what global rank 0 wrote."""
+    path = tmp_path / f"{which}-{strategy}.json"
+    command = [sys.executable, "-W", "ignore", str(HERE / "net.py"), which, strategy, str(path), *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The losses of Lightning's own ddp on two ranks, with dropout, clipping and a data module."""
+    return run(tmp_path_factory.mktemp("lightning"), "lightning", "ddp")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_give_the_losses_of_lightning(tmp_path, reference, strategy):
+    seen = run(tmp_path, "dstrat", strategy)
+    assert seen["losses"] == pytest.approx(reference["losses"], abs=1e-6)
+    assert seen["steps"] == reference["steps"]
+    assert seen["best"].endswith(Path(reference["best"]).name)
+    assert seen["score"] == pytest.approx(seen["val_losses"][0], abs=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["dstrat_ddp", "dstrat_fsdp"])
+def test_lightnings_trainer_runs_strategies_of_dstrat(tmp_path, reference, strategy):
+    seen = run(tmp_path, "lightning", strategy)
+    assert seen["losses"] == pytest.approx(reference["losses"], abs=1e-5)
+    assert seen["score"] == pytest.approx(reference["score"], abs=1e-5)
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request):
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture
+def make(library, tmp_path):
+    """Return the classes of net.py of a library, and a quiet Trainer."""
+
+    def trainer(**options):
+        off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        given = {"max_epochs": 1, "logger": False, "default_root_dir": tmp_path, **off, **options}
+        return dstrat.Trainer(accelerator="cpu", devices=1, **given)
+
+    net, data, _ = nets.classes(library)
+    return net, data, trainer
+
+
+def test_a_module_keeps_its_class_its_name_and_its_hyperparameters(make):
+    net, data, trainer = make
+    module = net(lr=0.02)
+    trainer().fit(module, datamodule=data())
+    assert type(module).__name__ == "Net"
+    assert isinstance(module, net)
+    assert isinstance(module, dstrat.TrainModule)
+    assert module.hparams.lr == 0.02
+    assert len(module.losses) == 8
+
+
+def test_a_converted_module_is_copied_and_pickled(make):
+    net, data, trainer = make
+    module = net()
+    trainer().fit(module, datamodule=data())
+    again = copy.deepcopy(module)
+    assert isinstance(again, net)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
+    nets.Net = net  # pickle finds the user's class by its name
+    other = pickle.loads(pickle.dumps(module))
+    assert isinstance(other, dstrat.TrainModule)
+    assert other.hparams.lr == module.hparams.lr
+
+
+def test_hooks_that_call_super_reach_dstrats(make):
+    net, data, trainer = make
+    seen = []
+
+    class Calling(net):
+        def optimizer_step(self, *args, **kwargs):
+            seen.append("optimizer_step")
+            super().optimizer_step(*args, **kwargs)
+
+        def on_train_epoch_end(self):
+            super().on_train_epoch_end()
+            seen.append(type(self.trainer).__name__)
+
+    trainer().fit(Calling(), datamodule=data())
+    assert seen == ["optimizer_step"] * 8 + ["TrainerView"]
+
+
+def test_manual_optimization_counts_steps(make):
+    net, data, trainer = make
+
+    class Manual(net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    made = trainer()
+    made.fit(Manual(), datamodule=data())
+    assert made.global_step == 8
+
+
+def test_a_module_within_a_module_logs(library, make):
+    net, data, trainer = make
+
+    class Outer(net):
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def training_step(self, batch, batch_idx):
+            self.inner.log("inner", 2.0)
+            return super().training_step(batch, batch_idx) + 0 * self.inner(batch[0]).sum()
+
+    made = trainer()
+    made.fit(Outer(), datamodule=data())
+    assert made.callback_metrics["inner"] == 2.0
+
+
+def test_a_monitor_of_a_scheduler_that_takes_no_value_is_left_out(make):
+    net, data, trainer = make
+
+    class Monitored(net):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    trainer().fit(Monitored(), datamodule=data())
+
+
+def test_callbacks_see_lightnings_values(library, make, tmp_path):
+    net, data, trainer = make
+    seen = {}
+
+    class Watching(library.Callback):
+        def on_train_start(self, trainer, pl_module):
+            seen["limits"] = (trainer.limit_train_batches, trainer.num_training_batches, trainer.val_check_interval)
+            seen["logger"] = trainer.logger
+            seen["callbacks"] = trainer.callbacks
+            seen["dir"] = trainer.default_root_dir
+            seen["loop"] = (trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.global_step)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.should_stop = batch_idx == 2
+
+        def on_fit_end(self, trainer, pl_module):
+            with pytest.raises(AttributeError, match="Lightning's Trainer has '_data_connector', and dstrat's has not"):
+                _ = trainer._data_connector
+
+    watching, logger = Watching(), library.loggers.CSVLogger(tmp_path / "logs")
+    made = trainer(callbacks=[watching], logger=logger, log_every_n_steps=1)
+    made.fit(net(), datamodule=data())
+    assert made.global_step == 3
+    assert seen["limits"] == (1.0, 8, 1.0)
+    assert seen["logger"] is logger
+    assert watching in seen["callbacks"]
+    assert seen["dir"] == str(tmp_path)
+    assert seen["loop"] == (1, 0)
+    assert (Path(logger.log_dir) / "metrics.csv").exists()
+
+
+def test_callbacks_that_a_module_configures_leave_those_of_other_classes(library, make):
+    net, data, trainer = make
+    seen = []
+
+    class First(library.Callback):
+        def on_train_start(self, trainer, pl_module):
+            seen.append(type(self).__name__)
+
+    class Second(First):
+        pass
+
+    class Configuring(net):
+        def configure_callbacks(self):
+            return [Second()]
+
+    trainer(callbacks=[First(), Second()]).fit(Configuring(), datamodule=data())
+    assert seen == ["First", "Second"]
+
+
+def test_lightnings_early_stopping_ends_the_fit(library, make):
+    net, data, trainer = make
+    stopping = library.callbacks.EarlyStopping("val_loss", patience=1, min_delta=100.0)
+    made = trainer(max_epochs=9, callbacks=stopping)
+    made.fit(net(), datamodule=data())
+    assert made.current_epoch == 2
+    assert stopping.stopped_epoch == 1
+
+
+def test_lightnings_model_checkpoint_knows_what_dstrat_saved(library, make, tmp_path):
+    net, data, trainer = make
+    best = library.callbacks.ModelCheckpoint(tmp_path / "best", monitor="val_loss", filename="{epoch}")
+    made = trainer(max_epochs=2, callbacks=[best], enable_checkpointing=True, plugins="lightning")
+    made.fit(net(), datamodule=data())
+    assert Path(best.best_model_path).parent == tmp_path / "best"
+    assert best.best_model_score <= made.callback_metrics["val_loss"]  # that of the last epoch
+    loaded = net.load_from_checkpoint(best.best_model_path)  # of Lightning
+    assert loaded.hparams.lr == 0.05
+
+
+def test_a_changed_model_checkpoint_says_what_to_do(library, make):
+    _, _, trainer = make
+
+    class Mine(library.callbacks.ModelCheckpoint):
+        def on_validation_end(self, trainer, pl_module):
+            pass
+
+    with pytest.raises(MisuseError, match=r"Mine changes on_validation_end of Lightning's ModelCheckpoint.*derive it"):
+        trainer(callbacks=Mine(), enable_checkpointing=True)
+    renaming = library.callbacks.ModelCheckpoint()
+    renaming.CHECKPOINT_NAME_LAST = "{epoch}-last"
+    with pytest.raises(MisuseError, match="ModelCheckpoint has another CHECKPOINT_NAME_LAST, which dstrat's does not"):
+        trainer(callbacks=renaming, enable_checkpointing=True)
+
+
+def test_weights_are_averaged_by_the_function_of_lightnings_callback(library, make):
+    net, data, trainer = make
+
+    def first_weights(averaged, weights, count):
+        return averaged
+
+    averaging = library.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, avg_fn=first_weights)
+    plain = library.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)
+    trained = []
+    for callback in (averaging, plain):
+        torch.manual_seed(0)
+        module = net()
+        trainer(max_epochs=4, callbacks=[callback]).fit(module, datamodule=data())
+        trained.append(torch.cat([weights.detach().flatten() for weights in module.parameters()]))
+    assert not torch.equal(*trained)
+
+
+def test_predictions_are_written_by_a_writer_of_lightning(library, make):
+    net, data, trainer = make
+    written = {}
+
+    class Writer(library.callbacks.BasePredictionWriter):
+        def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+            written["indices"], written["count"] = batch_indices, len(predictions)
+
+    module, datamodule = net(), data()
+    datamodule.setup("predict")
+    trainer(callbacks=Writer("epoch")).predict(module, datamodule.val_dataloader())
+    assert written["count"] == 8
+    assert written["indices"][0][0] == list(range(8))
+
+
+@pytest.mark.parametrize("first", ["lightning", "dstrat"])
+def test_each_goes_on_exactly_from_the_others_checkpoint(library, make, tmp_path, first):
+    net, data, trainer = make
+    off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
+
+    def made(which, epochs):
+        if which == "lightning":
+            return library.Trainer(accelerator="cpu", devices=1, max_epochs=epochs, **off)
+        return trainer(max_epochs=epochs, plugins="lightning")
+
+    def fit(which, epochs, ckpt_path=None):
+        library.seed_everything(1, verbose=False)
+        module = net(dropout=0.0)
+        loader = nets.unshuffled(data())
+        run = made(which, epochs)
+        run.fit(module, loader, ckpt_path=ckpt_path)
+        return module, run
+
+    expected, _ = fit("lightning", 4)
+    _, run = fit(first, 2)
+    run.save_checkpoint(tmp_path / "middle.ckpt")
+    went_on, run = fit("dstrat" if first == "lightning" else "lightning", 4, tmp_path / "middle.ckpt")
+    assert (run.global_step, run.current_epoch) == (32, 4)
+    assert all(torch.equal(a, b) for a, b in zip(went_on.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_folder_becomes_a_file_that_lightning_loads(library, make, tmp_path):
+    net, data, trainer = make
+    module = net(lr=0.01)
+    made = trainer()
+    made.fit(module, datamodule=data())
+    made.save_checkpoint(tmp_path / "folder")
+    dstrat_lightning.convert_to_lightning(tmp_path / "folder", tmp_path / "file.ckpt")
+    for loaded in (
+        net.load_from_checkpoint(tmp_path / "file.ckpt"),
+        dstrat_lightning.load_from_checkpoint(net, tmp_path / "folder"),
+    ):
+        assert loaded.hparams.lr == 0.01
+        assert not isinstance(loaded, dstrat.TrainModule)
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
+
+
+def test_lightnings_registry_has_the_strategies(library):
+    strategies = library.strategies.StrategyRegistry.available_strategies()
+    assert {"dstrat_ddp", "dstrat_fsdp", "dstrat_deepspeed_stage_2"} <= set(strategies)
+
+
+@pytest.mark.parametrize("order", ["{ours}; {theirs}", "{theirs}; {ours}"])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_the_order_of_imports_does_not_matter(name, order):
+    lines = order.format(ours="import dstrat_lightning", theirs=f"import {name} as pl")
+    code = f"{lines}; assert 'dstrat_ddp' in pl.strategies.StrategyRegistry"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_listing_imports_no_lightning():
+    code = (
+        "import sys; from dstrat.plugins.catalog import get_catalog; get_catalog(); import dstrat_lightning; "
+        "assert not {'torch', 'lightning', 'pytorch_lightning'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_view_is_its_trainer(make):
+    _, _, trainer = make
+    made = trainer()
+    assert TrainerView(made) == TrainerView(made) == made
+    assert len({TrainerView(made), TrainerView(made)}) == 1
