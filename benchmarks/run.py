@@ -44,8 +44,8 @@ MODULES = (
     "fsdp",
     "zero",
 )
-WHEN_ASKED = ("loop_instructions", "xla_steps")
-"""The first takes ten minutes, and valgrind; the second an environment with torch_xla."""
+WHEN_ASKED = ("bagua", "horovod_steps", "loop_instructions", "xla_steps")
+"""In turn they need root, for namespaces of the network; Horovod; ten minutes, and valgrind; torch_xla."""
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -35,13 +35,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--strategies", nargs="+", help="compare these, instead of ddp with a loop by hand")
     options = parser.parse_args()
 
     task = Task(workload=WORKLOADS[options.workload], steps=WARMUP + options.steps + 1)
     samples: dict[str, dict[str, list[float]]] = {"steps/s": {}, "cpu": {}}
     order = random.Random(0)  # the same in both ranks
     for repeat in range(options.repeats + 1):
-        found = arms(options.out, repeat)
+        found = strategy_arms(options.strategies) if options.strategies else arms(options.out, repeat)
         order.shuffle(found)
         for name, train in found:
             clock = Clock(WARMUP, WARMUP + options.steps)
@@ -82,6 +83,18 @@ def arms(out: Path, repeat: int) -> list[Arm]:
 
         found.append(("lightning", lightning))
     return found
+
+
+def strategy_arms(strategies: list[str]) -> list[Arm]:
+    """Return an arm for each strategy, and a second one of the first, which shows what is noise."""
+
+    def arm(name: str, strategy: str) -> Arm:
+        def train(task: Task, clock: Clock) -> None:
+            with_dstrat.train(task, int(os.environ["WORLD_SIZE"]), clock, strategy)
+
+        return name, train
+
+    return [*(arm(strategy, strategy) for strategy in strategies), arm(f"{strategies[0]} again", strategies[0])]
 
 
 def open_group(path: str, world_size: int) -> None:

@@ -41,10 +41,10 @@ class Module(TrainModule):
         self.task.record(self.losses)
 
 
-def train(task: Task, devices: int, on_step: Callable[[int], None] | None = None) -> None:
-    """Train with the strategy ddp on so many CPU processes."""
+def train(task: Task, devices: int, on_step: Callable[[int], None] | None = None, strategy: str = "ddp") -> None:
+    """Train with a strategy on so many CPU processes."""
     trainer = Trainer(
-        strategy="ddp",
+        strategy=strategy,
         accelerator="cpu",
         devices=devices,
         max_epochs=1,

@@ -1,0 +1,354 @@
+"""Test and measure on a GPU, and write one report, in under nine minutes; it needs no network.
+
+For example::
+
+    python3 benchmarks/gpu/run.py --out report
+    python3 benchmarks/gpu/run.py --out report --wheels folder-of-wheels
+    python3 benchmarks/gpu/run.py --dry-run
+
+It takes the Python that runs it, with torch and what dstrat and its tests need (pytest, rich, click, pluggy, fsspec,
+packaging, numpy). dstrat's packages are taken from the checkout where they are not installed, and others from the
+folder of wheels. Each part has its own time limit. ``--dry-run`` does on the CPU what needs no GPU: it collects the
+tests, and measures with tiny networks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime as dt
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+LIMIT = 520.0  # seconds for everything, which leaves some for the report
+NEEDED = ("torch", "numpy", "pytest", "rich", "click", "pluggy", "fsspec", "packaging", "typing_extensions", "xxhash")
+TAIL = 12  # lines of a failed part's output in the report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One program of the report.
+
+    Attributes:
+        name: Its name, also of its files.
+        command: Arguments of Python.
+        seconds: Its time limit.
+        variables: Further environment variables.
+    """
+
+    name: str
+    command: list[str]
+    seconds: float
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How a part ended.
+
+    Attributes:
+        name: Of the part.
+        state: ``"passed"``, ``"failed"``, ``"timed out"`` or ``"not run"``.
+        seconds: How long it took.
+        summary: Its last line of output, or why it was not run.
+        figures: What it has measured.
+        output: The end of its output, where it did not pass.
+    """
+
+    name: str
+    state: str
+    seconds: float = 0.0
+    summary: str = ""
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    output: str = ""
+
+
+def main() -> int:
+    """Run the parts, write the report, and return the exit code: 1 if a part did not pass."""
+    options = read_options()
+    started = time.monotonic()
+    out: Path = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    environ = make_environment(out, options.wheels)
+    if not options.dry_run:
+        environ.setdefault("DS_ACCELERATOR", "cuda")  # DeepSpeed reads it when it is imported
+    if missing := missing_modules(environ):
+        wheels = "put their wheels into a folder (pip download --no-deps -d FOLDER ...) and name it with --wheels"
+        print_line(f"{sys.executable} has no {', '.join(missing)}: install them, or {wheels}")
+        return 2
+    machine = describe_machine(environ)
+    print_line(f"device {machine['device']}, torch {machine['torch']}, commit {machine['commit']}")
+    if machine["device"] == "none" and not options.dry_run:
+        print_line("torch sees no CUDA device here: --dry-run does what needs none")
+        return 2
+    outcomes = []
+    for part in parts(out, dry_run=options.dry_run):
+        if options.only and part.name not in options.only:
+            continue
+        remaining = (4 if options.dry_run else 1) * options.seconds - (time.monotonic() - started)
+        outcomes.append(run_part(part, out, environ, remaining))
+        last = outcomes[-1]
+        print_line(f"{last.state:10} {last.seconds:6.1f} s  {last.name}: {last.summary}")
+        write_report(out, machine, outcomes, dry_run=options.dry_run)  # after each part, in case this one is ended
+    print_line(f"written to {out / 'report.md'}")
+    return 0 if all(outcome.state == "passed" for outcome in outcomes) else 1
+
+
+def read_options() -> argparse.Namespace:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser(description="Test and measure on a GPU, and write one report.")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the report")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for what is not installed")
+    parser.add_argument("--dry-run", action="store_true", help="do on the CPU what needs no GPU")
+    parser.add_argument("--only", action="append", help="this part alone; may be repeated")
+    parser.add_argument("--seconds", type=float, default=LIMIT, help="for everything; parts that remain are not run")
+    return parser.parse_args()
+
+
+def parts(out: Path, *, dry_run: bool) -> list[Part]:
+    """Return the parts, the most important ones first."""
+    pytest = ["-m", "pytest", "-c", str(write_pytest_settings(out)), f"--rootdir={ROOT}", "-m", "cuda", "-q"]
+    tests = [*pytest, "-p", "no:cacheprovider", *files_with_cuda_tests()]
+    measure = [str(HERE / "measure.py")]
+    device = ["--device", "cpu", "--tiny"] if dry_run else ["--device", "cuda"]
+
+    def measured(name: str, seconds: float) -> Part:
+        within = ["--seconds", str(seconds / 2), "--out", str(out / f"{name}.json")]
+        return Part(name=name, command=[*measure, name, *device, *within], seconds=seconds)
+
+    demo = [str(ROOT / "examples" / "gpt" / "train.py"), "--out", str(out / "demo")]
+    on_device = ["--accelerator", "gpu", "--devices", "1", "--precision", "bf16-mixed", "--steps", "300"]
+    kit = ["-m", "dstrat", "test", "cuda", "--kind", "accelerator", "--tier", "device"]
+    if dry_run:
+        tests.append("--collect-only")
+        kit = ["-m", "dstrat", "test", "cpu", "--kind", "accelerator", "--tier", "device"]
+        on_device = ["--accelerator", "cpu", "--devices", "1", "--steps", "2", "--width", "24", "--layers", "1"]
+    planned = [
+        Part(name="tests", command=[*tests, "-k", "not (deepspeed and offload)"], seconds=210),
+        Part(name="conformance", command=kit, seconds=40),
+        *([] if dry_run else [measured("gpt-compiled", 110)]),
+        measured("gpt", 60),
+        measured("estimates", 40),
+        measured("mlp", 30),
+        measured("checkpoints", 50),
+        Part(name="demo", command=[*demo, *on_device], seconds=45),
+        # Last, as DeepSpeed compiles for it, which takes minutes where it has not done so before.
+        Part(name="deepspeed-offload", command=[*tests, "-k", "deepspeed and offload"], seconds=150),
+    ]
+    if not dry_run:
+        return planned
+    return [replace(part, seconds=4 * part.seconds) for part in planned]  # a CPU may be busy with other programs
+
+
+def run_part(part: Part, out: Path, environ: dict[str, str], remaining: float) -> Outcome:
+    """Run a part within its limit, and end everything that it has started."""
+    limit = min(part.seconds, remaining)
+    if limit <= 0:
+        return Outcome(name=part.name, state="not run", summary="the time for everything was over")
+    log = out / f"{part.name}.log"
+    started = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, *part.command],
+            cwd=ROOT,
+            env={**environ, **part.variables},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that its ranks end with it
+        )
+        try:
+            state = "passed" if process.wait(limit) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            state = "timed out"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    figures = out / f"{part.name}.json"
+    measured = json.loads(figures.read_text(encoding="utf-8")) if state == "passed" and figures.exists() else []
+    return Outcome(
+        name=part.name,
+        state=state,
+        seconds=round(time.monotonic() - started, 1),
+        summary=f"{len(measured)} figures" if measured else lines[-1].strip("= ") if lines else "",
+        figures=measured,
+        output="" if state == "passed" else "\n".join(lines[-TAIL:]),
+    )
+
+
+# The environment
+
+
+def make_environment(out: Path, wheels: Path | None) -> dict[str, str]:
+    """Return the variables under which the parts find dstrat's packages and what else they need."""
+    site = out / "site"
+    site.mkdir(exist_ok=True)
+    paths = [str(site)]
+    for project in sorted(ROOT.glob("packages/*/pyproject.toml")):
+        settings = read_toml(project)["project"]
+        if not is_installed(settings["name"]):
+            write_metadata(site, settings)
+            paths.append(str(project.parent / "src"))
+    missing = (
+        [wheel for wheel in sorted(wheels.glob("*.whl")) if not is_installed(wheel.name.split("-")[0])]
+        if wheels
+        else []
+    )
+    if missing:
+        install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade", "--target", str(site)]
+        subprocess.run([sys.executable, *install, *map(str, missing)], check=True)
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    before = [inherited["PYTHONPATH"]] if inherited.get("PYTHONPATH") else []
+    return {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join([*paths, *before]),
+        "PYTHONUNBUFFERED": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # or counting devices would keep tests from forking
+        "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor"),
+    }
+
+
+def missing_modules(environ: dict[str, str]) -> list[str]:
+    """Return the modules that the parts need and that cannot be imported in their environment."""
+    code = "import importlib.util as u, sys; print(*(name for name in sys.argv[1:] if u.find_spec(name) is None))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *NEEDED], env=environ, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def is_installed(distribution: str) -> bool:
+    """Return whether this Python has a distribution."""
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def write_metadata(site: Path, project: dict[str, Any]) -> None:
+    """Write what an installation would: name, version, requirements and entry points, by which plugins are found."""
+    folder = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    folder.mkdir(exist_ok=True)
+    requirements = [f"Requires-Dist: {text}" for text in project.get("dependencies", ())]
+    head = ["Metadata-Version: 2.1", f"Name: {project['name']}", f"Version: {project['version']}"]
+    (folder / "METADATA").write_text("\n".join([*head, *requirements]) + "\n", encoding="utf-8")
+    groups = {**project.get("entry-points", {}), "console_scripts": project.get("scripts", {})}
+    lines = [
+        line
+        for group, points in groups.items()
+        if points
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()), "")
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file; Python 3.10 has no module for it, and pip brings one."""
+    try:
+        import tomllib
+    except ImportError:
+        from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def write_pytest_settings(out: Path) -> Path:
+    """Write the settings of the tests without those of plugins that need not be installed; return the file."""
+    settings = read_toml(ROOT / "pyproject.toml")["tool"]["pytest"]["ini_options"]
+    settings = {**settings, "pythonpath": [str(ROOT)], "addopts": "--strict-markers --import-mode=importlib -ra"}
+    for name in ("timeout", "testpaths"):
+        settings.pop(name, None)
+    settings["markers"] = [*settings["markers"], "timeout: of pytest-timeout, which need not be installed"]
+    lines = ["[pytest]"]
+    for name, value in settings.items():
+        values = value if isinstance(value, list) else [str(value)]
+        lines += [f"{name} ="] + [f"    {text}" for text in values]
+    path = out / "pytest.ini"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def files_with_cuda_tests() -> list[str]:
+    """Return the test files that have a test marked cuda."""
+    files = sorted([*ROOT.glob("packages/*/tests/**/test_*.py"), *ROOT.glob("tests/test_*.py")])
+    return [str(path) for path in files if re.search(r"mark\.cuda\b", path.read_text(encoding="utf-8"))]
+
+
+# The report
+
+
+def describe_machine(environ: dict[str, str]) -> dict[str, str]:
+    """Return device, driver, versions and commit."""
+    code = (
+        "import json, torch; c = torch.cuda; has = c.is_available(); print(json.dumps({'torch': torch.__version__, "
+        "'cuda': str(torch.version.cuda), 'device': c.get_device_name(0) if has else 'none', "
+        "'memory': f'{c.get_device_properties(0).total_memory / 2**30:.1f} GiB' if has else ''}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=120
+    )
+    described: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        **described,
+        "driver": first_line_of(*query),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "commit": first_line_of("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "at": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def first_line_of(*command: str) -> str:
+    """Return the first line that a program prints; "unknown" where it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.partition("\n")[0].strip() or "unknown"
+
+
+def write_report(out: Path, machine: dict[str, str], outcomes: list[Outcome], *, dry_run: bool) -> None:
+    """Write ``report.json`` and ``report.md``."""
+    content = {"dry_run": dry_run, "machine": machine, "parts": [asdict(outcome) for outcome in outcomes]}
+    (out / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    lines = ["# Report of a dry run" if dry_run else "# Report of a GPU", ""]
+    lines += [f"- {name}: {value}" for name, value in machine.items() if value]
+    lines += ["", "| part | state | seconds | |", "|---|---|--:|---|"]
+    lines += [f"| {one.name} | {one.state} | {one.seconds} | {one.summary.replace('|', '/')} |" for one in outcomes]
+    lines += ["", "| figure | measured | goal | met | |", "|---|--:|--:|---|---|"]
+    lines += [figure_row(figure) for outcome in outcomes for figure in outcome.figures]
+    for outcome in outcomes:
+        if outcome.output:
+            lines += ["", f"## {outcome.name}: {outcome.state}", "", "```", outcome.output, "```"]
+    (out / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def figure_row(figure: dict[str, Any]) -> str:
+    """Return the row of a figure; a goal is a largest value."""
+    goal = figure["goal"]
+    met = "" if goal is None else "yes" if figure["value"] <= goal else "no"
+    bound = "" if goal is None else f"at most {goal:g}"
+    return f"| {figure['name']} | {figure['value']:.4g} {figure['unit']} | {bound} | {met} | {figure['note']} |"
+
+
+def print_line(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
