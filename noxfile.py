@@ -96,10 +96,11 @@ if __name__ == "__main__":
 import nox  # noqa: E402 - not there before the lines above
 
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "types", "layers", "wheels", "tests", "neighbours", "hpu", "xla"]
+nox.options.sessions = ["lint", "types", "layers", "wheels", "tests", "neighbours", "third_party", "hpu", "xla"]
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
+LIGHTNING_TESTS = str(ROOT / "packages" / "lightning" / "tests")
 DEFAULT = "not variant and not neighbours and not (builds and slow)"
 WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
 NEWER_TORCH = "DSTRAT_TEST_NEWER_TORCH"  # a Python with all families and the torch of the other sessions
@@ -117,6 +118,14 @@ TORCH_XLA = (  # the torch that it needs, and what of CUDA that loads even on th
     "nvidia-cuda-runtime-cu12==12.8.90",
     "nvidia-cufile-cu12==1.13.1.3",
 )
+THIRD_PARTY: dict[str, tuple[tuple[str, ...], ...]] = {
+    # The folder of a package, and what pip installs for its tests: the arguments of one or several commands.
+    "colossalai": (  # without what it asks for: an old torch, and fixed versions that it runs without
+        ("--no-deps", "colossalai>=0.5,<0.6", "galore_torch>=1.0"),
+        ("peft", "bitsandbytes", "transformers", "einops", "psutil", "rich", "click", "safetensors", "ninja"),
+    ),
+    "horovod": (("cloudpickle", "psutil", "pyyaml", "packaging"),),  # Horovod itself is built
+}
 CORE_ON_OLDER_TORCH = ("data", "interfaces", "parallel")  # of the core's tests, those that use most of torch
 
 
@@ -260,16 +269,45 @@ def hpu(session: nox.Session) -> None:
 
 @nox.session
 def neighbours(session: nox.Session) -> None:
-    """Train beside packages that users have installed too, in an environment that has them: hydra, transformers ..."""
+    """Train beside packages that users have installed too, in an environment that has them: hydra, lightning ..."""
     requirements = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "neighbours")
-    tested = [package for package in PACKAGES if package.name in ("core", "ddp", "fsdp")]
+    tested = [package for package in PACKAGES if package.name in ("core", "ddp", "fsdp", "lightning")]
     editable = [f"--editable={package.relative_to(ROOT)}" for package in tested]
     beside = ("--no-build-isolation", "--constraint=constraints.txt", *editable, *requirements)
     inputs = (CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in tested))
     programs = environment("neighbours", BUILD_TOOLS, beside, pip=bootstrap() / "pip", inputs=inputs)
-    all_tests = (*workers("loadgroup"), str(ROOT / "tests" / "neighbours"))
+    all_tests = (*workers("loadgroup"), str(ROOT / "tests" / "neighbours"), LIGHTNING_TESTS)
     arguments = session.posargs or all_tests
     run(session, programs, "python", "-m", "pytest", "--noconftest", *arguments, OMP_NUM_THREADS="1")
+
+
+@nox.session
+def third_party(session: nox.Session) -> None:
+    """Tests of the strategies of other libraries, in an environment that has these; arguments after -- go to pytest.
+
+    A library without a wheel is built by ``tests/build_library.py`` of its package, once for each torch.  The wheel is
+    kept in ``~/.cache/dstrat``, or the folder that ``DSTRAT_TEST_EXTENSIONS`` names.  Where that is impossible, the
+    tests are skipped with the reason.
+    """
+    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "third-party")
+    families = [ROOT / "packages" / name for name in THIRD_PARTY]
+    installed = [ROOT / "packages" / "core", ROOT / "packages" / "ddp", *families]
+    editable = [f"--editable={package.relative_to(ROOT)}" for package in installed]
+    programs = environment(
+        "third-party",
+        (*BUILD_TOOLS, "setuptools<81"),  # the last with pkg_resources, which such libraries import
+        ("--no-build-isolation", "--constraint=constraints.txt", *editable, *tools),
+        *(("--no-build-isolation", *step) for steps in THIRD_PARTY.values() for step in steps),
+        pip=bootstrap() / "pip",
+        inputs=(CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in installed)),
+    )
+    for program in (package / "tests" / "build_library.py" for package in families):
+        if program.exists():
+            run(session, programs, "python", str(program))
+    marked = ("-m", f"{DEFAULT} and not wheels")
+    arguments = session.posargs or [*workers(), *(str(package / "tests") for package in families)]
+    if families:
+        run(session, programs, "python", "-m", "pytest", *marked, *arguments, OMP_NUM_THREADS="1")
 
 
 @nox.session
@@ -395,3 +433,12 @@ def bench(session: nox.Session) -> None:
     lightning = ["lightning>=2.6,<2.7"] if "--with-lightning" in session.posargs else []
     programs = workspace("lightning", *lightning) if lightning else workspace()
     run(session, programs, "python", str(ROOT / "benchmarks" / "run.py"), *arguments)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Tests, demo and benchmarks on a GPU, with one report in runs/gpu; ``-- --dry-run`` does what needs no GPU.
+
+    On a machine without a network ``python3 benchmarks/gpu/run.py`` does the same with the Python that it has.
+    """
+    run(session, workspace(), "python", str(ROOT / "benchmarks" / "gpu" / "run.py"), *session.posargs)

@@ -102,12 +102,39 @@ def test_the_own_loop_of_the_readme_trains_and_saves(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("epoch-*")) == ["epoch-1", "epoch-2"]
 
 
+def test_the_programs_before_and_after_a_move_have_the_loss_of_the_page(tmp_path: Path) -> None:
+    """Those of Fabric and Accelerate printed it where both were installed."""
+    (loss,) = set(re.findall(r"loss \d\.\d+", (DOCS / "coming-from.md").read_text()))
+    assert run_own_loop(programs("coming-from.md")[0], tmp_path).count(loss) == 1
+    (before,) = (block.text for block in blocks("coming-from.md") if "init_process_group(" in block.text)
+    (tmp_path / "before.py").write_text(before)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "before.py")
+    assert loss in run(*torchrun, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+
+
+def test_the_program_of_the_command_lines_guide_trains_by_its_file_and_prints_its_message(tmp_path: Path) -> None:
+    program, _ = programs("command-line.md")
+    (text,) = (block.text for block in blocks("command-line.md") if block.text.startswith("trainer:"))
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "run.yaml").write_text(text.replace("strategy: ddp", "strategy: ddp_fork"))  # which starts faster
+    options = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
+    WarmProgram(tmp_path / "train.py", "fit", "--config=run.yaml", *options).run()
+    assert "width: 16" in (tmp_path / "dstrat_logs" / "version_0" / "config.yaml").read_text()
+    messages = next(block.text for block in blocks("command-line.md") if "no option" in block.text).splitlines()
+    for option, message in zip(("--trainer.max_epoch=3", "--model.width=wide"), messages, strict=False):
+        wrong = WarmProgram(tmp_path / "train.py", "fit", option)
+        assert wrong.communicate()[1].splitlines() == [message]
+        assert wrong.returncode == 2
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if programs(page)])
 def test_the_programs_of_a_guide_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: None
 ) -> None:
     if page == "trainer.md":
         pytest.importorskip("torchmetrics")
+    if page == "hydra.md":
+        pytest.importorskip("hydra", reason="the session neighbours runs it")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "guide", **given(page)}
     for number, program in enumerate(programs(page)):
@@ -242,7 +269,8 @@ def test_a_message_that_is_explained_is_one_that_the_code_can_raise() -> None:
 
 def test_every_class_of_errors_is_explained() -> None:
     headings = set(re.findall(r"^###? (\w+Error)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE))
-    classes = {name for name, value in vars(dstrat.errors).items() if isinstance(value, type)}
+    values = vars(dstrat.errors).items()
+    classes = {name for name, value in values if isinstance(value, type) and issubclass(value, DstratError)}
     assert headings == classes - {DstratError.__name__, "CatalogError"}
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
-FAMILIES = ["dstrat_ddp", "dstrat_deepspeed", "dstrat_fairscale", "dstrat_fsdp"]
+FAMILIES = ["dstrat_bagua", "dstrat_ddp", "dstrat_deepspeed", "dstrat_fairscale", "dstrat_fsdp"]
 MODULES = [
     dstrat, accelerators, callbacks, loggers, profilers, strategies, tuner, utilities, plugin_classes, environments, io,
     precision, *map(import_module, FAMILIES),
@@ -60,6 +60,7 @@ def test_every_class_of_a_kind_is_where_its_kind_is(module: ModuleType, base: ty
 
 def test_the_classes_of_installed_families_are_strategies_of_dstrat() -> None:
     from dstrat.strategies import (
+        BaguaStrategy,
         CheckpointIO,
         DDPShardedStrategy,
         DDPStrategy,
@@ -70,9 +71,9 @@ def test_the_classes_of_installed_families_are_strategies_of_dstrat() -> None:
 
     assert CheckpointIO is dstrat.CheckpointIO
     assert StrategyRegistry is dstrat.StrategyRegistry
-    classes = (DDPStrategy, DeepSpeedStrategy, DDPShardedStrategy, FSDPStrategy)
+    classes = (BaguaStrategy, DDPStrategy, DeepSpeedStrategy, DDPShardedStrategy, FSDPStrategy)
     assert [cls.__module__.partition(".")[0] for cls in classes] == FAMILIES
-    assert {"DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy"} <= {*dir(strategies)}
+    assert {"BaguaStrategy", "DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy"} <= {*dir(strategies)}
 
 
 def test_type_checkers_know_every_class_that_is_hinted_and_offered_here() -> None:

@@ -12,9 +12,12 @@ SHORT = 80  # lines
 
 # Short modules that only one other imports, and why each is a file of its own.
 SHORT_FOR_A_REASON = {
+    "dstrat.cli.checkpoint.convert": "a command, as its siblings are",
     "dstrat.cli.main": "the entry point of the console script",
+    "dstrat.launch.fork_server": "imported by multiprocessing's fork server, by its name",
     "dstrat.testing.strategy.records": "standard tests of one tier, as its siblings are",
     "dstrat.training.profilers.defaults": "names of profilers, without importing any",
+    "dstrat_colossalai.precision": "the role has this file name in every package",
     "dstrat_deepspeed.precision": "the role has this file name in every package",
     "dstrat_xla.loader": "loads torch_xla's loader, which needs a device, on first use",
 }
@@ -22,6 +25,7 @@ SHORT_FOR_A_REASON = {
 # Folders whose identifiers use the field's terms; add each as it becomes clean.
 CLEAN = (
     "dstrat.builtin",
+    "dstrat.checkpoint",
     "dstrat.cli",
     "dstrat.data",
     "dstrat.interfaces",
@@ -31,9 +35,15 @@ CLEAN = (
     "dstrat.plugins",
     "dstrat.testing",
     "dstrat.training",
+    "dstrat_bagua",
+    "dstrat_colossalai",
     "dstrat_ddp",
+    "dstrat_deepspeed",
     "dstrat_fsdp",
+    "dstrat_hivemind",
+    "dstrat_horovod",
     "dstrat_ipu",
+    "dstrat_lightning",
     "dstrat_xla",
 )
 

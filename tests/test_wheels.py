@@ -15,12 +15,15 @@ CHECKOUT = Path(__file__).parents[1]
 
 IMPORT_EVERY_MODULE = """
 import importlib, pkgutil, sys
-import dstrat, dstrat_ddp, dstrat_deepspeed, dstrat_fairscale, dstrat_fsdp, dstrat_hpu, dstrat_ipu
+import dstrat
 
-for package in (dstrat, dstrat_ddp, dstrat_deepspeed, dstrat_fairscale, dstrat_fsdp, dstrat_hpu, dstrat_ipu):
+families = (
+    "bagua", "ddp", "deepspeed", "fairscale", "fsdp", "hivemind", "horovod", "hpu", "ipu", "lightning"
+)
+for package in (dstrat, *(importlib.import_module(f"dstrat_{family}") for family in families)):
     assert package.__file__.startswith(sys.prefix), package.__file__
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        extra = module.name.startswith("dstrat.testing.")  # needs pytest
+        extra = module.name.startswith(("dstrat.testing.", "dstrat.cli.training."))  # need pytest and jsonargparse
         if not module.name.endswith("__main__") and not extra:
             importlib.import_module(module.name)
 """

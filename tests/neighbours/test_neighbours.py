@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -95,3 +96,50 @@ def test_all_processes_of_a_hydra_program_use_the_folder_of_its_job(tmp_path: Pa
 def test_a_sweep_of_hydra_trains_each_job_once_in_one_folder(tmp_path: Path) -> None:
     jobs = run_hydra(tmp_path, "--multirun", "optimizer.lr=0.5,0.25")
     assert len({job.parent for job in jobs}) == 1
+
+
+# The guide to hydra
+
+
+def run_guide(folder: Path, *arguments: str, code: int = 0) -> str:
+    """Run the program of docs/hydra.md with its configuration; return what it printed."""
+    page = (HERE.parents[1] / "docs" / "hydra.md").read_text()
+    program, config = (
+        re.search(rf"^```{kind}\n({begin}.*?)^```", page, re.DOTALL | re.MULTILINE) for kind, begin in GUIDE
+    )
+    assert program
+    assert config
+    (folder / "train.py").write_text(program[1])
+    (folder / "config.yaml").write_text(config[1])
+    quiet = ("+trainer.enable_progress_bar=false", "+trainer.enable_model_summary=false")
+    command = [sys.executable, "train.py", *arguments, *quiet]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=MINUTES, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+GUIDE = (("python", "import hydra"), ("text", "seed: 0"))
+
+
+@pytest.mark.timeout(MINUTES)
+def test_the_guide_to_hydra_sweeps_in_one_folder_for_each_job(tmp_path: Path) -> None:
+    lines = [line for line in run_guide(tmp_path, "--multirun", "lr=0.5,0.25").splitlines() if line.startswith("loss")]
+    assert len(lines) == 2  # each once for the job
+    logs = [Path(line.split(" in ")[1]) for line in lines]
+    assert [log.parents[1].name for log in logs] == ["0", "1"]
+    assert len(list(tmp_path.rglob(".hydra"))) == 2
+
+
+@pytest.mark.timeout(MINUTES)
+def test_logs_go_to_the_folder_of_the_job_without_a_change_of_directory(tmp_path: Path) -> None:
+    options = ("hydra.job.chdir=false", "+trainer.default_root_dir=${hydra:runtime.output_dir}")
+    out = run_guide(tmp_path, *options)
+    (folder,) = (path.parent for path in tmp_path.rglob(".hydra"))
+    assert f" in {folder}" in out
+
+
+@pytest.mark.timeout(MINUTES)
+def test_a_job_of_a_sweep_that_fails_is_shown_and_the_others_run(tmp_path: Path) -> None:
+    err = run_guide(tmp_path, "--multirun", "lr=-1,0.25", code=1)
+    assert "Invalid learning rate" in err
+    assert {path.parent.name for path in tmp_path.rglob("dstrat_logs")} == {"0", "1"}

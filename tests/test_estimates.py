@@ -1,0 +1,106 @@
+"""``dstrat estimate`` beside what ranks on the CPU really have in memory."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from tests.hand_loop import Block, Run, parts
+from tests.ranks import in_ranks
+from torch import nn
+
+from dstrat.builtin.precision.true import TruePrecision
+from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
+from dstrat.plugins.catalog import get_catalog
+from dstrat.resolve.selection import select_offer
+
+WIDTH, BLOCKS, BATCH = 1024, 14, 512
+MMAP_THRESHOLD = -3  # of mallopt
+MIB = 2**20
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says how large a process is")
+
+
+class Wide(nn.Module):
+    """Sixty million parameters in equal blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS)))
+
+    def training_step(self, batch, batch_idx):
+        return self.blocks(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def strategy_of(alias):
+    catalog = get_catalog()
+    return select_offer(catalog.find("strategy", alias), catalog).instance
+
+
+def resident(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def largest_in_training(cluster, alias):
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 65536)  # what is freed is not kept for later
+    torch.set_num_threads(1)
+    strategy = strategy_of(alias)
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    before = resident("VmRSS")
+    with strategy.model_sharded_context():
+        module = Wide()
+    strategy.connect(module)
+    strategy.setup(Run(module))
+    batch = torch.zeros(BATCH, WIDTH)
+    for _ in range(2):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        step(strategy, batch)
+    peak = resident("VmHWM") - before
+    strategy.teardown()
+    return peak
+
+
+def step(strategy, batch):
+    (optimizer,) = strategy.optimizers
+    optimizer.zero_grad()
+
+    def closure():
+        loss = strategy.training_step(batch, 0)
+        strategy.backward(loss)
+        return loss
+
+    strategy.optimizer_step(optimizer, closure)
+
+
+def estimated(alias, world_size):
+    def make():
+        module = Wide()
+        return TrainingSetup(module=module, batch=torch.zeros(BATCH, WIDTH), make_optimizers=Wide.configure_optimizers)
+
+    size = measure_training(
+        make, TruePrecision(), device_type="cpu", world_size=world_size, ranks_per_machine=world_size
+    )
+    return size.peak(strategy_of(alias).memory_layout(size))
+
+
+@pytest.mark.parametrize(
+    ("alias", "world_size"),
+    [
+        ("ddp", 2),
+        ("fsdp", 2),
+        pytest.param("single_device", 1, marks=pytest.mark.variant),
+        pytest.param("deepspeed_stage_0", 2, marks=pytest.mark.variant),
+        pytest.param("deepspeed_stage_2", 2, marks=pytest.mark.variant),
+        pytest.param("deepspeed_stage_3", 2, marks=pytest.mark.variant),
+        pytest.param("ddp_sharded", 2, marks=pytest.mark.variant),
+    ],
+)
+def test_the_estimate_is_within_a_tenth_of_what_a_rank_has(alias, world_size):
+    peak = max(in_ranks(largest_in_training, world_size, alias=alias))
+    print(f"{alias}: estimated {estimated(alias, world_size) / MIB:.0f} MiB, measured {peak / MIB:.0f} MiB")
+    assert estimated(alias, world_size) == pytest.approx(peak, rel=0.1)
