@@ -109,7 +109,15 @@ def test_the_programs_before_and_after_a_move_have_the_loss_of_the_page(tmp_path
     (before,) = (block.text for block in blocks("coming-from.md") if "init_process_group(" in block.text)
     (tmp_path / "before.py").write_text(before)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "before.py")
-    assert loss in run(*torchrun, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    environ = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    try:
+        printed = run(*torchrun, cwd=tmp_path, **environ)
+    except AssertionError as error:
+        # On a busy machine a process of torch itself aborts now and then while it ends, and takes the others with it.
+        if "terminate called without an active exception" not in str(error):
+            raise
+        printed = run(*torchrun, cwd=tmp_path, **environ)
+    assert loss in printed
 
 
 def test_the_program_of_the_command_lines_guide_trains_by_its_file_and_prints_its_message(tmp_path: Path) -> None:

@@ -38,6 +38,12 @@ def loader(seed, batch_size=16):
     return DataLoader(TensorDataset(*samples(seed)), batch_size=batch_size, shuffle=True)
 
 
+def test_loss(net):
+    inputs, targets = samples(1000)
+    with torch.no_grad():
+        return float(nn.functional.mse_loss(net.layers(inputs), targets))
+
+
 class Report(Callback):
     """Prints the progress, slows the training down, and ends it at an epoch, or when a file is there."""
 
@@ -56,6 +62,7 @@ class Report(Callback):
             "peers": strategy.num_peers,
             "step": trainer.global_step,
             "failed": strategy.num_failed_averagings,
+            "test_loss": test_loss(module),
         }
         print(json.dumps(line), flush=True)
         if trainer.global_step == self.arguments.raise_at:
@@ -96,9 +103,7 @@ def main():
     )
     net = Net(arguments.seed)
     trainer.fit(net, loader(arguments.seed))
-    inputs, targets = samples(1000)
-    with torch.no_grad():
-        print(json.dumps({"final": float(nn.functional.mse_loss(net.layers(inputs), targets))}), flush=True)
+    print(json.dumps({"final": test_loss(net)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tests.warm_program import WarmProgram
 pytest.importorskip("hivemind", reason="needs hivemind")
 
 PROGRAM = Path(__file__).with_name("peer_program.py")
-TOLERANCE = 0.04  # of mean squared errors that begin at about 0.6
+MARGIN = 0.02  # of mean squared errors that begin at about 0.6
 
 
 class Peer:
@@ -85,11 +85,17 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes i
 
 
 def check_losses(start, peers):
-    """Compare the losses of peers that have ended with that of one peer after as many epochs."""
+    """Check that the losses of peers that have ended are those of one peer, at most two epochs earlier or later.
+
+    A peer that is slow for a moment adds fewer gradients to one epoch and more to the next.
+    """
     finals = [peer.final() for peer in peers]
     epochs = [peer.lines[-2]["epoch"] for peer in peers]
-    alone = start("--seconds", 0, "--until", max(epochs), "--stop-file", "none").final()
-    assert finals == pytest.approx([alone] * len(peers), abs=TOLERANCE)
+    alone = start("--seconds", 0, "--until", max(epochs) + 2, "--stop-file", "none")
+    alone.final()
+    for final, epoch in zip(finals, epochs, strict=True):
+        near = [line["test_loss"] for line in alone.lines if abs(line.get("epoch", -9) - epoch) <= 2]
+        assert min(near) - MARGIN < final < max(near) + MARGIN, (epochs, finals)
     assert max(finals) < 0.5 * next(line["loss"] for line in peers[0].lines if "loss" in line)
     assert all(peer.wait_until_gone() for peer in peers)
 

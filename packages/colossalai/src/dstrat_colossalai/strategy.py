@@ -192,8 +192,8 @@ class ColossalAIStrategy(ParallelStrategy):
             self.optimizers = [self._boosted]
 
     def _check_optimizers(self) -> None:
-        is_manual = not getattr(self.module, "automatic_optimization", True)
-        if is_manual and self.plugin == "torch_ddp" and self.world_size > 1:
+        on_several = self.plugin == "torch_ddp" and self.world_size > 1
+        if on_several and not getattr(self.module, "automatic_optimization", True):
             # The backward pass would run within the wrapper's forward, which prepares the reducer only at its end.
             raise ConflictError(
                 "manual optimization on several processes is not possible with strategy='colossalai_torch_ddp': use "
