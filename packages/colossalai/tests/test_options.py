@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.interfaces.strategy import Parts
@@ -94,11 +95,17 @@ def caller(*optimizers):
 
 def test_wrong_optimizers_are_refused_before_the_first_step():
     module = nn.Linear(2, 1)
+
+    def connected(strategy):
+        strategy.receive(Parts(cluster_environment=LocalEnvironment()))
+        strategy.connect(module)
+        return strategy
+
     adam = torch.optim.AdamW(module.parameters())
     with pytest.raises(MisuseError, match="returned AdamW, and Gemini steps in chunks with HybridAdam, CPUAdam, Fused"):
-        ColossalAIStrategy().setup_optimizers(caller(adam))
+        connected(ColossalAIStrategy()).setup_optimizers(caller(adam))
     with pytest.raises(MisuseError, match="returned 2 optimizers, and Colossal-AI's booster takes one"):
-        ColossalAITorchDDPStrategy().setup_optimizers(caller(adam, adam))
+        connected(ColossalAITorchDDPStrategy()).setup_optimizers(caller(adam, adam))
     groups = torch.optim.SGD([{"params": [module.weight]}, {"params": [module.bias]}], lr=0.1)
     with pytest.raises(MisuseError, match="returned 2 groups of parameters"):
-        ColossalAITorchFSDPStrategy().setup_optimizers(caller(groups))
+        connected(ColossalAITorchFSDPStrategy()).setup_optimizers(caller(groups))
