@@ -1,7 +1,13 @@
 """Fast exit of processes: handlers run and output is written, but the interpreter is not torn down."""
 
+import gzip
+import os
+import signal
 import subprocess
 import sys
+import zipfile
+
+import pytest
 
 PRELOADED = """
 import atexit, os
@@ -46,3 +52,98 @@ def test_fork_server_exits_without_teardown_and_its_children_keep_their_codes(tm
 
 def test_teardown_of_a_fork_server_is_seen(tmp_path):
     assert "torn down" in run_with_preload(tmp_path)
+
+
+FILES = """
+import bz2, gzip, os, zipfile
+from pathlib import Path
+
+folder = Path(os.environ["FOLDER"])
+text = open(folder / "text", "w")
+binary = open(folder / "binary", "wb")
+squeezed = gzip.open(folder / "squeezed", "wt")
+archive = zipfile.ZipFile(folder / "archive", "w")
+
+def write():
+    text.write("text")
+    binary.write(b"binary")
+    squeezed.write("squeezed")
+    archive.writestr("name", "archive")
+"""
+
+
+def read_files(folder):
+    """Return what the program's files hold, without the archive, whose end a destructor writes."""
+    assert (folder / "text").read_text() == "text"
+    assert (folder / "binary").read_bytes() == b"binary"
+    assert gzip.decompress((folder / "squeezed").read_bytes()) == b"squeezed"
+
+
+def run_rank(folder, code):
+    program = f"import sys; from dstrat.launch import fast_exit; fast_exit.leave_quickly_at_exit(); {FILES}{code}"
+    environ = {**os.environ, "FOLDER": str(folder)}
+    command = [sys.executable, "-c", program.replace("; \n", "\n")]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_files_that_the_program_left_open_are_written(tmp_path):
+    done = run_rank(tmp_path, "write(); fast_exit.set_exit_code(0)")
+    assert (done.returncode, done.stderr) == (0, "")
+    read_files(tmp_path)
+    assert zipfile.ZipFile(tmp_path / "archive").read("name") == b"archive"
+
+
+def test_files_of_a_program_that_fails_are_written(tmp_path):
+    done = run_rank(tmp_path, "write(); fast_exit.leave(5)")
+    assert (done.returncode, done.stderr) == (5, "")
+    read_files(tmp_path)
+
+
+UNCAUGHT = """
+import atexit, os, sys
+from dstrat.launch.fast_exit import leave_quickly_if_uncaught
+
+class Torn:
+    def __del__(self, write=os.write):
+        write(1, b"torn down")
+
+torn = Torn()
+atexit.register(print, "handler", flush=True)
+leave_quickly_if_uncaught()
+"""
+
+
+def run_uncaught(code, *options, **environ):
+    command = [sys.executable, *options, "-c", f"{UNCAUGHT}{code}"]
+    environ = {**os.environ, **environ}
+    return subprocess.run(command, env=environ, input="", capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_uncaught_exception_ends_the_program_without_teardown():
+    done = run_uncaught("raise ValueError('the error')")
+    assert done.returncode == 1
+    assert done.stdout == "handler\n"
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("ValueError: the error\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "returncode"),
+    [
+        ("raise KeyboardInterrupt", (), -signal.SIGINT),
+        ("sys.exit(4)", (), 4),
+        ("raise ValueError", ("-i",), 0),
+        ("import code; code.interact(); print('goes on')", (), 0),
+        ("import threading, time; threading.Thread(target=time.sleep, args=[0.2]).start(); raise ValueError", (), 1),
+    ],
+    ids=["interrupt", "sys.exit", "interactive", "console", "thread"],
+)
+def test_other_ends_of_a_program_stay_as_they_are(code, options, returncode):
+    done = run_uncaught(code, *options)
+    assert done.returncode == returncode
+    assert "torn down" in done.stdout
+
+
+def test_error_in_a_console_does_not_end_it():
+    code = "import code; code.InteractiveInterpreter().runsource('1 / 0'); print('goes on')"
+    assert run_uncaught(code).stdout.startswith("goes on")

@@ -43,11 +43,15 @@ class ExternalLauncher(Launcher):
         rank = this_rank()
         if rank is not None:
             return _launch_in(rank, launch, lambda: function(*args, **kwargs))
-        if "TORCHELASTIC_ERROR_FILE" in self.environ:
-            from torch.distributed.elastic.multiprocessing.errors import record
+        try:
+            if "TORCHELASTIC_ERROR_FILE" in self.environ:
+                from torch.distributed.elastic.multiprocessing.errors import record
 
-            return cast("T", record(function)(*args, **kwargs))  # None only without a function
-        return function(*args, **kwargs)
+                return cast("T", record(function)(*args, **kwargs))  # None only without a function
+            return function(*args, **kwargs)
+        except Exception:
+            fast_exit.leave_quickly_if_uncaught()
+            raise
 
 
 def _launch_in(rank: ThisRank, launch: int, call: Callable[[], T]) -> T:
@@ -60,10 +64,9 @@ def _launch_in(rank: ThisRank, launch: int, call: Callable[[], T]) -> T:
         raise failed
     try:
         return call()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - any exception ends the rank
         write_failure(rank.folder, error)
         fast_exit.leave(1)
-        raise
 
 
 # Launch history of a program

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 from dstrat.errors import LaunchError, RankFailedError, RequestError
 from dstrat.interfaces.launcher import Launcher
 from dstrat.launch import command, external, processes, rank
+from dstrat.launch.fast_exit import leave_quickly_if_uncaught
 from dstrat.launch.job import Job, describe_unpicklable, open_job, read_payload
 from dstrat.launch.processes import RankProcess, StartMethod
 from dstrat.launch.recovery import Recovery, path_exists, wait_for_restart
@@ -107,6 +108,7 @@ class LocalLauncher(Launcher):
                 error.with_traceback(None)  # the supervisor's frames are noise
             if isinstance(error, RankFailedError) and self.reruns_the_script:
                 show_without_stack(error)
+            leave_quickly_if_uncaught()
             raise
 
     def _launch(self, call: partial[T]) -> Any:
