@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -83,6 +86,15 @@ def test_the_first_program_of_the_trainers_guide_runs_as_a_script_on_two_process
     program = tmp_path / "program.py"
     program.write_text(programs("trainer.md")[0])
     assert WarmProgram(program).run().count("'width': 32, 'lr': 0.01") == 1  # once for the job
+
+
+def test_the_first_program_of_readme_and_site_is_an_example_that_prints_its_plan(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "first" / "train.py"
+    assert programs("../README.md")[0] == programs("index.md")[0] == example.read_text()
+    indented = re.findall(r"(?:^    \S.*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (plan,) = (textwrap.dedent(block) for block in indented if " by popen " in block)
+    printed = WarmProgram(shutil.copy(example, tmp_path)).run()
+    assert plan in "".join(line.rstrip() + "\n" for line in printed.splitlines())
 
 
 def run_own_loop(program: str, folder: Path) -> str:
@@ -293,6 +305,21 @@ def test_the_aliases_that_are_recommended_are_installed() -> None:
 # The site
 
 
+def test_the_diagrams_are_those_that_their_script_draws() -> None:
+    script = runpy.run_path(str(DOCS / "images" / "architecture.py"))
+    for theme in ("light", "dark"):
+        drawn = script["draw"](script[theme.upper()])
+        assert (DOCS / "images" / f"architecture-{theme}.svg").read_text() == drawn
+
+
+def test_tables_of_packages_have_every_package() -> None:
+    packages = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+    names = ["dstrat" if package == "core" else f"dstrat-{package}" for package in packages]
+    for page in (ROOT / "README.md", DOCS / "installation.md"):
+        table = "".join(line for line in page.read_text().splitlines() if line.startswith("|"))
+        assert [name for name in names if not re.search(rf"\b{name}\b(?!-)", table)] == [], page
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().split("nav:")[1].split("theme:")[0]
     assert sorted(re.findall(r"[\w-]+\.md", navigation)) == PAGES
@@ -306,6 +333,6 @@ def test_links_between_the_guides_lead_somewhere(page: str) -> None:
         name, _, anchor = link.partition("#")
         target = (ROOT / page).parent / name if name else ROOT / page
         assert target.exists(), link
-        if anchor:
+        if anchor and target.suffix == ".md":
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, link
