@@ -34,6 +34,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> None:
     for name in names():
         text = (PACKAGES / name / "README.md").read_text(encoding="utf-8")
         text = text.replace("](../../docs/", "](../")
+        text = text.replace("](https://pypi.org/project/dstrat/)", "](core.md)")
         text = re.sub(r"\]\(\.\./(\w+)/README\.md", r"](\1.md", text)
         files.append(File.generated(config, f"packages/{name}.md", content=text))
 
