@@ -42,6 +42,7 @@ CLEAN = (
     "dstrat_fsdp",
     "dstrat_hivemind",
     "dstrat_horovod",
+    "dstrat_hpu",
     "dstrat_ipu",
     "dstrat_lightning",
     "dstrat_xla",

@@ -72,7 +72,7 @@ class HPUAccelerator(Accelerator):
         """
         if runtime.acquire(0 if device is None or device.index is None else device.index):
             runtime.hpu().random.manual_seed(torch.initial_seed() % 2**63)
-        self._ends_graphs = runtime.is_lazy()
+        self._ends_graphs = runtime.is_lazy()  # the mode never changes, and end_graph runs in each step
 
     def end_graph(self, after: GraphEnd) -> None:  # noqa: ARG002 - the vendor's guide ends one after each
         """End the graph, and let the device run it; the process goes on at once.  In eager mode there is none."""
@@ -91,8 +91,8 @@ class HPUAccelerator(Accelerator):
         }
         memory = {name: float(stats[key]) for key, name in names.items() if key in stats}
         counts = {"graph_compilation": "graph_compilations", "cpu_fallback": "cpu_fallbacks"}
-        found = {name: runtime.count_of(metric) for metric, name in counts.items()}
-        return memory | {name: float(count) for name, count in found.items() if count is not None}
+        metrics = {name: runtime.count_of(metric) for metric, name in counts.items()}
+        return memory | {name: float(count) for name, count in metrics.items() if count is not None}
 
     def get_random_state(self, device: torch.device) -> Tensor | None:  # noqa: ARG002 - there is one
         state: Tensor = runtime.hpu().random.get_rng_state()

@@ -17,6 +17,7 @@ class HPUCheckpointIO(TorchCheckpointIO):
     """One file for each checkpoint, with tensors on the CPU, so that it loads where there is no Gaudi."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        # torch names the device in the file, and can read such a tensor only where that device is.
         super().save_checkpoint(apply_to_tensors(checkpoint, _on_host), path)
 
 

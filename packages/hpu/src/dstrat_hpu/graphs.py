@@ -83,7 +83,7 @@ class HPUGraphs(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         for name in self._names or ("",):
             submodule = _find(module, name)
-            before = dict(vars(submodule))
+            before = dict(vars(submodule))  # the cacher has no way back: teardown removes what it adds
             runtime.hpu().ModuleCacher(self._max_graphs)(model=submodule, inplace=True, **self._options)
             added = vars(submodule).keys() - before.keys()
             self._wrapped.append((submodule, added, before.get("forward")))
@@ -91,6 +91,7 @@ class HPUGraphs(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         for submodule, *_ in self._wrapped:
+            # The cacher's first graph of an accumulation sets gradients, and its other adds to them.
             submodule.set_iteration_count(batch_idx % trainer.accumulate_grad_batches)  # type: ignore[operator]  # the vendor's
 
     @override

@@ -43,6 +43,7 @@ class HPUProfiler(TorchProfiler):
         **options: Any,
     ) -> None:
         super().__init__(dirpath, filename, group_by_input_shapes, **options)
+        # Now, as `start` comes after the device is acquired; a value of the user's stays, which may be 0.
         os.environ.setdefault(_PROFILE, "1")
 
     @override
@@ -56,7 +57,7 @@ class HPUProfiler(TorchProfiler):
         super().start(stage, log_dir, rank)
 
 
-class HPUStatsMonitor(DeviceStatsMonitor):
+class HPUStatsMonitor(DeviceStatsMonitor):  # a class, as the default of cpu_stats differs
     """Writes what Gaudi reports to the loggers: ``device/memory_used``, ``device/graph_compilations`` and others.
 
     It is :class:`~dstrat.callbacks.DeviceStatsMonitor` under the name that users of Gaudi know, with the host's values

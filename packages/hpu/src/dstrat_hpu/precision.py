@@ -50,6 +50,7 @@ class HPUPrecisionPlugin(Precision):
         self.flag, self.device = precision, device
         self._engine = _load_engine() if precision == "fp8" else None
         self._recipe, self._replace_layers = recipe, replace_layers
+        # Parameters of fp8 stay in float32, and what the engine has no layer for runs under autocast.
         is_true = precision.endswith("true")
         self._precision: Precision = TruePrecision(precision) if is_true else MixedPrecision("bf16-mixed", device)
 
@@ -79,6 +80,7 @@ class HPUPrecisionPlugin(Precision):
             if self._engine is None:
                 yield
                 return
+            # Inside autocast, whose dtype is that of the inputs which the engine's layers quantize.
             with self._engine.fp8_autocast(enabled=True, fp8_recipe=self._recipe):
                 yield
 
@@ -102,10 +104,11 @@ def _load_engine() -> Any:
 def _use_engine(module: Module, engine: Any) -> None:
     """Replace linear layers by the engine's with the same values."""
     for name, layer in module.named_children():
-        if type(layer) is not nn.Linear:
+        if type(layer) is not nn.Linear:  # a subclass may compute something else
             _use_engine(layer, engine)
             continue
         replacement = engine.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        # Not strict: the engine's scales are in no checkpoint of a plain layer.
         differing = replacement.load_state_dict(layer.state_dict(), strict=False)
         missing = [key for key in differing.missing_keys if not key.endswith("_extra_state")]  # scales of the engine
         if missing or differing.unexpected_keys:

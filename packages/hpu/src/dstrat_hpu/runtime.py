@@ -103,6 +103,7 @@ def hpu() -> Any:
 def is_lazy() -> bool:
     """Return whether operations are recorded, and run when a graph ends."""
     load()
+    # Asked of the library, as the variable may have changed since it was read.
     return bool(importlib.import_module("habana_frameworks.torch.utils.internal").is_lazy())
 
 
@@ -111,7 +112,7 @@ def mark_step() -> None:
     _core().mark_step()
 
 
-@functools.cache
+@functools.cache  # mark_step runs in each step
 def _core() -> Any:
     load()
     return importlib.import_module("habana_frameworks.torch.core")
