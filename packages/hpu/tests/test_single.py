@@ -12,8 +12,8 @@ import torch
 from hpu_fit import ON_CPU, Counting, Regression, SavesAt, counters, data, fitted, losses_of, since, trainer
 from torch import nn
 
-from dstrat import OwnLoop, TrainModule, build, seed_everything
-from dstrat.callbacks import DeviceStatsMonitor
+from dstrat import Callback, OwnLoop, TrainModule, build, seed_everything
+from dstrat.callbacks import DeviceStatsMonitor, ProgressBar
 from dstrat.loggers import CSVLogger
 from dstrat.plugins.io import TorchCheckpointIO
 from dstrat_hpu import HPUCheckpointIO
@@ -104,19 +104,101 @@ def test_logging_and_the_bar_cost_one_copy_for_each_interval(tmp_path):
     assert found["to_device"] == without["to_device"]
 
 
-def test_validation_costs_one_graph_for_each_batch():
-    plain, validating = Counting(), Counting()
-    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
+class Epochs(Callback):
+    """Counts the sanity check, which comes first, and each epoch with its validation."""
+
+    def __init__(self):
+        self.counted, self.start = [], None
+
+    def on_sanity_check_start(self, trainer, module):
+        self.start = counters()
+
+    def on_sanity_check_end(self, trainer, module):
+        self.end()
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch:  # its end comes after all hooks of the epoch
+            self.end()
+        else:
+            self.start = counters()
+
+    def on_train_end(self, trainer, module):
+        self.end()
+
+    def end(self):
+        self.counted.append(since(self.start))
+        self.start = counters()
+
+
+def loop_with_validation_by_hand(*, shown_every=None, epochs=3):
+    """Count the same in a loop that prints the means of an epoch and its validation, and the loss of some steps."""
+    import habana_frameworks.torch.core as htcore
+
+    module = Regression(logs=False).to("hpu")
+    optimizer = module.configure_optimizers()
+    training, validation, counted, printed = list(data()), list(data(40)), [], []
+
+    def loss_of(batch):
+        return nn.functional.mse_loss(module(batch[0].to("hpu")), batch[1].to("hpu"))
+
+    def zero():
+        return torch.zeros((), dtype=torch.float64).to("hpu")
+
+    def validate(batches):
+        module.eval()
+        with torch.no_grad():
+            total = zero()
+            for batch in batches:
+                total += loss_of(batch) * len(batch[0])
+                htcore.mark_step()
+        printed.append((total / (8 * len(batches))).item())
+        module.train()
+
+    def run(function, *arguments):
+        before = counters()
+        function(*arguments)
+        counted.append(since(before))
+
+    def epoch():
+        total = zero()
+        for step, batch in enumerate(training, start=1):
+            optimizer.zero_grad()
+            loss = loss_of(batch)
+            total += loss.detach() * len(batch[0])
+            loss.backward()
+            htcore.mark_step()
+            optimizer.step()
+            htcore.mark_step()
+            if shown_every and step % shown_every == 0:
+                printed.append(loss.item())
+        validate(validation)
+        printed.append((total / (8 * len(training))).item())
+
+    run(validate, validation[:2])
+    for _ in range(epochs):
+        run(epoch)
+    return counted
+
+
+@pytest.mark.parametrize("shown_every", [None, 5])
+def test_an_epoch_with_validation_logger_and_bar_costs_what_it_costs_by_hand(tmp_path, shown_every):
+    options = {}
+    if shown_every:
+        bar = ProgressBar(refresh_seconds=0)
+        bar.refresh_rate = shown_every
+        options = {"callbacks": [bar], "enable_progress_bar": True, "logger": CSVLogger(tmp_path)}
+    epochs = Epochs()
+    options["callbacks"] = [epochs, *options.get("callbacks", [])]
     seed_everything(3, verbose=False)
-    trainer(callbacks=[plain], **options).fit(Regression(), data())
-    trainer(callbacks=[validating], **options).fit(Regression(), data(), data(40))
-    per_epoch = [
-        {name: one.batches[59][name] - one.batches[39][name] for name in one.batches[0]} for one in (plain, validating)
-    ]
-    more = {name: per_epoch[1][name] - per_epoch[0][name] for name in per_epoch[0]}
-    assert more["compiled"] == 0
-    assert 10 <= more["to_device"] <= 12  # two tensors for each of five batches
-    assert 5 <= more["graphs"] <= 8
+    trainer(max_epochs=3, log_every_n_steps=10, **options).fit(Regression(), data(), data(40))
+    by_hand = loop_with_validation_by_hand(shown_every=shown_every)
+    for counted in (epochs.counted[:2], by_hand[:2]):  # whichever comes first compiles for both
+        for of_first_epoch in counted:
+            of_first_epoch.pop("compiled")
+    assert epochs.counted == by_hand
+    # As the README has it: 20 steps and 5 batches of validation, with the two means, and 4 losses that are shown.
+    shown = 4 if shown_every else 0
+    assert by_hand[-1] == {"graphs": 40 + 5 + 2, "compiled": 0, "to_host": 2 + shown, "to_device": 40 + 10 + 2}
 
 
 EAGER = """

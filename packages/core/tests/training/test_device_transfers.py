@@ -11,6 +11,7 @@ from torch import nn
 from dstrat import Callback, OwnLoop, SingleDeviceStrategy, build
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.loggers import Logger
+from dstrat.training.metrics.publisher import Metrics
 
 MARK = 7.0  # what a strategy puts into tensors, so that a test sees where they come from
 
@@ -42,6 +43,20 @@ def test_values_of_one_element_are_read_by_default():
     tensors = [torch.tensor(1), torch.tensor([2.5]), torch.tensor([[True]]), torch.tensor(3.0, dtype=torch.bfloat16)]
     assert SingleDeviceStrategy().read_values(tensors) == [1.0, 2.5, 1.0, 3.0]
     assert SingleDeviceStrategy().read_values([]) == []
+
+
+def test_a_value_is_read_once_until_it_changes():
+    strategy, total = Reader(), torch.zeros(1)
+    metrics = Metrics(strategy)
+    for _ in range(2):
+        assert metrics.as_numbers({"loss": total, "loss_epoch": total, "step": 3}) == {
+            "loss": MARK,
+            "loss_epoch": MARK,
+            "step": 3.0,
+        }
+    total += 1
+    metrics.as_numbers({"loss": total, "error": torch.ones(())})
+    assert strategy.read == [1, 2]
 
 
 def test_values_on_a_device_are_read_by_the_strategy_when_they_are_due(quiet_trainer, make_line, line_class, loader):

@@ -591,7 +591,10 @@ class Strategy(ABC):
             by_dtype.setdefault(tensor.dtype, {})[index] = tensor.reshape(())
         values = [0.0] * len(tensors)
         for same in by_dtype.values():
-            for index, value in zip(same, torch.stack([*same.values()]).tolist(), strict=True):
+            # A single one is copied as it is: stacked, it would be one more graph of a lazy device.
+            tensors_of_dtype = [*same.values()]
+            read = torch.stack(tensors_of_dtype).tolist() if len(same) > 1 else [tensors_of_dtype[0].item()]
+            for index, value in zip(same, read, strict=True):
                 values[index] = float(value)
         return values
 

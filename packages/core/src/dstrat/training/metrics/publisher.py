@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dstrat.training.loggers.defaults import call_loggers
 from dstrat.training.metrics.logged import entry_of
 from dstrat.training.metrics.reduction import LocalSummary, exchange_epoch, exchange_steps
-from dstrat.training.metrics.values import DATALOADER_SUFFIX, LoggedValue, MetricEntry, NumberEntry
+from dstrat.training.metrics.values import DATALOADER_SUFFIX, LoggedValue, MetricEntry, NumberEntry, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 
     from torch import nn
 
@@ -126,6 +127,8 @@ class Metrics:
         self._written: set[str] = set()
         self._stages: list[LoggedValues] = []
         self.latest_epoch: dict[str, Tensor | float] = {}
+        # Numbers of tensors as long as these live, with the version that was read: tensors may change in place.
+        self._numbers: MutableMapping[Tensor, tuple[int, float]] = WeakTensorKeyDictionary()
 
     def follow(self, logged: LoggedValues) -> None:
         """Read step values from a stage too; an earlier stage keeps its values."""
@@ -154,12 +157,20 @@ class Metrics:
         return self.as_numbers(values)
 
     def as_numbers(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
-        """Return values as plain numbers; those on a device are copied together, as each copy waits for the device."""
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        numbers = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
-        if tensors:
-            numbers |= zip(tensors, self._strategy.read_values([*tensors.values()]), strict=True)
-        return {name: numbers[name] for name in values}
+        """Return values as plain numbers; those on a device are copied together, as each copy waits for the device.
+
+        What a logger has read, the progress bar does not read again.
+        """
+        tensors = {id(value): value for value in values.values() if isinstance(value, Tensor)}.values()
+        unread = [tensor for tensor in tensors if self._numbers.get(tensor, (None,))[0] != version_of(tensor)]
+        if unread:
+            numbers = self._strategy.read_values(unread)
+            for tensor, number in zip(unread, numbers, strict=True):
+                self._numbers[tensor] = (version_of(tensor), number)
+        return {
+            name: self._numbers[value][1] if isinstance(value, Tensor) else float(value)
+            for name, value in values.items()
+        }
 
     # Collection of logged values
 

@@ -190,7 +190,7 @@ class NumberEntry(LoggedValue):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._version = _version_of(self.latest) if isinstance(self.latest, Tensor) else 0
+        self._version = version_of(self.latest) if isinstance(self.latest, Tensor) else 0
         self._last_weight, self.reduced = state["last_weight"], state["reduced"]
         self._total, self._device_total, self.weight = state["total"], state["device_total"], state["weight"]
 
@@ -223,7 +223,7 @@ class NumberEntry(LoggedValue):
         value = value.detach()
         if value.dim():
             value = value.reshape(())
-        self._version = _version_of(value)
+        self._version = version_of(value)
         self.latest, self._last_weight = value, weight
         if self.on_epoch:
             self.weight += weight
@@ -264,7 +264,7 @@ class NumberEntry(LoggedValue):
         Raises:
             MisuseError: The tensor was changed in place since it was logged.
         """
-        if isinstance(self.latest, Tensor) and _version_of(self.latest) != self._version:
+        if isinstance(self.latest, Tensor) and version_of(self.latest) != self._version:
             raise MisuseError(
                 f"the tensor that was logged as {self.name!r} has been changed in place since: log a copy, x.clone()"
             )
@@ -315,7 +315,7 @@ def _extreme(reduction: str, one: float, other: float) -> float:
     return max(one, other) if reduction == "max" else min(one, other)
 
 
-def _version_of(value: Tensor) -> int:
+def version_of(value: Tensor) -> int:
     """Return the number of in-place changes of a tensor; 0 for a tensor of inference mode, which does not count."""
     return 0 if value.is_inference() else value._version  # noqa: SLF001 - documented by torch under this name
 
