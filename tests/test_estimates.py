@@ -8,6 +8,7 @@ import torch
 from tests.hand_loop import Block, Run, parts
 from tests.ranks import in_ranks
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
@@ -54,6 +55,10 @@ def largest_in_training(cluster, alias):
     before = resident("VmRSS")
     with strategy.model_sharded_context():
         module = Wide()
+    if alias == "model_parallel":
+        for block in module.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, strategy.device_mesh["tensor_parallel"], plan)
     strategy.connect(module)
     strategy.setup(Run(module))
     batch = torch.zeros(BATCH, WIDTH)
@@ -93,6 +98,7 @@ def estimated(alias, world_size):
     [
         ("ddp", 2),
         ("fsdp", 2),
+        ("model_parallel", 2),
         pytest.param("single_device", 1, marks=pytest.mark.variant),
         pytest.param("deepspeed_stage_0", 2, marks=pytest.mark.variant),
         pytest.param("deepspeed_stage_2", 2, marks=pytest.mark.variant),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dstrat.interfaces.memory import MemoryLayout
@@ -25,6 +26,7 @@ def sharded_layout(
     policy: MixedPrecisionPolicy,
     frees_blocks: bool,
     offloads: bool,
+    num_splits: int = 1,
 ) -> MemoryLayout:
     """Return the memory of a rank that keeps a shard of each parameter, and gathers blocks of them.
 
@@ -35,21 +37,22 @@ def sharded_layout(
         policy: The dtypes in which parameters are gathered and gradients summed.
         frees_blocks: Whether blocks are freed between their forward and backward passes.
         offloads: Whether shards and the optimizer's state are on the host.
+        num_splits: Number of ranks that each matrix is split over before it is sharded, by tensor parallelism.
 
     Returns:
         The memory.
     """
     parameters = list(training.module.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    shards = sum(shard_bytes(parameter, num_shards) for parameter in parameters)
-    gradients = sum(shard_bytes(parameter, num_shards) for parameter in trainable)
+    shards = sum(shard_bytes(parameter, num_shards, num_splits) for parameter in parameters)
+    gradients = sum(shard_bytes(parameter, num_shards, num_splits) for parameter in trainable)
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
     layout = MemoryLayout(
         parameters=shards + training.module_buffers,
         gradients=gradients,
         optimizer_state=int(share * training.optimizer_state),
         optimizer_temporaries=int(share * training.optimizer_temporaries),
-        step_buffers=_gathered(blocks, parameters, policy, frees_blocks=frees_blocks),
+        step_buffers=_gathered(blocks, parameters, policy, frees_blocks=frees_blocks, num_splits=num_splits),
     )
     if not offloads or training.device_type == "cpu":  # a CPU is the host
         return layout
@@ -62,16 +65,26 @@ def sharded_layout(
     )
 
 
-def shard_bytes(parameter: Tensor, num_shards: int) -> int:
-    """Return the bytes of the largest shard of a parameter, which is divided by rows."""
+def shard_bytes(parameter: Tensor, num_shards: int, num_splits: int = 1) -> int:
+    """Return the bytes of the largest shard of a parameter, which is divided by rows, a matrix split before that."""
     if parameter.dim() == 0:
         return parameter.element_size()
     rows, *columns = parameter.shape
-    return math.ceil(rows / num_shards) * math.prod(columns) * parameter.element_size()
+    shard = math.ceil(rows / num_shards) * math.prod(columns)
+    return _split_numel(shard, parameter, num_splits) * parameter.element_size()
+
+
+def _split_numel(numel: int, parameter: Tensor, num_splits: int) -> int:
+    return math.ceil(numel / num_splits) if parameter.dim() > 1 else numel  # biases and norms are in each rank
 
 
 def _gathered(
-    blocks: Sequence[Module], parameters: Iterable[Tensor], policy: MixedPrecisionPolicy, *, frees_blocks: bool
+    blocks: Sequence[Module],
+    parameters: Iterable[Tensor],
+    policy: MixedPrecisionPolicy,
+    *,
+    frees_blocks: bool,
+    num_splits: int,
 ) -> int:
     """Return the memory of gathered parameters and of gradients that are not reduced yet, at the worst time.
 
@@ -86,16 +99,17 @@ def _gathered(
         seen.update(map(id, unit))
         units.append(unit)
     root = [parameter for parameter in parameters if id(parameter) not in seen]
-    gathered = [_bytes_in(unit, policy, "gathered") for unit in units]
+    bytes_in = partial(_bytes_in, policy=policy, num_splits=num_splits)
+    gathered = [bytes_in(unit, "gathered") for unit in units]
     working = [
-        _bytes_in(unit, policy, "gradients") + _bytes_in(unit, policy, "summed") + (2 if frees_blocks else 0) * size
+        bytes_in(unit, "gradients") + bytes_in(unit, "summed") + (2 if frees_blocks else 0) * size
         for unit, size in zip(units, gathered, strict=True)
     ]
-    resident = _bytes_in(root, policy, "gathered") + (0 if frees_blocks else sum(gathered))
-    return resident + _bytes_in(root, policy, "gradients") + max(working, default=_bytes_in(root, policy, "summed"))
+    resident = bytes_in(root, "gathered") + (0 if frees_blocks else sum(gathered))
+    return resident + bytes_in(root, "gradients") + max(working, default=bytes_in(root, "summed"))
 
 
-def _bytes_in(unit: Iterable[Tensor], policy: MixedPrecisionPolicy, stage: str) -> int:
+def _bytes_in(unit: Iterable[Tensor], stage: str, *, policy: MixedPrecisionPolicy, num_splits: int) -> int:
     """Return the bytes of a unit's parameters as they are gathered, or of their gradients as computed or summed."""
     total = 0
     for parameter in unit:
@@ -103,5 +117,5 @@ def _bytes_in(unit: Iterable[Tensor], policy: MixedPrecisionPolicy, stage: str) 
             continue
         computed = policy.param_dtype or parameter.dtype
         dtype = (policy.reduce_dtype or computed) if stage == "summed" else computed
-        total += parameter.numel() * dtype.itemsize
+        total += _split_numel(parameter.numel(), parameter, num_splits) * dtype.itemsize
     return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from dstrat.errors import MisuseError
 from dstrat.parallel.collectives import name_of_operation, take_from_first_rank
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat_fsdp.memory import sharded_layout
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import Precision
 
 
@@ -116,6 +119,29 @@ class ModelParallelStrategy(ShardedStrategy):
     def is_first_reader(self) -> bool:
         """Whether this rank is the first of its group, all of which read the same data."""
         return self.global_rank % self.tensor_parallel_size == 0
+
+    def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
+        """Return the memory of a rank if each matrix is split over the ranks that share a batch.
+
+        Which layers are split is decided in ``configure_model``, in the ranks.  Activations are those of one device:
+        the most, since split layers divide theirs too.
+        """
+        data, tensor = parallel_sizes(
+            *self._requested_sizes, world_size=training.world_size, per_machine=training.ranks_per_machine
+        )
+        layout = sharded_layout(
+            training,
+            blocks_of(training.module, None),
+            num_shards=data,
+            num_splits=tensor,
+            policy=precision_policy(None, training.precision),
+            frees_blocks=True,
+            offloads=False,
+        )
+        if tensor == 1:
+            return layout
+        assumption = f"configure_model splits each weight matrix over {tensor} ranks; activations not split"
+        return dataclasses.replace(layout, assumption=assumption)
 
     def _open_mesh(self) -> DeviceMesh:
         return open_mesh(self.root_device.type, self._sizes, (DATA_PARALLEL, TENSOR_PARALLEL), self.timeout)

@@ -89,6 +89,7 @@ class MemoryLayout:
         buffers: What a strategy keeps besides from the first step on, such as buckets of gradients.
         step_buffers: What it needs in forward and backward passes only, such as layers that are gathered.
         host: Memory on the host, to which something is offloaded.
+        assumption: A clause that holds only in some trainings, such as "each weight matrix is split"; shown to users.
     """
 
     parameters: int
@@ -98,3 +99,4 @@ class MemoryLayout:
     buffers: int = 0
     step_buffers: int = 0
     host: int = 0
+    assumption: str = ""

@@ -65,6 +65,7 @@ class Estimate:
     peak: int
     host: int
     fits: bool | None = None
+    assumption: str = ""
 
 
 @click.command(short_help="Estimate memory per rank, for each strategy.")
@@ -273,6 +274,7 @@ def _estimate(alias: str, size: TrainingSize, layout: MemoryLayout, limit: int |
         peak=peak,
         host=layout.host,
         fits=None if limit is None else peak <= limit,
+        assumption=layout.assumption,
     )
 
 
@@ -296,6 +298,8 @@ def _print(estimates: Sequence[Estimate], silent: dict[str, str], limit: int | N
     for one in estimates:
         if one.same_as:
             click.echo(textwrap.fill(f"as {one.strategy}: {', '.join(one.same_as)}", width, subsequent_indent="  "))
+        if one.assumption:
+            click.echo(textwrap.fill(f"{one.strategy}: if {one.assumption}", width, subsequent_indent="  "))
     if silent:
         names = f"not estimated: {', '.join(silent)} (--json says why)"
         click.echo(textwrap.fill(names, width, subsequent_indent="  "))
