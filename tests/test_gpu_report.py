@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 
 PROGRAM = Path(__file__).parents[1] / "benchmarks" / "gpu" / "run.py"
+MEASURE = PROGRAM.with_name("measure.py")
 
 
 def run(out, *arguments):
@@ -18,19 +20,43 @@ def run(out, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
 
 
-@pytest.mark.slow
-def test_a_dry_run_collects_the_tests_and_measures_with_a_tiny_network(tmp_path):
-    done = run(tmp_path, "--dry-run", "--only", "tests", "--only", "checkpoints")
+def test_a_dry_run_measures_with_a_tiny_network_and_writes_a_report(tmp_path):
+    done = run(tmp_path, "--dry-run", "--only", "checkpoints")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    tests, checkpoints = report["parts"]
+    [checkpoints] = report["parts"]
     assert report["dry_run"] is True
     assert report["machine"]["torch"] == torch.__version__
-    assert "tests collected" in tests["summary"]
     assert len(checkpoints["figures"]) == 7
     table = (tmp_path / "report.md").read_text()
     assert "| checkpoints | passed |" in table
     assert "loading" in table
+
+
+@pytest.mark.parametrize(
+    ("measurement", "names"),
+    [
+        ("gpt", ["step time of Trainer", "step time of OwnLoop"]),
+        ("mlp", ["step time of by hand again"]),
+        ("strategies", ["fsdp: step time, over ddp", "estimate for model_parallel", "estimate for single_device, 32"]),
+        ("low-precision", ["float8: difference of the last loss", "float8-rowwise: step time, over bf16-mixed"]),
+    ],
+)
+def test_each_measurement_runs_small_on_the_cpu(measurement, names, tmp_path):
+    out = tmp_path / "figures.json"
+    shown = WarmProgram(MEASURE, measurement, "--device", "cpu", "--tiny", "--out", str(out)).run()
+    figures = [figure["name"] for figure in json.loads(out.read_text())]
+    assert len(shown.splitlines()) == len(figures)
+    assert [name for name in names if not any(name in figure for figure in figures)] == []
+
+
+def test_parts_fit_into_nine_minutes_and_collect_every_test_of_a_gpu(tmp_path):
+    program = runpy.run_path(str(PROGRAM))
+    *planned, last = program["parts"](tmp_path, dry_run=False)
+    assert sum(part.seconds for part in planned) <= program["LIMIT"] < 540
+    assert last.name == "deepspeed-offload"  # has what remains
+    files = {Path(path).name for path in program["files_with_cuda_tests"]()}
+    assert files >= {"test_on_gpus.py", "test_float8.py", "test_cuda.py"}
 
 
 def test_a_part_beyond_its_time_costs_only_itself(tmp_path):

@@ -91,11 +91,12 @@ ON_CUDA = [
     "ddp",
     "fsdp",
     "fsdp_cpu_offload",
+    "model_parallel",
     *(deepspeed(f"deepspeed_stage_{stage}") for stage in range(4)),
     *(deepspeed(f"deepspeed_stage_{stage}_offload") for stage in (1, 2, 3)),
     pytest.param("ddp_fully_sharded", marks=pytest.mark.skipif(not HAS_FAIRSCALE, reason="fairscale is not installed")),
 ]
-ON_CPU = ["single_device", "ddp", "fsdp"]  # the families test the rest on the CPU
+ON_CPU = ["single_device", "ddp", "fsdp", "model_parallel"]  # the families test the rest on the CPU
 
 
 @pytest.mark.parametrize("strategy", ON_CPU)
@@ -172,7 +173,7 @@ def set_sync_debug_mode(trainer, mode):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp", "model_parallel"])
 def test_a_step_does_not_wait_for_the_device(device, strategy, tmp_path):
     options = {"logger": True, "enable_progress_bar": True, "log_every_n_steps": 2, "default_root_dir": tmp_path}
     try:

@@ -11,8 +11,11 @@ import gc
 import importlib.util
 import json
 import statistics
+import sys
 import tempfile
 import time
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PRECISION = "bf16-mixed"
-GOALS = {"step time": 1.005, "peak memory": 1.01, "estimate": 0.1}
+FLOAT8 = ("float8", "float8-rowwise")
+GOALS = {"step time": 1.005, "peak memory": 1.01, "estimate": 0.1, "loss": 0.02}
+OF_DSTRAT = ("ddp", "single_device", "fsdp", "model_parallel")  # the others' libraries may wait for the device
+STRATEGIES = (*OF_DSTRAT, "ddp_sharded", *(f"deepspeed_stage_{stage}" for stage in range(4)))
 
 
 class Clock:
@@ -119,7 +125,9 @@ def _train_module(base: Any, task: Task, clock: Clock) -> Any:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002 - not needed
             clock.tick()
-            return self.network(batch[0])
+            loss = self.network(batch[0])
+            self.last_loss = loss.detach()
+            return loss
 
         def configure_optimizers(self) -> Any:
             return make_optimizer(self)
@@ -294,56 +302,167 @@ def checkpoints(options: argparse.Namespace) -> list[dict[str, Any]]:
     return figures
 
 
-def estimates(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return how far estimates of ``dstrat estimate`` are from the device's largest memory, as a share of it."""
-    from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
+def low_precision(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return step time, peak memory and last loss of compiled trainings in 8 bits over those of bf16-mixed.
 
-    task = Task(options, compiles=False)
-    shape = TINY_GPT if task.tiny else GPT_124M
-    figures = []
-    for alias, precision in (
-        ("single_device", PRECISION),
-        ("single_device", "32-true"),
-        ("ddp", PRECISION),
-        ("fsdp", PRECISION),
-    ):
-        strategy = dstrat.build(strategy=alias, accelerator=_quiet(task)["accelerator"], devices=1, precision=precision)
-
-        def make() -> TrainingSetup:
-            tokens = torch.zeros(shape.batch_size, shape.context + 1, dtype=torch.long)
-            module = make_module(task.name, tiny=task.tiny)
-            return TrainingSetup(module=module, batch=tokens, make_optimizers=make_optimizer)
-
-        size = measure_training(
-            make, strategy.precision_plugin, device_type=task.device.type, world_size=1, ranks_per_machine=1
-        )
-        layout = strategy.memory_layout(size)
-        estimated = 0 if layout is None else size.peak(layout)
-        measured = largest_in_training(task, alias, precision)
+    On the CPU products in 8 bits are emulated.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        print("torchao is not installed", file=sys.stderr)
+        return []
+    torch._dynamo.config.cache_size_limit = 64  # noqa: SLF001 - torch's documented setting; each run has its module
+    task = Task(options, compiles=not options.tiny)
+    seconds, peaks, losses = {}, {}, {}
+    for flag in (PRECISION, *FLOAT8):
+        clock = task.clock()
+        losses[flag] = train_with(task, clock, precision_of(flag, task.device))
+        seconds[flag], peaks[flag] = clock.seconds / task.steps, clock.peak
         free(task.device)
-        share = estimated / measured - 1 if measured else 0.0
-        note = f"{estimated / 2**20:.0f} MiB estimated, {measured / 2**20:.0f} MiB measured"
+    figures = []
+    for flag in FLOAT8:
+        name = f"gpt, {'' if options.tiny else 'compiled, '}{flag}"
+        note = f"{1000 * seconds[flag]:.3f} ms"
         figures.append(
-            figure(f"estimate for {alias}, {precision}: share off", abs(share), "", GOALS["estimate"], note=note)
+            figure(f"{name}: step time, over {PRECISION}", seconds[flag] / seconds[PRECISION], "x", note=note)
         )
+        off = abs(losses[flag] / losses[PRECISION] - 1)
+        note = f"{losses[flag]:.4f}, {losses[PRECISION]:.4f} with {PRECISION}"
+        figures.append(figure(f"{name}: difference of the last loss, as a share", off, "", GOALS["loss"], note=note))
+        if peaks[PRECISION]:
+            note = f"{peaks[flag] / 2**20:.0f} MiB"
+            figures.append(
+                figure(f"{name}: peak memory, over {PRECISION}", peaks[flag] / peaks[PRECISION], "x", note=note)
+            )
     return figures
 
 
-def largest_in_training(task: Task, alias: str, precision: str) -> int:
-    """Return the device's largest memory in three steps; 0 on the CPU."""
+def precision_of(flag: str, device: torch.device) -> Any:
+    """Return a precision for a Trainer, products in 8 bits emulated on the CPU."""
+    if flag == PRECISION or device.type == "cuda":
+        return flag
+    from dstrat_torchao import Float8Precision
 
-    def train(loop: dstrat.OwnLoop) -> int:
+    return Float8Precision(flag, emulate=True)
+
+
+def train_with(task: Task, clock: Clock, precision: Any) -> float:
+    """Train with dstrat's Trainer in a precision, and return the last loss."""
+    trainer = dstrat.Trainer(strategy="single_device", **{**_quiet(task), "precision": precision})
+    module = _train_module(dstrat.TrainModule, task, clock)
+    trainer.fit(module, task.loader())
+    return float(module.last_loss)
+
+
+def strategies(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return memory, step time and waits for the device of each installed strategy on one device.
+
+    These are the figures for the CUDA column of ``docs/choose.md``, and, where a strategy knows what it needs, how far
+    ``dstrat estimate`` is from it.
+    """
+    task = Task(options, compiles=False)
+    shape = TINY_GPT if task.tiny else GPT_124M
+    figures: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
+    for alias in STRATEGIES:
+        try:
+            run = measured_training(task, alias, PRECISION)
+        except dstrat.DstratError as error:  # it is not installed, or does not run on this device
+            print(f"{alias}: {error}", file=sys.stderr)
+            continue
+        seconds[alias] = run.seconds
+        note = f"{1000 * run.seconds:.3f} ms"
+        figures.append(figure(f"{alias}: step time, over ddp", run.seconds / seconds["ddp"], "x", note=note))
+        if task.device.type == "cuda":
+            goal = 0.0 if alias in OF_DSTRAT else None
+            figures.append(figure(f"{alias}: waits for the device in a step", run.waits, "", goal))
+            figures.append(figure(f"{alias}: peak memory", run.peak / 2**20, "MiB"))
+        figures += estimate_figures(task, shape, alias, PRECISION, run.peak)
+        free(task.device)
+    run = measured_training(task, "single_device", "32-true")
+    return figures + estimate_figures(task, shape, "single_device", "32-true", run.peak)
+
+
+def estimate_figures(task: Task, shape: Any, alias: str, precision: str, peak: int) -> list[dict[str, Any]]:
+    """Return how far an estimate of ``dstrat estimate`` is from the device's largest memory, as a share of it."""
+    from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
+
+    strategy = dstrat.build(strategy=alias, accelerator=_quiet(task)["accelerator"], devices=1, precision=precision)
+
+    def make() -> TrainingSetup:
+        tokens = torch.zeros(shape.batch_size, shape.context + 1, dtype=torch.long)
+        module = make_module(task.name, tiny=task.tiny)
+        return TrainingSetup(module=module, batch=tokens, make_optimizers=make_optimizer)
+
+    size = measure_training(
+        make, strategy.precision_plugin, device_type=task.device.type, world_size=1, ranks_per_machine=1
+    )
+    layout = strategy.memory_layout(size)
+    if layout is None:
+        return []
+    estimated = size.peak(layout)
+    share = estimated / peak - 1 if peak else 0.0
+    note = f"{estimated / 2**20:.0f} MiB estimated, {peak / 2**20:.0f} MiB measured"
+    return [figure(f"estimate for {alias}, {precision}: share off", abs(share), "", GOALS["estimate"], note=note)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a training with a strategy took.
+
+    Attributes:
+        peak: The device's largest memory; 0 on the CPU.
+        seconds: Of a step.
+        waits: For the device, in a step.
+    """
+
+    peak: int
+    seconds: float
+    waits: float
+
+
+def measured_training(task: Task, alias: str, precision: str) -> Measured:
+    """Return what some steps with a strategy take."""
+    steps = 2 if task.tiny else 10
+
+    def train(loop: dstrat.OwnLoop) -> Measured:
         module = make_module(task.name, tiny=task.tiny)
         loop.setup(module, make_optimizer)
-        for (batch,) in list(task.loader())[:3]:
-            loop.backward(loop.compute(module, batch.to(loop.strategy.root_device)))
-            loop.step()
-        return torch.cuda.max_memory_allocated() if task.device.type == "cuda" else 0
+        device = loop.strategy.root_device
+        batches = [batch.to(device) for (batch,) in list(task.loader())[:3]]
 
-    if task.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        def step(number: int) -> None:
+            loop.backward(loop.compute(module, batches[number % len(batches)]))
+            loop.step()
+
+        for number in range(2):  # the first ones make the optimizer's state and load kernels
+            step(number)
+        clock = Clock(device, 0, steps)
+        for number in range(steps):
+            clock.tick()
+            step(number)
+        clock.tick()
+        waits = waits_of(lambda: step(0), device)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        return Measured(peak=peak, seconds=clock.seconds / steps, waits=waits)
+
     strategy = dstrat.build(strategy=alias, accelerator=_quiet(task)["accelerator"], devices=1, precision=precision)
-    return int(dstrat.OwnLoop(strategy).launch(train))
+    measured: Measured = dstrat.OwnLoop(strategy).launch(train)
+    return measured
+
+
+def waits_of(step: Callable[[], None], device: torch.device) -> float:
+    """Return how often a step waits for the device, as torch reports it; 0 on the CPU."""
+    if device.type != "cuda":
+        step()
+        return 0.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return float(sum("synchroniz" in str(warning.message) for warning in caught))
 
 
 def timed(device: torch.device, function: Callable[[str], Any], path: str) -> float:
@@ -372,7 +491,8 @@ MEASUREMENTS: dict[str, tuple[str, Callable[[argparse.Namespace], list[dict[str,
     "gpt-compiled": ("gpt", compiled_step_times),
     "mlp": ("mlp", step_times),
     "checkpoints": ("gpt", checkpoints),
-    "estimates": ("gpt", estimates),
+    "low-precision": ("gpt", low_precision),
+    "strategies": ("gpt", strategies),
 }
 
 
