@@ -32,6 +32,7 @@ PRELOADED = [
     "dstrat_fairscale.plugin",
     "dstrat_fsdp.plugin",
     "dstrat_fsdp.strategy",
+    "dstrat_torchao.plugin",
     "deepspeed",
     "deepspeed.module_inject.auto_ep_layer",
     "dstrat.testing.ranks.fits",

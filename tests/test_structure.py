@@ -45,6 +45,7 @@ CLEAN = (
     "dstrat_hpu",
     "dstrat_ipu",
     "dstrat_lightning",
+    "dstrat_torchao",
     "dstrat_xla",
 )
 

@@ -18,7 +18,8 @@ import importlib, pkgutil, sys
 import dstrat
 
 families = (
-    "bagua", "ddp", "deepspeed", "fairscale", "fsdp", "hivemind", "horovod", "hpu", "ipu", "lightning"
+    "bagua", "ddp", "deepspeed", "fairscale", "fsdp", "hivemind", "horovod", "hpu", "ipu", "lightning",
+    "torchao",
 )
 for package in (dstrat, *(importlib.import_module(f"dstrat_{family}") for family in families)):
     assert package.__file__.startswith(sys.prefix), package.__file__

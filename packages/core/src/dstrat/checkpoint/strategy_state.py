@@ -154,8 +154,10 @@ def load_module(
     with _naming_checkpoint(path):
         _check_all_names(strategy, state, filled["state_dict"], strict=strict)
     strategy.load_sharded_module_state(filled["state_dict"])
-    extra = {name: value for name, value in filled["state_dict"].items() if is_extra_state(name)}
-    if extra:  # not tensors in memory, so load_into could not fill them
+    tensors_of_module = {name for name, _ in strategy.module.named_parameters(remove_duplicate=False)}
+    tensors_of_module |= {name for name, _ in strategy.module.named_buffers(remove_duplicate=False)}
+    extra = {name: value for name, value in filled["state_dict"].items() if name not in tensors_of_module}
+    if extra:  # extra states, and what a layer's state_dict computes: load_into could not fill the originals
         strategy.module.load_state_dict(extra, strict=False)
     return {**values, **{key: filled[key] for key in _SHARDED if key in filled}}
 

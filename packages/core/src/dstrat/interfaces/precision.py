@@ -31,6 +31,9 @@ class Precision(ABC):
     flag: str
     """The name that a user writes, such as ``"bf16-mixed"``."""
 
+    hint_unsupported: str = ""
+    """Further advice where the hardware lacks one of :attr:`dtypes`, the end of a sentence without a full stop."""
+
     @property
     @abstractmethod
     def param_dtype(self) -> torch.dtype:
@@ -45,6 +48,11 @@ class Precision(ABC):
     @abstractmethod
     def reduce_dtype(self) -> torch.dtype:
         """Dtype in which gradients are summed across ranks."""
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """All dtypes in which the hardware must compute."""
+        return (self.param_dtype, self.compute_dtype, self.reduce_dtype)
 
     def connect(self, module: Module) -> Module:
         """Convert the module to :attr:`param_dtype` where this precision asks for it; return the module to train."""

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from dstrat_hpu import SingleHPUStrategy as SingleHPUStrategy
     from dstrat_ipu import IPUAccelerator as IPUAccelerator
     from dstrat_ipu import IPUStrategy as IPUStrategy
+    from dstrat_torchao import Float8Precision as Float8Precision
+    from dstrat_torchao import QuantizedWeightsPrecision as QuantizedWeightsPrecision
+    from dstrat_torchao import TransformerEnginePrecision as TransformerEnginePrecision
     from dstrat_xla import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
     from dstrat_xla import SingleTPUStrategy as SingleTPUStrategy
     from dstrat_xla import TPUAccelerator as TPUAccelerator
@@ -52,6 +55,15 @@ _ACCELERATORS = {
     "ipu": "dstrat-ipu",
     "tpu": "dstrat-xla",
     "xla": "dstrat-xla",
+}
+
+_PRECISIONS = {
+    "float8": "dstrat-torchao",
+    "float8-rowwise": "dstrat-torchao",
+    "float8-rowwise-gw-hp": "dstrat-torchao",
+    "int8-weights": "dstrat-torchao",
+    "nf4-weights": "dstrat-torchao",
+    "transformer-engine": "dstrat-torchao",
 }
 
 _STRATEGIES = {
@@ -119,6 +131,12 @@ _ACCELERATOR_CLASSES = {
     "XLAAccelerator": "dstrat-xla",
 }
 
+_PRECISION_CLASSES = {
+    "Float8Precision": "dstrat-torchao",
+    "QuantizedWeightsPrecision": "dstrat-torchao",
+    "TransformerEnginePrecision": "dstrat-torchao",
+}
+
 _STRATEGY_CLASSES = {
     "BaguaStrategy": "dstrat-bagua",
     "ColossalAILowLevelZeroStrategy": "dstrat-colossalai",
@@ -151,10 +169,18 @@ _STRATEGY_CLASSES = {
     "XLAStrategy": "dstrat-xla",
 }
 
-KNOWN: Mapping[Kind, Mapping[str, str]] = {"accelerator": _ACCELERATORS, "strategy": _STRATEGIES}
+KNOWN: Mapping[Kind, Mapping[str, str]] = {
+    "accelerator": _ACCELERATORS,
+    "precision": _PRECISIONS,
+    "strategy": _STRATEGIES,
+}
 """Requirement for ``pip install`` by kind and alias, in alphabetical order."""
 
-KNOWN_CLASSES: Mapping[Kind, Mapping[str, str]] = {"accelerator": _ACCELERATOR_CLASSES, "strategy": _STRATEGY_CLASSES}
+KNOWN_CLASSES: Mapping[Kind, Mapping[str, str]] = {
+    "accelerator": _ACCELERATOR_CLASSES,
+    "precision": _PRECISION_CLASSES,
+    "strategy": _STRATEGY_CLASSES,
+}
 """Requirement for ``pip install`` by kind and class name, in alphabetical order."""
 
 KNOWN_ADAPTERS: Mapping[str, str] = {"lightning": "dstrat-lightning", "pytorch_lightning": "dstrat-lightning"}

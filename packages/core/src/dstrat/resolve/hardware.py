@@ -253,6 +253,7 @@ def choose_precision(
     selection = _select_precision(requested, catalog)
     unsupported = _unsupported_dtype(selection.instance, accelerator.instance)
     if unsupported is not None:
+        hint = selection.instance.hint_unsupported
         alternatives = ", ".join(
             repr(other.name)
             for other in usable(catalog.offers("precision"), catalog)
@@ -260,7 +261,7 @@ def choose_precision(
         )
         raise ConflictError(
             f"precision {selection.name!r} needs {unsupported}, in which {accelerator.title} does not compute "
-            f"here: choose another one ({alternatives})"
+            f"here: choose another one ({alternatives}){f', {hint}' if hint else ''}"
         )
     return selection
 
@@ -284,5 +285,4 @@ def _select_precision(requested: Requested | None, catalog: Catalog) -> Selectio
 
 
 def _unsupported_dtype(precision: Precision, accelerator: Accelerator) -> torch.dtype | None:
-    dtypes = (precision.param_dtype, precision.compute_dtype, precision.reduce_dtype)
-    return next((dtype for dtype in dtypes if not accelerator.supports_dtype(dtype)), None)
+    return next((dtype for dtype in precision.dtypes if not accelerator.supports_dtype(dtype)), None)

@@ -32,5 +32,8 @@ class CPUAccelerator(Accelerator):
     def parse_devices(self, devices: Devices) -> list[int]:
         return parse_devices(devices, everything=1, limit=MOST_PROCESSES, name="cpu")
 
+    def supports_dtype(self, dtype: torch.dtype) -> bool:
+        return dtype.itemsize > 1  # 8-bit floats are converted for each product, slower than others
+
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
         return [torch.device("cpu") for _ in indices]

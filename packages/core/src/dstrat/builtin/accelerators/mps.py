@@ -36,7 +36,7 @@ class MPSAccelerator(Accelerator):
         return [torch.device("mps", index) for index in indices]
 
     def supports_dtype(self, dtype: torch.dtype) -> bool:
-        return dtype != torch.float64
+        return dtype != torch.float64 and dtype.itemsize > 1  # nor 8-bit floats
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - there is only one
         """Return bytes of memory: in use, and held by the driver."""

@@ -1,0 +1,36 @@
+"""The precisions pass the conformance kit."""
+
+from typing import ClassVar
+
+from dstrat.testing import PluginSuite, PrecisionSuite
+
+
+class TestPlugin(PluginSuite):
+    distribution = "dstrat-torchao"
+
+
+def every_layer(layer, name):
+    return True
+
+
+class TestFloat8(PrecisionSuite):
+    alias = "float8"
+    options: ClassVar = {"emulate": True, "layers": every_layer}
+
+
+class TestFloat8Rowwise(PrecisionSuite):
+    alias = "float8-rowwise"
+    options: ClassVar = {"emulate": True, "layers": every_layer}
+
+
+class TestFloat8RowwiseWithExactWeightGradients(PrecisionSuite):
+    alias = "float8-rowwise-gw-hp"
+    options: ClassVar = {"emulate": True, "layers": every_layer}
+
+
+class TestInt8Weights(PrecisionSuite):
+    alias = "int8-weights"
+
+
+class TestNF4Weights(PrecisionSuite):
+    alias = "nf4-weights"
