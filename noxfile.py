@@ -100,7 +100,7 @@ nox.options.sessions = ["lint", "types", "layers", "wheels", "tests", "neighbour
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
-LIGHTNING_TESTS = str(ROOT / "packages" / "lightning" / "tests")
+ADAPTERS = ("lightning", "transformers")  # packages for other libraries, which are in the session neighbours
 DEFAULT = "not variant and not neighbours and not (builds and slow)"
 WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
 NEWER_TORCH = "DSTRAT_TEST_NEWER_TORCH"  # a Python with all families and the torch of the other sessions
@@ -271,13 +271,13 @@ def hpu(session: nox.Session) -> None:
 def neighbours(session: nox.Session) -> None:
     """Train beside packages that users have installed too, in an environment that has them: hydra, lightning ..."""
     requirements = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "neighbours")
-    tested = [package for package in PACKAGES if package.name in ("core", "ddp", "fsdp", "lightning")]
+    tested = [package for package in PACKAGES if package.name in ("core", "ddp", "deepspeed", "fsdp", *ADAPTERS)]
     editable = [f"--editable={package.relative_to(ROOT)}" for package in tested]
     beside = ("--no-build-isolation", "--constraint=constraints.txt", *editable, *requirements)
     inputs = (CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in tested))
     programs = environment("neighbours", BUILD_TOOLS, beside, pip=bootstrap() / "pip", inputs=inputs)
-    all_tests = (*workers("loadgroup"), str(ROOT / "tests" / "neighbours"), LIGHTNING_TESTS)
-    arguments = session.posargs or all_tests
+    tests_of_adapters = [str(ROOT / "packages" / name / "tests") for name in ADAPTERS]
+    arguments = session.posargs or [*workers("loadgroup"), str(ROOT / "tests" / "neighbours"), *tests_of_adapters]
     run(session, programs, "python", "-m", "pytest", "--noconftest", *arguments, OMP_NUM_THREADS="1")
 
 

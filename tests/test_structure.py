@@ -46,6 +46,7 @@ CLEAN = (
     "dstrat_ipu",
     "dstrat_lightning",
     "dstrat_torchao",
+    "dstrat_transformers",
     "dstrat_xla",
 )
 

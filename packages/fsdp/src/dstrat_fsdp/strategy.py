@@ -71,7 +71,7 @@ class FSDPStrategy(ShardedStrategy):
         mixed_precision: Torch's policy of dtypes, with or without a ``precision``: batches are cast to its dtype, too.
             None takes that of the precision plugin.
         auto_wrap_policy: The blocks: classes of layers, a function of a module, or the least number of parameters;
-            None selects repeated layers.
+            None takes the module's ``auto_wrap_policy``, if it has one, or else repeated layers.
         activation_checkpointing: A class of layers, or several, that keep no activations for the backward pass.
         activation_checkpointing_policy: As ``activation_checkpointing``, or a function of a module.
         sharding_strategy: ``"FULL_SHARD"``; ``"SHARD_GRAD_OP"`` keeps blocks gathered until their backward pass;

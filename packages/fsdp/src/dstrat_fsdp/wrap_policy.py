@@ -59,12 +59,14 @@ def blocks_of(module: Module, policy: WrapPolicy | None) -> list[Module]:
     Args:
         module: The module; layers that it has sharded itself are skipped.
         policy: Classes of layers; a function of a module (or torch's ``auto_wrap_policy`` functions, of a module,
-            ``recurse`` and ``nonwrapped_numel``); the least number of parameters of a block; None for repeated
-            layers.
+            ``recurse`` and ``nonwrapped_numel``); the least number of parameters of a block; None for the module's
+            own ``auto_wrap_policy``, or else repeated layers.
 
     Raises:
         RequestError: The policy matches no layer, or a block shares a parameter with a layer outside of it.
     """
+    if policy is None:
+        policy = getattr(module, "auto_wrap_policy", None)
     if policy is None:
         return [block for block in _repeated(module) if not _shared_parameters(block, module)]
     blocks = [layer for layer in _matching_policy(module, policy) if layer is not module]

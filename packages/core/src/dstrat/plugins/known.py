@@ -183,7 +183,12 @@ KNOWN_CLASSES: Mapping[Kind, Mapping[str, str]] = {
 }
 """Requirement for ``pip install`` by kind and class name, in alphabetical order."""
 
-KNOWN_ADAPTERS: Mapping[str, str] = {"lightning": "dstrat-lightning", "pytorch_lightning": "dstrat-lightning"}
+KNOWN_ADAPTERS: Mapping[str, str] = {
+    "lightning": "dstrat-lightning",
+    "peft": "dstrat-transformers",
+    "pytorch_lightning": "dstrat-lightning",
+    "transformers": "dstrat-transformers",
+}
 """Requirement for ``pip install`` that converts objects of a library, by the library's package."""
 
 FOR_SEVERAL_DEVICES = "ddp"

@@ -1,0 +1,154 @@
+"""Train a Llama of transformers on the source code of Python's standard library, with any strategy.
+
+For example::
+
+    pip install dstrat-transformers dstrat-ddp dstrat-fsdp dstrat-deepspeed transformers
+    python examples/transformers/train.py --strategy ddp --devices 2
+    python examples/transformers/train.py --strategy fsdp --devices 2
+    python examples/transformers/train.py --strategy deepspeed_stage_3 --devices 2
+    python examples/transformers/train.py --strategy model_parallel --devices 2
+    python examples/transformers/train.py --strategy fsdp --devices 2 --own-loop
+
+The model has 20 million parameters; with ``--small`` it has 100,000, which a laptop trains in seconds.  At the end
+``<out>/model`` is a folder for ``AutoModelForCausalLM.from_pretrained``, whichever strategy has trained it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data import Windows, texts, train_tokenizer
+from torch.utils.data import DataLoader, Subset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import dstrat
+from dstrat_transformers import GenerationCallback, HFModule, PretrainedCheckpoint, save_pretrained
+
+SIZES: dict[bool, dict[str, int]] = {
+    # 20 million parameters, and --small
+    False: {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
+    True: {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+VOCABULARY = {False: 8192, True: 512}
+KILOBYTES = {False: 4096, True: 256}
+HELD_OUT = 64
+"""Windows that the model is validated with, and not trained."""
+
+
+def main() -> None:
+    """Train, and write the model."""
+    options = read_options()
+    dstrat.seed_everything(options.seed, verbose=False)
+    documents = texts(KILOBYTES[options.small])
+    tokenizer = train_tokenizer(documents, VOCABULARY[options.small])
+    windows = Windows(documents, tokenizer, options.length)
+    training = Subset(windows, range(len(windows) - HELD_OUT))
+    held_out = Subset(windows, range(len(windows) - HELD_OUT, len(windows)))
+    if options.own_loop:
+        strategy = dstrat.build(strategy=options.strategy, accelerator=options.accelerator, devices=options.devices)
+        dstrat.OwnLoop(strategy).launch(train_by_hand, training, options, len(tokenizer))
+        return
+    trainer = dstrat.Trainer(
+        strategy=options.strategy,
+        accelerator=options.accelerator,
+        devices=options.devices,
+        precision=options.precision,
+        max_steps=options.steps,
+        val_check_interval=max(1, options.steps // 4),
+        gradient_clip_val=1.0,
+        log_every_n_steps=10,
+        callbacks=[
+            GenerationCallback("def ", tokenizer, max_new_tokens=24, do_sample=True),
+            PretrainedCheckpoint(options.out / "model", processing_class=tokenizer),
+        ],
+        default_root_dir=options.out,
+    )
+    # With tensor parallelism all processes read the same batch.
+    batch_size = divided(options.batch_size, 1 if options.strategy == "model_parallel" else trainer.plan.world_size)
+    trainer.fit(
+        make_module(options, len(tokenizer)),
+        DataLoader(training, batch_size=batch_size, shuffle=True),
+        DataLoader(held_out, batch_size=batch_size),
+    )
+    if trainer.is_global_zero:
+        print(f"validation loss {float(trainer.callback_metrics['val_loss']):.4f} nats per token")
+
+
+def train_by_hand(loop: dstrat.OwnLoop, training: Any, options: argparse.Namespace, vocabulary: int) -> None:
+    """Train the same in a loop of one's own, in each process of the job."""
+    module = make_module(options, vocabulary)
+    with loop.strategy.model_sharded_context():
+        module.prepare(loop.strategy)
+    loop.setup(module, HFModule.configure_optimizers, gradient_clip_val=1.0)
+    batch_size = divided(options.batch_size, loop.strategy.distributed_sampler_kwargs.get("num_replicas", 1))
+    loader = loop.training_loader(DataLoader(training, batch_size=batch_size, shuffle=True))
+    while loop.steps_done < options.steps:
+        for batch in loader:
+            loss = loop.compute(module.loss, batch)
+            loop.backward(loss)
+            loop.step()
+            loop.schedulers[0].step()
+            if loop.steps_done % 10 == 0:
+                loop.print(f"step {loop.steps_done}: loss {float(loop.all_reduce(loss)):.4f}")
+            if loop.steps_done == options.steps:
+                break
+    save_pretrained(module, options.out / "model", strategy=loop.strategy)
+
+
+def make_module(options: argparse.Namespace, vocabulary: int) -> HFModule:
+    """Return the module; its model is made in each process, sharded where the strategy can."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        max_position_embeddings=options.length,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        **SIZES[options.small],
+    )
+    return HFModule(
+        partial(LlamaForCausalLM, config),
+        scheduler="cosine",
+        learning_rate=options.learning_rate,
+        weight_decay=0.1,
+        warmup_steps=0.1,
+        num_training_steps=options.steps,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
+
+
+def divided(batch_size: int, readers: int) -> int:
+    """Return the batch size of each of the processes that read different data."""
+    if batch_size % readers:
+        raise SystemExit(f"--batch-size {batch_size} cannot be divided between {readers} processes")
+    return batch_size // readers
+
+
+def read_options() -> argparse.Namespace:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser(
+        description="Train a Llama on the source code of Python's standard library.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--strategy", default="auto", help="alias of a strategy; `dstrat strategies` lists them")
+    add("--accelerator", default="auto", help="cpu, gpu, auto ...")
+    add("--devices", default="auto", help="how many devices, or which: 2, 0,1, auto")
+    add("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed ...")
+    add("--small", action="store_true", help="100,000 parameters instead of 20 million")
+    add("--own-loop", action="store_true", help="a loop written by hand instead of the Trainer")
+    add("--steps", type=int, default=400, help="optimizer steps")
+    add("--batch-size", type=int, default=8, help="windows of text in a step, over all processes")
+    add("--length", type=int, default=128, help="tokens of a window")
+    add("--learning-rate", type=float, default=1e-3, help="the highest one")
+    add("--gradient-checkpointing", action="store_true", help="compute activations again in the backward pass")
+    add("--seed", type=int, default=0, help="of weights and order of the data")
+    add("--out", type=Path, default=Path("runs/transformers"), help="folder for logs, checkpoints and the model")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

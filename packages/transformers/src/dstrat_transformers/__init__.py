@@ -1,0 +1,45 @@
+"""Models of Hugging Face transformers in dstrat's Trainer and loops.
+
+Importing it brings in neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dstrat.plugins.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from dstrat_transformers.data import SplitIterableDataset
+    from dstrat_transformers.generation import GenerationCallback
+    from dstrat_transformers.module import HFModule
+    from dstrat_transformers.optimization import make_optimizer, make_scheduler, weight_decay_groups
+    from dstrat_transformers.saving import PretrainedCheckpoint, save_pretrained
+    from dstrat_transformers.tensor_parallel import parallelize
+
+__all__ = [
+    "GenerationCallback",
+    "HFModule",
+    "PretrainedCheckpoint",
+    "SplitIterableDataset",
+    "make_optimizer",
+    "make_scheduler",
+    "parallelize",
+    "save_pretrained",
+    "weight_decay_groups",
+]
+
+_HOMES = {
+    "GenerationCallback": "dstrat_transformers.generation",
+    "HFModule": "dstrat_transformers.module",
+    "PretrainedCheckpoint": "dstrat_transformers.saving",
+    "SplitIterableDataset": "dstrat_transformers.data",
+    "make_optimizer": "dstrat_transformers.optimization",
+    "make_scheduler": "dstrat_transformers.optimization",
+    "parallelize": "dstrat_transformers.tensor_parallel",
+    "save_pretrained": "dstrat_transformers.saving",
+    "weight_decay_groups": "dstrat_transformers.optimization",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -1,0 +1,181 @@
+"""First values of a model that a strategy makes without memory, one block at a time."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dstrat.errors import MisuseError
+from dstrat_transformers.models import blocks, is_peft, is_pretrained_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.nn import Module, Parameter
+
+
+def make_model(factory: Callable[[], Module]) -> Module:
+    """Return the model of a function, with the same first values on every strategy.
+
+    Where the strategy makes parameters without memory, each block gets its values when it is sharded.
+
+    Args:
+        factory: Returns a new model.
+
+    Raises:
+        MisuseError: The function does not return a module, or parameters without memory would lose values that it has
+            loaded.
+    """
+    # Before the function: constructors of layers with memory draw random numbers too, which then count for nothing.
+    seed = int(torch.randint(2**31, ()))
+    model = factory()
+    if not isinstance(model, nn.Module):
+        raise MisuseError(f"the function for the model returned a {type(model).__name__}: return a model")
+    is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+    # from_pretrained leaves a model in evaluation mode, and constructors in training mode.
+    has_values = is_peft(model) or not model.training
+    if has_values and is_on_meta:
+        raise MisuseError(
+            f"the values that the function for {type(model).__name__} has loaded are lost where parameters are made "
+            "sharded: pass the model itself to HFModule, or a function that makes it from its config"
+        )
+    if is_pretrained_model(model) and not has_values:
+        initialize(model, seed)
+    return model
+
+
+def initialize(model: Module, seed: int) -> None:
+    """Give a model its first values: now, or when a strategy shards the layers that have no memory yet.
+
+    The values are those of the model's ``_init_weights``.  Each block draws from a seed of its own, so that they are
+    the same whenever and in whichever order blocks are asked for.
+
+    Args:
+        model: A PreTrainedModel.
+        seed: Determines the values.
+    """
+    first_values = FirstValues(model, seed)
+    for layer in model.modules():
+        if any(parameter.is_meta for parameter in layer.parameters(recurse=False)):
+            layer.reset_parameters = partial(first_values.fill, layer)  # type: ignore[assignment]  # strategies call it
+        elif any(True for _ in layer.parameters(recurse=False)):
+            first_values.fill(layer)
+
+
+class FirstValues:
+    """The first values of a model, which are computed for one block, or layer outside of blocks, at a time.
+
+    Args:
+        model: A PreTrainedModel.
+        seed: Determines the values.
+    """
+
+    def __init__(self, model: Module, seed: int) -> None:
+        skeleton = _skeleton(model)
+        blocks_of_layers = {id(layer): block for block in blocks(skeleton) for layer in block.modules()}
+        self._copies = dict(zip(map(id, model.modules()), skeleton.modules(), strict=True))
+        self._paths = {id(path[-1]): path for path in _paths(skeleton)}
+        self._owners = _owners(skeleton)
+        self._units: dict[tuple[int, str], Module] = {}
+        for owners in self._owners.values():
+            home, _ = owners[0]
+            for layer, name in owners:
+                self._units[id(layer), name] = blocks_of_layers.get(id(home), home)
+        self._blocks = set(map(id, blocks_of_layers.values()))
+        units = {id(unit): unit for unit in self._units.values()}
+        self._seeds = {unit: seed + number for number, unit in enumerate(units)}
+        self._current: Module | None = None
+
+    def fill(self, layer: Module) -> None:
+        """Copy the values of a layer of the model into its own parameters."""
+        twin = self._copies[id(layer)]
+        for name in [name for name, _ in twin.named_parameters(recurse=False)]:
+            unit = self._units[id(twin), name]
+            if self._current is not unit:
+                self._compute(unit)
+            with torch.no_grad():
+                getattr(layer, name).copy_(getattr(twin, name))
+
+    def _compute(self, unit: Module) -> None:
+        """Compute the values of a unit, and free those of the one before."""
+        if self._current is not None:
+            for layer in self._current.modules():
+                self._replace(layer, "meta")
+        path = self._paths[id(unit)]
+        layers = list(_inner_first(path)) if id(unit) in self._blocks else [path]
+        for inner in layers:
+            self._replace(inner[-1], "cpu")
+        self._current = unit
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            torch.manual_seed(self._seeds[id(unit)])
+            for inner in layers:
+                _pretrained_model(inner)._init_weights(inner[-1])  # noqa: SLF001 - what models override
+            for length in range(len(path) - 1, 0, -1):
+                # A model may change parameters of the layers inside; what is on meta draws no random numbers.
+                _pretrained_model(path[:length])._init_weights(path[length - 1])  # noqa: SLF001 - as above
+
+    def _replace(self, layer: Module, device: str) -> None:
+        for _, parameter in list(layer.named_parameters(recurse=False)):
+            if parameter.device.type != device:
+                moved = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                owners = self._owners.pop(id(parameter))
+                self._owners[id(moved)] = owners
+                for owner, name in owners:
+                    owner.register_parameter(name, moved)
+
+
+Path = tuple[nn.Module, ...]
+
+
+def _skeleton(model: Module) -> Module:
+    """Return a copy of a model with its layers, buffers and shared parameters, but without values."""
+    parameters = {layer: layer._parameters for layer in model.modules()}  # noqa: SLF001 - look-ups may communicate
+    copies: dict[int, Parameter] = {}
+
+    def without_values(parameter: Any) -> Any:
+        if parameter is not None and id(parameter) not in copies:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # of a parameter that DeepSpeed has sharded
+            empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
+            copies[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+        return None if parameter is None else copies[id(parameter)]
+
+    try:
+        for layer, named in parameters.items():
+            layer._parameters = {name: without_values(value) for name, value in dict.items(named)}  # noqa: SLF001
+        return copy.deepcopy(model)
+    finally:
+        for layer, named in parameters.items():
+            layer._parameters = named  # noqa: SLF001 - as above
+
+
+def _paths(module: Module, outer: Path = ()) -> Iterator[Path]:
+    """Yield each layer with all that contain it, outermost first."""
+    path = (*outer, module)
+    yield path
+    for child in module.children():
+        yield from _paths(child, path)
+
+
+def _inner_first(path: Path) -> Iterator[Path]:
+    """Yield the layers of a module in the order of ``PreTrainedModel.initialize_weights``."""
+    for child in path[-1].children():
+        yield from _inner_first((*path, child))
+    yield path
+
+
+def _pretrained_model(path: Path) -> Any:
+    """Return the innermost PreTrainedModel on the way to a layer."""
+    return next(module for module in reversed(path) if is_pretrained_model(module))
+
+
+def _owners(model: Module) -> dict[int, list[tuple[Module, str]]]:
+    """Return the layers of each parameter, with its names in them."""
+    owners: dict[int, list[tuple[Module, str]]] = {}
+    for layer in model.modules():
+        for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((layer, name))
+    return owners

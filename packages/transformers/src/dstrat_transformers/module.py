@@ -1,0 +1,254 @@
+"""TrainModule of any model of transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dstrat import TrainModule
+from dstrat.errors import MisuseError, RequestError
+from dstrat_transformers.initialization import make_model
+from dstrat_transformers.models import base_model, blocks, count_labels, is_peft
+from dstrat_transformers.optimization import make_optimizer, make_scheduler, scheduler_config
+from dstrat_transformers.saving import DEFAULT_SHARD_SIZE, save_pretrained
+from dstrat_transformers.tensor_parallel import parallelize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.strategy import Strategy
+
+_TENSOR_PARALLEL = "tensor_parallel"
+
+
+class HFModule(TrainModule):
+    """A model of transformers with its loss, optimizer and schedule: ``trainer.fit(HFModule(model), loader)``.
+
+    Batches are mappings of the arguments of the model's ``forward``, with ``labels``, as the collators of transformers
+    make them.  The loss is the one that the model returns.  Of several processes, or batches of an evaluation, each
+    counts by the number of its labels, so that padding does not change the result.
+
+    The model is an object, such as of ``from_pretrained``, which each process has once in full before it is sharded;
+    or a function that makes a new one from its config, so that it is made sharded where the strategy can do that::
+
+        HFModule(partial(LlamaForCausalLM, config), scheduler="cosine", warmup_steps=0.1)
+
+    Args:
+        model: The model, or a function that returns it.  A model in evaluation mode, as ``from_pretrained`` leaves it,
+            is put into training mode.
+        optimizer: The name of a class in ``torch.optim``, in any case; or a class or function that takes groups of
+            parameters and ``lr``.
+        scheduler: A name of ``transformers.get_scheduler``, or None for a constant learning rate.
+        learning_rate: The learning rate after the warm-up.
+        weight_decay: Of all parameters but biases and those of normalizations.
+        warmup_steps: Optimizer steps of the warm-up, or below 1 their share of the whole training.
+        num_training_steps: Optimizer steps of the whole training; None asks the Trainer.
+        optimizer_kwargs: Further arguments of the optimizer.
+        scheduler_kwargs: Further arguments of the scheduler.
+        metrics: Functions of the model's output and the batch that return a number, by the names under which their
+            means are logged in evaluations, after the prefix of the stage.
+        gradient_checkpointing: Whether layers compute their activations again in the backward pass; a dict is the
+            ``gradient_checkpointing_kwargs`` of transformers.
+        tensor_parallel_plan: Styles of layers for the strategy ``model_parallel``, by their names with ``*`` for
+            numbers; None is the model's own plan.
+
+    Attributes:
+        model: The model; None before ``configure_model`` where a function makes it.
+    """
+
+    def __init__(
+        self,
+        model: Module | Callable[[], Module],
+        optimizer: str | Callable[..., Optimizer] = "adamw",
+        scheduler: str | None = "linear",
+        *,
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0.0,
+        warmup_steps: float = 0,
+        num_training_steps: int | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+        scheduler_kwargs: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] | None = None,
+        gradient_checkpointing: bool | Mapping[str, Any] = False,
+        tensor_parallel_plan: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["model", "optimizer", "metrics", "tensor_parallel_plan"])
+        if not isinstance(model, nn.Module) and not callable(model):
+            raise RequestError(
+                f"HFModule was given a {type(model).__name__}: pass a model, or a function that makes one, such as "
+                "functools.partial(AutoModelForCausalLM.from_config, config)"
+            )
+        self.model: Any = model if isinstance(model, nn.Module) else None
+        self._factory = None if isinstance(model, nn.Module) else model
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        self.warmup_steps, self.num_training_steps = warmup_steps, num_training_steps
+        self.optimizer_kwargs, self.scheduler_kwargs = optimizer_kwargs, scheduler_kwargs
+        self.metrics = dict(metrics or {})
+        self.gradient_checkpointing = gradient_checkpointing
+        self.tensor_parallel_plan = tensor_parallel_plan
+        self._strategy: Strategy | None = None
+        if self.model is not None:
+            self._take_model()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_strategy": None}  # which belongs to a run in this process
+
+    # The model
+
+    def configure_model(self) -> None:
+        self.prepare(self.trainer.strategy)
+
+    def prepare(self, strategy: Strategy) -> None:
+        """Make the model, and split it where the strategy is tensor parallel; a Trainer calls it.
+
+        In a loop of one's own it is called before ``loop.setup``, within ``strategy.model_sharded_context()``.
+
+        Args:
+            strategy: The strategy, whose communication is open.
+        """
+        self._strategy = strategy
+        if self.model is None and self._factory is not None:
+            self.model = make_model(self._factory)
+            self._take_model()
+        mesh = _tensor_parallel_mesh(strategy)
+        is_split = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        if mesh is not None and mesh.size() > 1 and not is_split:
+            parallelize(self.model, mesh, self.tensor_parallel_plan)
+
+    def teardown(self, stage: str) -> None:  # noqa: ARG002 - the known name
+        self._strategy = None
+
+    def _take_model(self) -> None:
+        self.model.train()
+        if self.gradient_checkpointing is not False:
+            options = {} if self.gradient_checkpointing is True else self.gradient_checkpointing
+            # The other variant of torch does not see parameters that a strategy gathers in the backward pass.
+            kwargs = {"use_reentrant": False, **options}
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+            if is_peft(self.model):
+                self.model.enable_input_require_grads()
+
+    @property
+    def auto_wrap_policy(self) -> Callable[[Module], bool] | None:
+        """The blocks that ``fsdp`` shards as units: the model's ``_no_split_modules``; None where it has none."""
+        selected = set() if self.model is None else set(map(id, blocks(self.model)))
+        return (lambda layer: id(layer) in selected) if selected else None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the model."""
+        return self.model(*args, **kwargs)
+
+    # Steps
+
+    def loss(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the loss of a training batch, by whose mean over all processes each label counts the same.
+
+        Args:
+            batch: Arguments of the model, with labels.
+
+        Raises:
+            MisuseError: The model returns no loss.
+        """
+        loss: Tensor = self._output(batch).loss
+        strategy = self._strategy
+        if strategy is None or strategy.world_size == 1:
+            return loss
+        labels = count_labels(self.model, batch)
+        if labels is None:
+            return loss
+        count = labels.to(loss.dtype)
+        weighted: Tensor = loss * (count / strategy.reduce(count.clone(), reduce_op="mean"))
+        return weighted
+
+    def _output(self, batch: Mapping[str, Any]) -> Any:
+        if not hasattr(batch, "keys"):
+            raise MisuseError(
+                f"HFModule got a batch of type {type(batch).__name__}: a batch is a mapping of the arguments of "
+                f"{type(self.model).__name__}, as the collators of transformers make it"
+            )
+        output = self.model(**batch)
+        if getattr(output, "loss", None) is None:
+            raise MisuseError(
+                f"{type(base_model(self.model)).__name__} returned no loss for a batch with {', '.join(batch.keys())}: "
+                "give it labels, as DataCollatorForLanguageModeling(tokenizer, mlm=False) does"
+            )
+        return output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002 - the known name
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - as above
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - as above
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - as above
+        return self.model(**batch)
+
+    def _evaluate(self, prefix: str, batch: Mapping[str, Any]) -> None:
+        output = self._output(batch)
+        labels = count_labels(self.model, batch)
+        weight = None if labels is None else float(labels)
+        self.log(f"{prefix}_loss", output.loss, batch_size=weight, prog_bar=True)
+        for name, metric in self.metrics.items():
+            self.log(f"{prefix}_{name}", metric(output, batch), batch_size=weight)
+
+    # Optimization
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(
+            self.model,
+            self.optimizer,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            optimizer_kwargs=self.optimizer_kwargs,
+        )
+        if self.scheduler is None:
+            return optimizer
+        steps: float | None = self.num_training_steps
+        if steps is None and self._trainer is not None:
+            steps = self.trainer.estimated_stepping_batches
+        scheduler = make_scheduler(
+            optimizer,
+            self.scheduler,
+            num_training_steps=steps,
+            warmup_steps=self.warmup_steps,
+            scheduler_kwargs=self.scheduler_kwargs,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": scheduler_config(scheduler, "val_loss")}
+
+    # Saving
+
+    def save_pretrained(self, folder: str | Path, max_shard_size: int = DEFAULT_SHARD_SIZE) -> None:
+        """Write a folder for ``from_pretrained``; every process calls it, in a run or after it.
+
+        See :func:`~dstrat_transformers.save_pretrained`.
+        """
+        in_run = self._trainer is None or self._trainer.is_running
+        save_pretrained(self, folder, strategy=self._strategy if in_run else None, max_shard_size=max_shard_size)
+
+
+def adapt_model(model: Module) -> HFModule:
+    """Return a model as a TrainModule, with the optimizer and schedule that transformers' Trainer has by default."""
+    return HFModule(model)
+
+
+def _tensor_parallel_mesh(strategy: Strategy) -> Any:
+    """Return the mesh of the ranks that share a batch; None where the strategy has none."""
+    try:
+        mesh = strategy.device_mesh
+    except MisuseError:
+        return None
+    return mesh[_TENSOR_PARALLEL] if _TENSOR_PARALLEL in (getattr(mesh, "mesh_dim_names", None) or ()) else None

@@ -1,0 +1,167 @@
+"""Tensor parallelism by the plan that a model of transformers brings."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from dstrat.errors import RequestError
+from dstrat_transformers.models import is_peft, tied_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+
+_logger = logging.getLogger(__name__)
+
+
+class HeadwiseNorm(ParallelStyle):
+    """A normalization whose input has a part of the heads: ``(..., heads, head_dim)``.
+
+    Its parameters are the same on all ranks, each of which has gradients of its own heads; DTensors add them up.
+    """
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            replicated = DTensor.from_local(parameter.data, device_mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
+
+        def split_heads(_module: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            heads, *remaining = inputs
+            placement = Shard(heads.ndim - 2)
+            return DTensor.from_local(heads, device_mesh, [placement], run_check=False), *remaining
+
+        module.register_forward_pre_hook(split_heads)
+        module.register_forward_hook(lambda _module, _inputs, output: output.to_local())
+        return module
+
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    # Names in transformers, and what they are in torch.
+    "colwise": ColwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": HeadwiseNorm,
+    "rowwise": RowwiseParallel,
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+
+_OPTIONAL = ("colwise_gather_output", "colwise_rep", "embedding_rowwise", "rowwise_rep", "rowwise_split_input")
+"""Styles of layers with whole inputs and outputs, which compute the same where they are not split."""
+
+_NO_OPERATION = "replicate"
+
+
+def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle] | None = None) -> None:
+    """Split the layers of a model over a mesh, by its plan.
+
+    Call it before the strategy's setup, as in ``configure_model``; :class:`~dstrat_transformers.HFModule` does.
+
+    Args:
+        model: The model of transformers, with its values or on the meta device.
+        mesh: The ranks that share a batch, such as ``device_mesh["tensor_parallel"]``.
+        plan: Styles by the names of layers, with ``*`` for numbers: names of transformers, or styles of torch.  None
+            is the model's own plan.
+
+    Raises:
+        RequestError: The model has no plan; a style has no counterpart in torch; or a layer cannot be divided by the
+            size of the mesh.
+    """
+    styles = _styles_of_layers(model, plan)
+    tied = tied_parameters(model)
+    _add_tied_embeddings(model, styles, tied)
+    size = mesh.size()
+    for name, style in styles.items():
+        layer = model.get_submodule(name)
+        if style == _NO_OPERATION:
+            continue
+        if isinstance(style, str):
+            if not _is_divisible(model, name, style, size):
+                continue
+            style = _STYLES[style]()  # noqa: PLW2901 - the same by another type
+        parallelize_module(layer, mesh, style)
+    for _, owners in tied:
+        _tie(owners)
+
+
+def _styles_of_layers(model: Module, plan: Mapping[str, str | ParallelStyle] | None) -> dict[str, str | ParallelStyle]:
+    """Return the style of each layer that a plan names."""
+    owner = type(model).__name__
+    if is_peft(model):
+        raise RequestError(
+            f"{owner} has adapters of peft, which no tensor-parallel plan of transformers splits: use the strategy "
+            "'fsdp'"
+        )
+    if plan is None:
+        plan = getattr(model, "tp_plan", None) or {}
+        if not plan:
+            raise RequestError(
+                f"{owner} has no tensor-parallel plan in transformers: pass tensor_parallel_plan= with the styles of "
+                "its layers, such as {'model.layers.*.mlp.up_proj': 'colwise'}, or use the strategy 'fsdp'"
+            )
+    known = (*_STYLES, _NO_OPERATION)
+    unknown = {name: style for name, style in plan.items() if isinstance(style, str) and style not in known}
+    if unknown:
+        name, style = next(iter(unknown.items()))
+        raise RequestError(
+            f"the style {style!r} of {name!r} in the tensor-parallel plan of {owner} has no counterpart in torch's "
+            f"parallelize_module: dstrat-transformers has {', '.join(known)}; pass tensor_parallel_plan= without it, "
+            "or use the strategy 'fsdp'"
+        )
+    layers = {name: re.sub(r"\d+", "*", name) for name, _ in model.named_modules()}
+    styles = {name: plan[generic] for name, generic in layers.items() if generic in plan}
+    styles |= {name: plan[name] for name in layers if name in plan}
+    return styles
+
+
+def _add_tied_embeddings(model: Module, styles: dict[str, Any], tied: list[Any]) -> None:
+    """Split the embeddings whose weight a split output layer shares, or both would no longer be one parameter."""
+    layer_names = {id(layer): name for name, layer in model.named_modules()}
+    for _, owners in tied:
+        names = [layer_names[id(layer)] for layer, _ in owners]
+        if any(name in styles for name in names):
+            for (layer, _), name in zip(owners, names, strict=True):
+                if isinstance(layer, nn.Embedding):
+                    styles.setdefault(name, "embedding_rowwise")
+
+
+def _is_divisible(model: Module, name: str, style: str, size: int) -> bool:
+    """Return whether a layer can be split evenly; False for one that may stay whole.
+
+    Raises:
+        RequestError: It cannot be, and must not stay whole.
+    """
+    layer: Any = model.get_submodule(name)
+    if style == "replicated_with_grad_allreduce":
+        return True
+    is_embedding = isinstance(layer, nn.Embedding)
+    length = layer.num_embeddings if is_embedding else layer.in_features if "rowwise" in style else layer.out_features
+    parent: Any = model.get_submodule(name.rpartition(".")[0])
+    head_dim = getattr(parent, "head_dim", None) if style in ("colwise", "rowwise") else None
+    if length % (size * (head_dim or 1)) == 0:
+        return True
+    if style in _OPTIONAL:
+        _logger.info("%s of %d features is not split over %d ranks, which do not divide it", name, length, size)
+        return False
+    raise RequestError(
+        f"{name} has {f'{length // head_dim} heads' if head_dim else f'{length} features'}, which the {size} ranks of "
+        "tensor_parallel_size do not divide: choose a size that does"
+    )
+
+
+def _tie(owners: list[tuple[Module, str]]) -> None:
+    """Let several layers share one parameter again, that of the first layer that is split."""
+    parameters = [getattr(layer, name) for layer, name in owners]
+    shared = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
+    if shared is not None:  # otherwise all are as before; and a plain parameter that is set here may lose its values
+        for layer, name in owners:
+            setattr(layer, name, shared)
