@@ -85,6 +85,7 @@ class Communication:
         self._watch = _WaitWatch(self.hvd, timeout.total_seconds())
         self._rendezvous: Rendezvous | None = None
         self._num_channels = 0
+        self.num_begun = 0  # collectives
         self._starts = not self.hvd.is_initialized()
         if self._starts:
             self._start(cluster, num_local, store)
@@ -209,6 +210,7 @@ class Communication:
         Args:
             collective: Its name, for the message.
         """
+        self.num_begun += 1
         self._watch.begin()
         try:
             yield

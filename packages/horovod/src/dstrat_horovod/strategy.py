@@ -241,6 +241,9 @@ class HorovodStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - Horovod's takes none
         self.communication.barrier(name)
 
+    def collectives_begun(self) -> int:
+        return self.communication.num_begun
+
     def take_from_first_rank(self, tensors: Iterable[Tensor]) -> None:
         self.communication.take_from_first_rank(tensors)
 

@@ -575,6 +575,14 @@ class Strategy(ABC):
             sync_grads: Whether gradients flow back through the gathering.
         """
 
+    def collectives_begun(self) -> int:
+        """Return how many collectives this process has begun; always 0 where that is not counted.
+
+        A Trainer sees from it that an evaluation step communicates.  Ranks with fewer batches than others then repeat
+        their last one, without results, so that no rank waits for ever.
+        """
+        return 0
+
     def read_values(self, tensors: Sequence[Tensor]) -> list[float]:
         """Return the values of tensors with one element each, on any device, by one copy from the device.
 

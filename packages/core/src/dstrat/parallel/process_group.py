@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -192,6 +192,15 @@ def abort_process_group() -> None:
     if abort is not None and dist.is_initialized() and dist.get_backend() == "nccl":
         abort()
     close_process_group()
+
+
+def count_collectives() -> int:
+    """Return how many collectives this process has begun in the default group; 0 if its backend does not count."""
+    group: Any = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - there is no public count
+    try:
+        return int(group._get_sequence_number_for_group())  # noqa: SLF001 - likewise
+    except RuntimeError:
+        return 0
 
 
 def _next_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:

@@ -19,6 +19,7 @@ from dstrat.parallel.process_group import (
     abort_process_group,
     check_same_catalog,
     close_process_group,
+    count_collectives,
     open_process_group,
 )
 from dstrat.plugins.catalog import get_catalog
@@ -240,6 +241,9 @@ class ParallelStrategy(Strategy):
             tensors: Tensors on the device, of the same shapes and dtypes on every rank.
         """
         take_from_first_rank(tensors)
+
+    def collectives_begun(self) -> int:
+        return count_collectives()
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
         return gather_tensors(tensor, group=group, sync_grads=sync_grads)

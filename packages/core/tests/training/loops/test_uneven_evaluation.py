@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 
@@ -79,3 +81,37 @@ def test_iterables_of_unknown_length_end_together(
 
     strategy = communicating() if waits else averaging()
     assert quiet_trainer(strategy=strategy, devices=2).validate(Uneven()) == [{"batches": 5.0}]
+
+
+@pytest.mark.parametrize("count", [20, 36])  # three and five batches
+@pytest.mark.parametrize("collective", ["of the module", "of torch"])
+def test_steps_of_users_may_communicate_without_a_rank_that_waits_for_ever(
+    quiet_trainer, metered_class, make_line, loader, averaging, collective, count
+):
+    class Gathering(metered_class):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            if collective == "of the module":
+                assert self.all_gather(batch[0].sum()).shape == (2,)
+            else:
+                torch.distributed.all_reduce(batch[0].sum())
+
+    [logged] = quiet_trainer(strategy=averaging(timeout=timedelta(seconds=20)), devices=2).validate(
+        make_line(Gathering), loader(count=count)
+    )
+    assert logged["seen"] == logged["samples"] == count
+
+
+def test_steps_that_do_not_communicate_run_once_for_each_batch(quiet_trainer, line_class, make_line, loader, averaging):
+    class Counting(line_class):
+        def on_validation_epoch_start(self):
+            self.count = 0
+
+        def validation_step(self, batch, batch_idx):
+            self.count += 1
+
+        def on_validation_epoch_end(self):
+            self.log("steps", float(self.count), reduce_fx="sum", sync_dist=True)
+
+    trainer = quiet_trainer(strategy=averaging(), devices=2)
+    assert trainer.validate(make_line(Counting), loader(count=20)) == [{"steps": 3.0}]

@@ -77,6 +77,7 @@ class EvaluationLoop:
         self._outputs: list[list[Any]] = []
         self._votes: EvaluationVotes | None = None
         self._batches_seen = Counter[int]()
+        self._step_communicates = False
         self._records_indices = purpose == "predict" and any(
             callback.reads_batch_indices for callback in trainer.callbacks
         )
@@ -97,6 +98,7 @@ class EvaluationLoop:
         ]
         self.loaders = [loader for loader, _ in prepared]
         self._passed_loaders = as_list(loaders)
+        self._longest: list[int] | None = None
         self._divided = [divided for _, divided in prepared]
         for limited, count in zip(self._limited(), self.num_batches, strict=True):
             if limited != count:
@@ -147,8 +149,9 @@ class EvaluationLoop:
             hook_of(self._module, f"on_{purpose}_model_eval", TrainModule)()
             hooks.call(f"on_{purpose}_start")
             hooks.call(f"on_{purpose}_epoch_start")
+            missing = [0] * len(counts) if self._votes is None else self._missing_batches(counts, at_most)
             for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True)):
-                self._run_loader(dataloader_idx, loader, count)
+                self._run_loader(dataloader_idx, loader, count, missing[dataloader_idx])
             if self._votes is not None:
                 self._votes.finish()
             trainer.publisher.publish_epoch(self.logged, hooks.of(f"on_{purpose}_epoch_end"))
@@ -203,14 +206,27 @@ class EvaluationLoop:
             return torch.inference_mode()
         return torch.no_grad()
 
-    def _run_loader(self, dataloader_idx: int, loader: Any, count: int | None) -> None:
+    def _missing_batches(self, counts: list[int | None], at_most: int | None) -> list[int]:
+        """Return how many batches this rank has less than the rank with the most, for each loader; collective."""
+        strategy = self._trainer.strategy
+        if strategy.evaluates_together:  # these pad in any case
+            return [0] * len(counts)
+        if self._longest is None:
+            lengths = [-1 if count is None else count for count in self.num_batches]
+            most = strategy.reduce(torch.tensor(lengths, device=strategy.root_device), reduce_op="max")
+            self._longest = most.tolist()
+        longest = [_smaller(count, at_most) or 0 for count in self._longest]
+        return [0 if count is None else most - count for count, most in zip(counts, longest, strict=True)]
+
+    def _run_loader(self, dataloader_idx: int, loader: Any, count: int | None, num_missing: int) -> None:
         outputs_of_loader: list[Any] = []
         self._outputs.append(outputs_of_loader)
         index_of_loader = (dataloader_idx,) if len(self.loaders) > 1 else ()
         takes_index = self._num_arguments > 1
         takes_loader = self._num_arguments > 2 and (index_of_loader or self._requires_index)
         index_for_step = (dataloader_idx,) if takes_loader else ()
-        logged, step, keeps = self.logged, self._step, self.keeps_outputs
+        logged, keeps = self.logged, self.keeps_outputs
+        step = self._observed_step() if num_missing else self._step
         is_alone, interruption = self._votes is None, self._trainer.interruption
         publishes = bool(self._trainer.log_every_n_steps and self._trainer.loggers)
         batch_start = self._with_index(f"on_{self._purpose}_batch_start", 2, dataloader_idx)
@@ -236,8 +252,31 @@ class EvaluationLoop:
                 profiler.step()
             if is_alone and interruption.requested:
                 stop_by(interruption.requested)
+        if num_missing and self._step_communicates:
+            self._pad(dataloader_idx, batch, batch_idx, num_missing // self._per_item)
         logged.lacks_a_loader = logged.lacks_a_loader or batch_idx < 0
         logged.in_step, logged.dataloader_idx, logged.batch = False, None, None
+
+    def _observed_step(self) -> Callable[..., Any]:
+        """Return the step, observed for whether it communicates."""
+        self._step_communicates = False
+        count_collectives = self._trainer.strategy.collectives_begun
+
+        def observed(*args: Any) -> Any:
+            begun = count_collectives()
+            outputs = self._step(*args)
+            self._step_communicates |= count_collectives() != begun
+            return outputs
+
+        return observed
+
+    def _pad(self, dataloader_idx: int, batch: Any, batch_idx: int, num_steps: int) -> None:
+        """Run steps without results, as the collectives in the steps of other ranks wait for those of this rank."""
+        for index in range(batch_idx + 1, batch_idx + 1 + num_steps):
+            with discard_results(self._trainer, self._module, batch):
+                self._step(*(batch, index, dataloader_idx)[: self._num_arguments])
+            if self._votes is not None:
+                self._votes.count()
 
     def _with_index(
         self, name: str, num_arguments: int, dataloader_idx: int
@@ -292,8 +331,8 @@ class EvaluationLoop:
             if counts:
                 yield batch
             else:
-                with discard_results(trainer, self._module, batch):
-                    self._step(*(batch, index, dataloader_idx)[: self._num_arguments])
+                self._pad(dataloader_idx, batch, index - 1, 1)
+                continue  # it has been counted
             votes.count()
 
 
