@@ -10,7 +10,8 @@ import pytest
 from tests.warm_program import WarmProgram
 
 from dstrat import ModelCheckpoint, OnExceptionCheckpoint
-from dstrat.errors import ConflictError, RequestError
+from dstrat.builtin.clusters.local import LocalEnvironment
+from dstrat.errors import ClusterError, ConflictError, RequestError
 from dstrat.training.loops.stopping import Interruption
 
 SCRIPT = """
@@ -150,3 +151,57 @@ def test_deadline_is_a_number_of_seconds(quiet_trainer, seconds):
 def test_deadline_without_a_callback_that_saves_is_an_error(quiet_trainer):
     with pytest.raises(ConflictError, match="saves a checkpoint on SIGTERM and SIGUSR1, and no callback saves any"):
         quiet_trainer(preemption_deadline=30)
+
+
+class Queue(LocalEnvironment):
+    """A scheduler that queues the job again after a SIGUSR1."""
+
+    requeue_signal = signal.SIGUSR1
+    is_refused = False
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        self.saved = []
+
+    def requeue(self):
+        self.saved.append([path.name for path in self.folder.glob("*.ckpt")])
+        if self.is_refused:
+            raise ClusterError("the queue is closed")
+
+
+def interrupting(base, number):
+    class Interrupting(base):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            signal.raise_signal(number)
+
+    return Interrupting
+
+
+@pytest.mark.parametrize(("number", "requeues"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_job_is_queued_again_after_its_checkpoint_by_that_signal_alone(
+    quiet_trainer, loader, make_line, tmp_path, number, requeues
+):
+    queue = Queue(tmp_path)
+    trainer = quiet_trainer(callbacks=[ModelCheckpoint(tmp_path)], preemption_deadline=10, plugins=queue)
+    with pytest.raises(SystemExit) as caught:
+        trainer.fit(make_line(interrupting(type(make_line()), number)), loader())
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert caught.value.code == 128 + number
+    assert queue.saved == ([["on_exception.ckpt"]] if requeues else [])
+
+
+def test_job_that_is_not_queued_again_logs_why(quiet_trainer, loader, make_line, tmp_path, caplog):
+    queue = Queue(tmp_path)
+    queue.is_refused = True
+    trainer = quiet_trainer(callbacks=[ModelCheckpoint(tmp_path)], preemption_deadline=10, plugins=queue)
+    with pytest.raises(SystemExit):
+        trainer.fit(make_line(interrupting(type(make_line()), signal.SIGUSR1)), loader())
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert "the queue is closed" in caplog.text
+    assert "is queued again" not in caplog.text
+
+
+def test_job_that_would_be_queued_again_without_a_checkpoint_is_an_error(quiet_trainer, tmp_path):
+    with pytest.raises(ConflictError, match="Queue queues the job again after SIGUSR1, and without a preemption_deadl"):
+        quiet_trainer(plugins=Queue(tmp_path))

@@ -131,6 +131,22 @@ class ClusterEnvironment(ABC):
         """Number of restarts of the job, which separates the keys of attempts in a store that outlives them."""
         return 0
 
+    @property
+    def requeue_signal(self) -> int | None:
+        """Number of the signal after which the job is queued again, once it has saved a checkpoint; None if it is not.
+
+        It is SIGUSR1, SIGTERM or SIGHUP.
+        """
+        return None
+
+    def requeue(self) -> None:
+        """Queue the job again; called in global rank 0 alone, after all ranks have stopped by ``requeue_signal``.
+
+        Raises:
+            ClusterError: The scheduler refuses.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a requeue_signal, and does not define requeue()")
+
     def validate(self, *, num_devices: int, num_nodes: int) -> None:
         """Check the environment against the request, before anything starts.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -167,10 +168,17 @@ def check_preemption(trainer: Trainer) -> None:
 
     Raises:
         RequestError: It is not a positive number.
-        ConflictError: No callback could save a checkpoint.
+        ConflictError: No callback could save a checkpoint, or the job is to be queued again without one.
     """
     seconds = trainer.preemption_deadline
+    cluster = trainer.strategy.parts.cluster_environment
     if seconds is None:
+        if cluster is not None and cluster.requeue_signal is not None:
+            name = signal.Signals(cluster.requeue_signal).name
+            raise ConflictError(
+                f"{type(cluster).__name__} queues the job again after {name}, and without a preemption_deadline no "
+                "checkpoint is saved then: pass preemption_deadline=90 if the signal comes 90 seconds before the end"
+            )
         return
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
         raise RequestError(f"preemption_deadline={seconds!r} must be a number of seconds above 0, such as 90")

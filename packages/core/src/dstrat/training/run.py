@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.checkpoint.path import CheckpointRequest
     from dstrat.training.loops.sources import DataSources
@@ -242,19 +243,30 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
         *(partial(hook, exception) for hook in trainer.context.hooks.of_callbacks("on_exception")),
         *([partial(hook_of(trainer.datamodule, "on_exception", DataModule), exception)] if trainer.datamodule else []),
     ]
+    last: list[Callable[[], None]] = []
     if isinstance(exception, Interrupted | Terminated):
         # After a failure the strategy closes its communication first, or other ranks would wait.  At a signal all ranks
         # stop together: callbacks may still communicate, so the strategy comes last.
         close = notify.pop(0)
         notify += [leave, close] if leave else [close]
+        cluster = trainer.strategy.parts.cluster_environment
+        # Last, as the scheduler ends the processes then.
+        if cluster is not None and exception.signal == cluster.requeue_signal and trainer.is_global_zero:
+            last = [partial(_requeue, cluster)]
     steps: list[Callable[[], None]] = [
         partial(log_out_of_memory, trainer.strategy, exception),  # before anything is freed
         partial(name_ended_ranks, exception),  # needs the process group, which the next steps close
         *notify,
         *_cleanup_steps(trainer, status),
+        *last,
     ]
     for error in _run_all(steps):
         _log.error("cleaning up after %s failed too", type(exception).__name__, exc_info=error)
+
+
+def _requeue(cluster: ClusterEnvironment) -> None:
+    cluster.requeue()
+    _log.warning("the job is queued again, and goes on from its checkpoint with fit(resume='auto')")
 
 
 def _ordered_hooks(trainer: Trainer, name: Literal["setup", "teardown"]) -> list[Callable[[Stage], Any]]:

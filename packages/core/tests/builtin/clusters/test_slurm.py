@@ -1,9 +1,11 @@
 """Tasks that srun started; the dictionaries are what SLURM 22.05 sets."""
 
+import signal
+
 import pytest
 
 from dstrat.builtin.clusters.slurm import SLURMEnvironment
-from dstrat.errors import ClusterError
+from dstrat.errors import ClusterError, RequestError
 
 BATCH_SCRIPT = {
     "ENVIRONMENT": "BATCH",
@@ -194,3 +196,54 @@ def test_the_port_follows_from_job_and_step():
     assert len(ports) == 200
     assert all(15000 <= port < 30000 for port in ports)
     assert SLURMEnvironment(LAST_TASK).main_port == 15042
+
+
+# Queueing a job again; tests/clusters does it on SLURM itself
+
+
+@pytest.fixture
+def scontrol(tmp_path):
+    """Return variables with which scontrol is a program that writes its arguments, and ends as it is told."""
+
+    def make(exit_code=0, error=""):
+        program = tmp_path / "scontrol"
+        program.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/arguments\necho '{error}' >&2\nexit {exit_code}\n")
+        program.chmod(0o755)
+        return {**LAST_TASK, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+    return make
+
+
+def test_job_is_queued_again_only_on_request():
+    assert SLURMEnvironment(LAST_TASK).requeue_signal is None
+    assert SLURMEnvironment(LAST_TASK, auto_requeue=True).requeue_signal == signal.SIGUSR1
+    cluster = SLURMEnvironment(LAST_TASK, auto_requeue=True, requeue_signal=signal.SIGHUP)
+    assert cluster.requeue_signal == signal.SIGHUP
+
+
+def test_requeue_names_the_job_and_of_an_array_the_task(scontrol, tmp_path):
+    SLURMEnvironment(scontrol(), auto_requeue=True).requeue()
+    assert (tmp_path / "arguments").read_text() == "requeue 42\n"
+    task = {**scontrol(), "SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "7"}
+    SLURMEnvironment(task, auto_requeue=True).requeue()
+    assert (tmp_path / "arguments").read_text() == "requeue 42_7\n"
+
+
+def test_refused_requeue_says_what_to_do(scontrol):
+    environ = scontrol(1, "Requested operation is presently disabled")
+    with pytest.raises(ClusterError, match="'Requested operation is presently disabled': submit it again, with sbatch"):
+        SLURMEnvironment(environ, auto_requeue=True).requeue()
+    with pytest.raises(ClusterError, match=r"job 42 is not queued again: .*No such file.*; submit it again"):
+        SLURMEnvironment({**LAST_TASK, "PATH": "/nowhere"}, auto_requeue=True).requeue()
+
+
+def test_signals_that_stop_no_job_are_refused():
+    with pytest.raises(RequestError, match="does not stop a job: choose one of SIGUSR1, SIGTERM, SIGHUP"):
+        SLURMEnvironment(LAST_TASK, auto_requeue=True, requeue_signal=signal.SIGUSR2)
+    with pytest.raises(RequestError, match="has no effect: add auto_requeue=True"):
+        SLURMEnvironment(LAST_TASK, requeue_signal=signal.SIGUSR1)
+
+
+def test_restarts_of_the_job_are_its_attempts():
+    assert SLURMEnvironment(LAST_TASK).attempt == 0
+    assert SLURMEnvironment({**LAST_TASK, "SLURM_RESTART_COUNT": "2"}).attempt == 2

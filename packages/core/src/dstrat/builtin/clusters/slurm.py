@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
+import subprocess
 from typing import TYPE_CHECKING
 
 from dstrat.builtin.clusters.environ import port_of_job
 from dstrat.builtin.clusters.external import ExternalEnvironment, RankNames
-from dstrat.errors import ClusterError
+from dstrat.errors import ClusterError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+_REQUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+_REQUEUE_SECONDS = (
+    60.0  # slurmctld may be busy; srun kills a rank that takes longer than KillWait only after the requeue
+)
 _SHELL_NAMES = ("bash", "interactive")
 _REMEDY = "put srun before python, or choose the cluster environment 'local' to start processes on this machine only"
 
@@ -23,6 +29,18 @@ class SLURMEnvironment(ExternalEnvironment):
 
     A shell of salloc or ``srun --pty`` is no such task: dstrat starts the processes there.  A batch script with several
     tasks that starts python without srun is an error.
+
+    With ``auto_requeue`` a job that reaches its time limit continues in the next one: SLURM announces the limit by a
+    signal (``#SBATCH --signal=USR1@90``), ``Trainer(preemption_deadline=90)`` saves a checkpoint, rank 0 calls
+    ``scontrol requeue``, and ``fit(resume="auto")`` goes on from the checkpoint.
+
+    Args:
+        environ: The environment variables; ``os.environ`` by default.
+        auto_requeue: Whether the job is queued again after the signal.
+        requeue_signal: That signal: SIGUSR1, SIGTERM or SIGHUP; SIGUSR1 by default.
+
+    Raises:
+        RequestError: The signal is another one, or there is one without ``auto_requeue``.
     """
 
     names = RankNames(
@@ -31,6 +49,24 @@ class SLURMEnvironment(ExternalEnvironment):
     hint = "start the script with srun"
 
     restart_option = "sbatch --requeue"
+
+    def __init__(
+        self,
+        environ: Mapping[str, str] | None = None,
+        *,
+        auto_requeue: bool = False,
+        requeue_signal: signal.Signals | int | None = None,
+    ) -> None:
+        super().__init__(environ)
+        if requeue_signal is not None and not auto_requeue:
+            raise RequestError(
+                f"requeue_signal={requeue_signal!r} has no effect: add auto_requeue=True, or leave it out"
+            )
+        if requeue_signal not in (None, *_REQUEUE_SIGNALS):
+            possible = ", ".join(each.name for each in _REQUEUE_SIGNALS)
+            raise RequestError(f"requeue_signal={requeue_signal!r} does not stop a job: choose one of {possible}")
+        self.auto_requeue = auto_requeue
+        self._requeue_signal = int(requeue_signal or signal.SIGUSR1)
 
     @classmethod
     def evidence(cls, environ: Mapping[str, str]) -> str | None:
@@ -64,6 +100,37 @@ class SLURMEnvironment(ExternalEnvironment):
     @property
     def _nodelist(self) -> str:
         return self.environ.get("SLURM_STEP_NODELIST") or self.variables.text("SLURM_JOB_NODELIST")
+
+    @property
+    def attempt(self) -> int:
+        name = "SLURM_RESTART_COUNT"  # not set before the first restart
+        return self.variables.integer(name) if name in self.environ else 0
+
+    @property
+    def requeue_signal(self) -> int | None:
+        return self._requeue_signal if self.auto_requeue else None
+
+    def requeue(self) -> None:
+        job = self.variables.text("SLURM_JOB_ID")
+        if "SLURM_ARRAY_JOB_ID" in self.environ:
+            # The last task of an array has the array's own number as SLURM_JOB_ID, which would requeue all tasks.
+            job = f"{self.environ['SLURM_ARRAY_JOB_ID']}_{self.variables.text('SLURM_ARRAY_TASK_ID')}"
+        try:
+            done = subprocess.run(  # noqa: S603 - the job's number is SLURM's
+                ["scontrol", "requeue", job],  # noqa: S607 - where PATH finds it
+                env=dict(self.environ),
+                capture_output=True,
+                text=True,
+                timeout=_REQUEUE_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ClusterError(f"job {job} is not queued again: {error}; submit it again with sbatch") from error
+        if done.returncode != 0:
+            raise ClusterError(
+                f"job {job} is not queued again, as scontrol requeue says {done.stderr.strip()!r}: submit it again, "
+                "with sbatch --requeue where jobs of this cluster are not queued again by default"
+            )
 
     def validate(self, *, num_devices: int, num_nodes: int) -> None:
         if "SLURM_STEP_ID" not in self.environ:
