@@ -101,7 +101,7 @@ nox.options.sessions = ["lint", "types", "layers", "wheels", "tests", "neighbour
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
 ADAPTERS = ("lightning", "transformers")  # packages for other libraries, which are in the session neighbours
-DEFAULT = "not variant and not neighbours and not (builds and slow)"
+DEFAULT = "not variant and not neighbours and not (builds and slow) and not (clusters and slow)"
 WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
 NEWER_TORCH = "DSTRAT_TEST_NEWER_TORCH"  # a Python with all families and the torch of the other sessions
 BUILD_TOOLS = (PIP, "editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or each build has its own environment
@@ -320,6 +320,16 @@ def builds(session: nox.Session) -> None:
     tests_of_deepspeed = ROOT / "packages" / "deepspeed" / "tests"
     run(session, workspace(), "python", str(tests_of_deepspeed / "compiled.py"))
     run(session, workspace(), "pytest", "-m", "builds", *(session.posargs or [str(tests_of_deepspeed)]))
+
+
+@nox.session
+def clusters(session: nox.Session) -> None:
+    """Jobs on SLURM, Open MPI, torchrun and hosts in network namespaces, all on this machine (minutes).
+
+    What is not installed is skipped, with the command that installs it.  Other arguments go to pytest.
+    """
+    arguments = session.posargs or [str(ROOT / "tests" / "clusters")]
+    run(session, workspace(), "pytest", "-m", "clusters", *arguments, OMP_NUM_THREADS="1")
 
 
 def workers(distribution: str = "worksteal") -> list[str]:
