@@ -296,3 +296,34 @@ def test_on_more_processes_it_goes_on_at_the_same_part_of_the_epoch(quiet_traine
     trainer = quiet_trainer(strategy=averaging(), devices=2, **options)
     trainer.fit(Net(), shuffled(), ckpt_path=saved)
     assert trainer.fit_loop.batches_seen == 4 + (3 - 2) + 3  # of the 6 batches of one process 4 are done, of 3 then 2
+
+
+class WritesSamples(Callback):
+    """Writes which samples each rank has trained on, the second value of a batch, up to a number of batches."""
+
+    def __init__(self, folder, last):
+        self.folder, self.last = folder, last
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.fit_loop.batches_seen > self.last:
+            return
+        with (self.folder / f"samples-{trainer.world_size}-{trainer.global_rank}").open("a") as samples:
+            samples.write("".join(f"{int(value)}\n" for value in batch[1].flatten()))
+
+
+def test_one_process_continues_the_shuffled_order_of_two(quiet_trainer, averaging, tmp_path):
+    saved = [tmp_path / "by two", tmp_path / "by one"]
+    options = {"max_epochs": 1, "plugins": [PortableCheckpointIO()]}
+
+    def loader(batch_size):
+        return DataLoader(TensorDataset(torch.rand(24, 4), torch.arange(24.0)[:, None]), batch_size, shuffle=True)
+
+    def saving(path, at):
+        return [Saving(path, at, "on_train_batch_end"), WritesSamples(tmp_path, at)]
+
+    trainer = quiet_trainer(strategy=averaging(), devices=2, callbacks=saving(saved[0], 2), **options)
+    trainer.fit(Net(), loader(2))
+    quiet_trainer(callbacks=saving(saved[1], 4), **options).fit(Net(), loader(4), ckpt_path=saved[0])
+    quiet_trainer(callbacks=[WritesSamples(tmp_path, BATCHES)], **options).fit(Net(), loader(4), ckpt_path=saved[1])
+    samples = [int(line) for path in tmp_path.glob("samples-*") for line in path.read_text().splitlines()]
+    assert sorted(samples) == list(range(24))

@@ -49,7 +49,7 @@ def is_divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
         reason = "has an iterable dataset, which dstrat divides only inside a dstrat.ShardedIterableDataset"
     else:
         return not isinstance(sampler_of(loader), DistributedSampler | RankSampler)
-    if strategy.is_global_zero and strategy.distributed_sampler_kwargs["num_replicas"] > 1:
+    if strategy.is_global_zero and strategy.distributed_sampler_kwargs.get("num_replicas", 1) > 1:
         _log.warning(
             "the %s loader %s: unless it divides itself by rank, each of the %d processes reads all of it",
             purpose,
@@ -61,7 +61,7 @@ def is_divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
 
 def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[Any]:
     """Return the loader with this process's shard of the samples; all shards are of the same length."""
-    share = strategy.distributed_sampler_kwargs
+    share = strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
     if isinstance(loader.dataset, ShardedIterableDataset):
         return with_attributes(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=True))
     if loader.batch_sampler is not None and not _groups_samples(loader):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
 
 
-def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool) -> Any:
+def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool, keeps_order: bool = False) -> Any:
     """Return the loader that this process trains from.
 
     Each process reads its shard, in an order that all processes share.  A custom sampler is drawn on rank 0.  A loader
@@ -41,6 +41,8 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
         loader: A DataLoader or any other iterable; a list, tuple or dict of them; a CombinedLoader.
         strategy: Says how many processes share the data, and which this one is.
         distribute: Whether dstrat may divide the data.
+        keeps_order: Whether a process alone reads in the order that several share, to continue an epoch that they have
+            begun.
 
     Raises:
         MisuseError: A loader has no batch, or the processes have different loaders.
@@ -49,7 +51,7 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
         loader = CombinedLoader(loader, "max_size_cycle")
     _check_same(loader, "training", strategy)
     _check_not_empty(loader, "the training loader")
-    agrees = distribute and _shares_data(strategy)
+    agrees = distribute and (keeps_order or _shares_data(strategy))
 
     def divided(leaf: Any) -> Any:
         is_divided = agrees and is_divisible(leaf, "training", strategy)

@@ -46,10 +46,12 @@ class TrainingData:
         beginning: The random state at the beginning of the epoch; None before the first one.
         batches_per_item: Number of batches in an item of the loader: 1, or more for compiled training steps that
             consume several.
+        keeps_order: Whether one process continues the shuffled order that several have begun.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self.keeps_order = False
         self.loader: Any = None
         self.num_batches: int | None = None
         self.beginning: Beginning | None = None
@@ -74,6 +76,7 @@ class TrainingData:
                 sequential(loader) if trainer.overfit_batches else loader,
                 trainer.strategy,
                 distribute=trainer.use_distributed_sampler,
+                keeps_order=self.keeps_order,
             )
             limit = limit_of(trainer.limit_train_batches, self.length, "limit_train_batches")
             self.num_batches = self._round_to_items(limit)

@@ -438,6 +438,9 @@ class FitLoop(Position):
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a rank in a checkpoint, when the next epoch begins."""
         self._continuation = ResumeState(self._trainer, state)
+        beginning = self._continuation.beginning
+        # One process shuffles by torch's own sampler otherwise, in another order than several.
+        self.data.keeps_order = beginning is not None and any(seed is not None for seed in beginning.seeds)
 
 
 def _detached(outputs: Any) -> Any:
