@@ -1,4 +1,4 @@
-"""Ranks of this machine that ended before the others, where another launcher supervises them.
+"""Ranks that ended before the others, where another launcher supervises them.
 
 torchrun takes an exit with code 0 for a success, and names only the ranks that fail because of it.  It ends the other
 ranks by SIGTERM, which has no effect on a stopped process and which a run obeys at its next step; after 30 seconds it
@@ -14,15 +14,16 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from dstrat.interfaces.cluster import this_machine
-from dstrat.launch.failures import kind_of
+from dstrat.launch.failures import kind_of, text_of
 from dstrat.launch.progress import has_ended
 from dstrat.launch.rank import this_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 _ENDING_SECONDS = 1.0  # that a rank may take to end after its failure
 _NUM_NAMED = 16
@@ -30,9 +31,11 @@ _PAUSE = _ENDING_SECONDS / 20
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 def name_ended_ranks(error: BaseException) -> None:
-    """Note on the error of a lost connection which ranks of this machine have ended, where no supervisor names them.
+    """Note on the error of a lost connection which ranks have ended or failed, where no supervisor names them.
 
     They may have ended because of the same failure.  Call it while the process group is open.  It waits a moment for
     ranks that are about to end, and continues those that a signal has stopped.
@@ -40,20 +43,110 @@ def name_ended_ranks(error: BaseException) -> None:
     Args:
         error: What this rank fails with; other errors than that of a lost connection or a timeout stay as they are.
     """
-    kind = kind_of(error)
-    if this_rank() is not None or kind == "error":
+    if (
+        this_rank() is not None
+        or not isinstance(error, Exception)
+        or "dstrat.parallel.process_group" not in sys.modules  # one process, which has no peers
+    ):
         return
+    kind = kind_of(error)
     processes = _read_processes()
+    if processes is None:
+        if kind != "error" and (address := _store_address()) is not None:
+            _note(error, f"rank 0 at {address} does not respond: it has ended, or its machine is not reachable")
+        return
+    machines = {machine for _, machine in processes.values()}
+    if len(machines) > 1:
+        _write_report(error)
+    if kind == "error":
+        return
     nearby = {rank: pid for rank, (pid, machine) in processes.items() if machine == this_machine()}
     continue_stopped(nearby.values())
     if kind == "lost" and (ended := _wait_for_end_of_any(nearby, _ENDING_SECONDS)):
         numbers = ", ".join(str(rank) for rank in ended[:_NUM_NAMED])
         verb = "ranks {} of {} have" if len(ended) > 1 else "rank {} of {} has"
-        note = f"{verb.format(numbers, len(processes))} ended already"
-        if sys.version_info >= (3, 11):
-            error.add_note(note)
-        else:
-            _log.error(note)
+        _note(error, f"{verb.format(numbers, len(processes))} ended already")
+    elif len(machines) > 1:
+        for note in _describe_remote_failures(processes):
+            _note(error, note)
+
+
+def _note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        _log.error(note)
+
+
+# Failures on other machines, through the job's store
+
+
+_REPORT_SECONDS = 2.0  # that ranks may take to report, after the first of them has lost a connection
+
+
+def _write_report(error: Exception) -> None:
+    """Write the failure of this rank into the store; nothing if it has only lost its peers, so that these are named."""
+    from dstrat.parallel.process_group import write_failure_report
+
+    text = "" if kind_of(error) != "error" else f"{type(error).__name__}: {text_of(error)}".partition("\n")[0]
+
+    _call_for(_ENDING_SECONDS, partial(write_failure_report, text))
+
+
+def _store_address() -> str | None:
+    from dstrat.parallel.process_group import store_address
+
+    return store_address()
+
+
+def _describe_remote_failures(processes: Mapping[int, tuple[int, str]]) -> list[str]:
+    """Return which ranks of other machines have failed by themselves; if none, which of them are silent."""
+    size = len(processes)
+    hosts = {rank: machine.partition(" ")[0] for rank, (_, machine) in processes.items()}
+    remote = [rank for rank, (_, machine) in processes.items() if machine != this_machine()]
+    deadline = time.monotonic() + _REPORT_SECONDS
+    while True:
+        reports = _read_reports()
+        if reports is None:
+            return [f"rank 0 of {size} on {hosts[0]!r} does not respond: it has ended, or its machine is not reachable"]
+        failed = [rank for rank in remote if reports.get(rank)]
+        silent = [rank for rank in remote if rank not in reports]
+        if failed or not silent or time.monotonic() > deadline:
+            break
+        time.sleep(_PAUSE)
+    notes = [f"rank {rank} of {size} on {hosts[rank]!r} has failed: {reports[rank]}" for rank in failed]
+    return (
+        notes
+        or [
+            f"rank {rank} of {size} on {hosts[rank]!r} has reported no failure: it was killed, or its machine is not "
+            "reachable, or it is at work"
+            for rank in silent
+        ]
+    )[:_NUM_NAMED]
+
+
+def _read_reports() -> dict[int, str] | None:
+    """Return the reports of ranks, from the store; None where it does not respond."""
+    from dstrat.parallel.process_group import read_failure_reports
+
+    return _call_for(_ENDING_SECONDS, read_failure_reports)
+
+
+def _call_for(seconds: float, function: Callable[[], T]) -> T | None:
+    """Return the result of a function that uses the store; None if it fails, or takes longer.
+
+    It runs in a thread, as an operation of a store whose server is gone may block.
+    """
+    results: list[T] = []
+
+    def call() -> None:
+        with contextlib.suppress(RuntimeError):
+            results.append(function())
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
 
 
 def continue_stopped(pids: Iterable[int]) -> None:
@@ -77,7 +170,8 @@ def obey_when_peers_end(number: int, is_over: threading.Event) -> None:
 
 
 def _repeat_when_peers_end(is_over: threading.Event) -> None:
-    processes = {rank: pid for rank, (pid, machine) in _read_processes().items() if machine == this_machine()}
+    all_processes = _read_processes() or {}
+    processes = {rank: pid for rank, (pid, machine) in all_processes.items() if machine == this_machine()}
     while not any(map(has_ended, processes.values())):
         if is_over.wait(_PAUSE) or not processes:
             return
@@ -93,13 +187,8 @@ def _wait_for_end_of_any(processes: Mapping[int, int], seconds: float) -> list[i
     return ended
 
 
-def _read_processes() -> dict[int, tuple[int, str]]:
-    """Return process and machine of each rank, from the store; empty where that takes long, as its server is frozen."""
+def _read_processes() -> dict[int, tuple[int, str]] | None:
+    """Return process and machine of each rank, from the store; None where it does not respond soon."""
     from dstrat.parallel.process_group import read_processes
 
-    processes: dict[int, tuple[int, str]] = {}
-    # A thread, as a look into a store whose server does not answer has no time limit.
-    reader = threading.Thread(target=lambda: processes.update(read_processes()), daemon=True)
-    reader.start()
-    reader.join(_ENDING_SECONDS)
-    return dict(processes)
+    return _call_for(_ENDING_SECONDS, read_processes)

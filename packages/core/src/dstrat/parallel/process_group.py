@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import json
+import logging
 import os
 import signal
+import socket
+import struct
+import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,6 +35,9 @@ DEFAULT_HANG_TIMEOUT = timedelta(minutes=10)
 
 _OPENING = "come to open the process group"
 
+_SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+
+_log = logging.getLogger(__name__)
 _SHORTEST_PAUSE = 0.001  # seconds between two looks into the store, at first
 
 _stores: dict[object, dist.Store] = {}
@@ -71,6 +79,8 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
         _check_existing(cluster)
     else:
         _meet(store, cluster, timeout, _OPENING)
+        if "gloo" in backend:
+            _select_interface(cluster)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -161,14 +171,42 @@ def clone_job_store(prefix: str, timeout: timedelta) -> dist.Store | None:
 def read_processes() -> dict[int, tuple[int, str]]:
     """Return the process id of each rank and its machine, from the store of the open process group.
 
-    Empty if the user has opened the group, or if the rank that serves the store has ended.
+    Empty if the user has opened the group.
+
+    Raises:
+        RuntimeError: What serves the store does not respond.
     """
     for store, cluster in zip(_job_stores, _clusters, strict=True):
         keys = [f"{rank} {_OPENING}" for rank in range(cluster.world_size)]
-        with contextlib.suppress(RuntimeError):
-            if store.check(keys):
-                texts = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
-                return {rank: (int(pid), machine) for rank, (pid, machine) in enumerate(texts)}
+        if store.check(keys):
+            texts = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
+            return {rank: (int(pid), machine) for rank, (pid, machine) in enumerate(texts)}
+    return {}
+
+
+def store_address() -> str | None:
+    """Return the address at which rank 0 serves the store of the open process group; None if something else does."""
+    for cluster in _clusters:
+        if cluster.store_file is None and not cluster.store_is_served:
+            return f"{cluster.main_address}:{cluster.main_port}"
+    return None
+
+
+def write_failure_report(text: str) -> None:
+    """Write the failure of this rank into the store of the open process group, for ranks of other machines."""
+    for store, cluster in zip(_job_stores, _clusters, strict=True):
+        store.set(f"failure {cluster.global_rank}", text)
+
+
+def read_failure_reports() -> dict[int, str]:
+    """Return what ranks have written about their failures, by rank.
+
+    Raises:
+        RuntimeError: The rank that serves the store does not respond.
+    """
+    for store, cluster in zip(_job_stores, _clusters, strict=True):
+        keys = {rank: f"failure {rank}" for rank in range(cluster.world_size)}
+        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
     return {}
 
 
@@ -244,6 +282,47 @@ def _open_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
 
 
 _HINT = "see what it does, or give the strategy a longer timeout=timedelta(...)"
+
+
+def _select_interface(cluster: ClusterEnvironment) -> None:
+    """Let Gloo use the interface by which this machine reaches rank 0, where it would choose the loopback by itself.
+
+    Gloo listens on the address of the host's name.  Many systems give it the loopback address in /etc/hosts, or none,
+    and no other machine reaches that.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+        return
+    main = _ipv4_address(cluster.main_address)
+    name = _ipv4_address(socket.gethostname())
+    if main is None or main.is_loopback or not (name is None or name.is_loopback):
+        return
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((str(main), cluster.main_port))  # sends nothing
+        used = probe.getsockname()[0]
+        for _, interface in socket.if_nameindex():
+            if _interface_address(probe, interface) == used:
+                _log.info("Gloo uses the interface %s, by which this machine reaches rank 0 at %s", interface, main)
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
+                return
+
+
+def _ipv4_address(host: str) -> ipaddress.IPv4Address | None:
+    """Return the address of a host; None if its name does not resolve."""
+    try:
+        return ipaddress.IPv4Address(socket.gethostbyname(host))
+    except (OSError, UnicodeError):
+        return None
+
+
+def _interface_address(probe: socket.socket, interface: str) -> str | None:
+    """Return the IPv4 address of an interface; None if it has none."""
+    import fcntl  # not on Windows
+
+    request = struct.pack("256s", interface.encode())
+    try:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    except OSError:
+        return None
 
 
 def _meet(store: dist.Store, cluster: ClusterEnvironment, timeout: timedelta, action: str) -> None:
