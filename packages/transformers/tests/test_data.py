@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import small
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("data")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("transformers")]
 
 
 def table():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import small
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("modules")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("transformers")]
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -191,6 +192,17 @@ def train_by_hand(loop, data):
             loop.schedulers[0].step()
             losses.append(float(loop.all_reduce(loss.detach())))
     return losses
+
+
+def test_the_example_trains_and_writes_a_model(tmp_path, monkeypatch):
+    example = Path(__file__).parents[3] / "examples" / "transformers"
+    monkeypatch.syspath_prepend(str(example))
+    options = ["--small", "--steps", "2", "--strategy", "ddp_fork", "--devices", "2", "--accelerator", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *options, "--out", str(tmp_path)])
+    runpy.run_path(str(example / "train.py"), run_name="__main__")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model(**tokenizer("def run():", return_tensors="pt")).logits.shape[-1] == len(tokenizer) == 512
 
 
 def test_gradient_checkpointing_changes_no_loss(tmp_path):

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import small
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("saving")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("transformers")]
 
 
 def equal(model, other):
@@ -127,12 +127,20 @@ def test_text_is_generated_alike_on_every_strategy_and_changes_no_loss(tmp_path)
     options = {"max_new_tokens": 5, "do_sample": True}
     texts = {}
     losses = {}
-    for name, (strategy, devices) in {"one": ("auto", 1), "fsdp": (FSDPStrategy(start_method="fork"), 2)}.items():
+    pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
+    from dstrat_deepspeed import DeepSpeedStrategy
+
+    strategies = {
+        "one": ("auto", 1),
+        "fsdp": (FSDPStrategy(start_method="fork"), 2),
+        "deepspeed": (DeepSpeedStrategy(stage=3, start_method="fork"), 2),
+    }
+    for name, (strategy, devices) in strategies.items():
         callback = GenerationCallback(["ab", "cde"], Characters(), **options)
         writer = TextWriter(tmp_path / f"{name}.json", callback)
         losses[name] = small.train(tmp_path / name, strategy, devices, callbacks=[callback, writer])["losses"]
         texts[name] = json.loads((tmp_path / f"{name}.json").read_text())
-    assert texts["one"] == texts["fsdp"]
+    assert texts["one"] == texts["fsdp"] == texts["deepspeed"]
     assert [len(text) for text in texts["one"]] == [7, 8]
     assert losses["one"] == pytest.approx(small.train(tmp_path / "without")["losses"], abs=1e-7)
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import small
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("tensor parallel")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("llama")]
 
 SIZES = {
     "vocab_size": 64,
@@ -34,6 +34,9 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+ONE_EPOCH = {"trainer_options": {"max_epochs": 1}}
 
 
 def strategy(data=1, tensor=2):
@@ -54,14 +57,14 @@ def models():
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "odd vocabulary"])
 def test_a_split_model_has_the_losses_of_one_device(tmp_path, name):
-    reference = small.train(tmp_path / "one", model=models()[name])
-    seen = small.train(tmp_path / "split", strategy(), 2, model=models()[name])
+    reference = small.train(tmp_path / "one", model=models()[name], **ONE_EPOCH)
+    seen = small.train(tmp_path / "split", strategy(), 2, model=models()[name], **ONE_EPOCH)
     assert seen["losses"] == pytest.approx(reference["losses"], abs=1e-5)
 
 
 def test_tensor_and_data_parallelism_go_together(tmp_path):
-    reference = small.train(tmp_path / "one")
-    seen = small.train(tmp_path / "split", strategy(2, 2), 4)
+    reference = small.train(tmp_path / "one", **ONE_EPOCH)
+    seen = small.train(tmp_path / "split", strategy(2, 2), 4, **ONE_EPOCH)
     assert seen["losses"] == pytest.approx(reference["losses"], abs=1e-5)
 
 
@@ -71,8 +74,8 @@ def test_a_plan_of_ones_own_has_styles_of_torch_or_of_transformers(tmp_path):
         "model.layers.*.mlp.up_proj": ColwiseParallel(),
         "model.layers.*.mlp.down_proj": RowwiseParallel(),
     }
-    reference = small.train(tmp_path / "one")
-    seen = small.train(tmp_path / "split", strategy(), 2, tensor_parallel_plan=plan)
+    reference = small.train(tmp_path / "one", **ONE_EPOCH)
+    seen = small.train(tmp_path / "split", strategy(), 2, tensor_parallel_plan=plan, **ONE_EPOCH)
     assert seen["losses"] == pytest.approx(reference["losses"], abs=1e-5)
 
 

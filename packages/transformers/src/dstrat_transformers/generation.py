@@ -13,6 +13,8 @@ from dstrat import Callback
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from dstrat import Trainer, TrainModule
 
 _logger = logging.getLogger(__name__)
@@ -52,10 +54,11 @@ class GenerationCallback(Callback):
         self.texts: list[str] = []
 
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self.texts = [
-            trainer.strategy.run_step("validation_step", partial(self._generate, module, prompt))
-            for prompt in self.prompts
-        ]
+        self.texts = []
+        for prompt in self.prompts:
+            # A step returns tensors, as the hooks of DeepSpeed expect of a module.
+            tokens = trainer.strategy.run_step("validation_step", partial(self._generate, module, prompt))
+            self.texts.append(str(self.tokenizer.decode(tokens[0], skip_special_tokens=True)))
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         for number, text in enumerate(self.texts):
@@ -65,11 +68,11 @@ class GenerationCallback(Callback):
                 if hasattr(logger, "log_text"):
                     logger.log_text(key, text, step=trainer.global_step)
 
-    def _generate(self, module: Any, prompt: str) -> str:
+    def _generate(self, module: Any, prompt: str) -> Tensor:
         model = getattr(module, "model", module)
         inputs = self.tokenizer(prompt, return_tensors="pt").to(module.device)
         devices = [module.device] if module.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(self.seed)
-            tokens = model.generate(**inputs, **self.generate_kwargs)
-        return str(self.tokenizer.decode(tokens[0], skip_special_tokens=True))
+            tokens: Tensor = model.generate(**inputs, **self.generate_kwargs)
+        return tokens
