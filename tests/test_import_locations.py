@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
-FAMILIES = ["dstrat_bagua", "dstrat_ddp", "dstrat_deepspeed", "dstrat_fairscale", "dstrat_fsdp", "dstrat_torchao"]
+FAMILIES = ["dstrat_bagua", "dstrat_ddp", "dstrat_deepspeed", "dstrat_fairscale", "dstrat_fsdp"]
 MODULES = [
     dstrat, accelerators, callbacks, loggers, profilers, strategies, tuner, utilities, plugin_classes, environments, io,
     precision, *map(import_module, FAMILIES),

@@ -2,7 +2,11 @@
 
 from typing import ClassVar
 
+import pytest
+
 from dstrat.testing import PluginSuite, PrecisionSuite
+
+pytest.importorskip("torchao", reason="torchao is not installed")
 
 
 class TestPlugin(PluginSuite):

@@ -7,6 +7,7 @@ from tests.ranks import each, in_ranks
 from torch import nn
 
 from dstrat import Callback, Trainer
+from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
 from dstrat.errors import ConflictError, DstratError, RequestError
 from dstrat_torchao import Float8Precision
 
@@ -69,6 +70,23 @@ def test_a_function_selects_layers():
     assert seen == ["blocks.0.up", "blocks.1.up"]
 
 
+def module_filter_fn(mod: torch.nn.Module, fqn: str):
+    """The filter of torchao's own example."""
+    # don't convert the last module
+    if fqn == "head":
+        return False
+    # don't convert linear modules with weight dimensions not divisible by 16
+    return not (isinstance(mod, torch.nn.Linear) and (mod.in_features % 16 != 0 or mod.out_features % 16 != 0))
+
+
+def test_the_filter_of_the_example_of_torchao_works_with_a_compiled_module():
+    precision = Float8Precision(base="bf16-true", emulate=True, layers=module_filter_fn)
+    expected = losses_of(precision, steps=3)
+    model = LanguageModel()
+    model.compile(backend="aot_eager")
+    assert losses_of(precision, model, steps=3) == pytest.approx(expected, rel=1e-2)
+
+
 class SavesHalfway(Callback):
     def __init__(self, path):
         self.path = path
@@ -121,6 +139,15 @@ def test_without_such_hardware_the_plan_says_what_to_do():
     assert str(caught.value).endswith(
         "or round to 8 bits without such hardware: precision=Float8Precision(emulate=True)"
     )
+
+
+def test_an_estimate_needs_no_such_hardware():
+    def make():
+        return TrainingSetup(module=LanguageModel(), batch=loader(1).dataset.tensors, make_optimizers=optimizers)
+
+    optimizers = LanguageModel.configure_optimizers
+    size = measure_training(make, Float8Precision(), device_type="cuda", world_size=1, ranks_per_machine=1)
+    assert size.parameters == sum(4 * parameter.numel() for parameter in LanguageModel().parameters())
 
 
 class Tiny(LanguageModel):

@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import dstrat
-from dstrat import GradientSyncStrategy, OwnLoop, SingleDeviceStrategy, TrainModule
+from dstrat import GradientSyncStrategy, OwnLoop, SingleDeviceStrategy, Trainer, TrainModule
 from dstrat.builtin.accelerators.cpu import CPUAccelerator
+from dstrat.builtin.precision.true import TruePrecision
+from dstrat.errors import ConflictError
 from dstrat.interfaces.strategy import Parts
 
 
@@ -154,3 +156,22 @@ def test_each_rank_sets_up_the_device_that_the_machine_assigns():
 
     strategy = dstrat.build(strategy=Averaging(), accelerator=SingleAccelerator(), devices=[2, 5])
     assert OwnLoop(strategy).launch(devices) == ("cpu:0", "cpu:2", [2, 5])
+
+
+class EightBits(TruePrecision):
+    """Computes some products in 8-bit floats."""
+
+    hint_unsupported = "or take EightBits(emulate=True)"
+
+    @property
+    def dtypes(self):
+        return (*super().dtypes, torch.float8_e4m3fn)
+
+
+def test_a_precision_names_all_dtypes_that_the_hardware_must_have():
+    with pytest.raises(ConflictError) as caught:
+        Trainer(precision=EightBits(), accelerator="cpu", devices=1)
+    assert "needs torch.float8_e4m3fn, in which accelerator 'cpu' from dstrat 0.1.0 does not compute" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith("), or take EightBits(emulate=True)")

@@ -62,7 +62,9 @@ class Float8Precision(PrecisionOverBase):
         super().__init__(precision, base, device)
         self._emulates = emulate
         self._is_selected = layers or _has_fitting_features
-        self._config = _make_config(_RECIPES[precision], emulate, config or {})
+        self._options = dict(config or {})
+        if config:
+            self._make_config()  # which checks it; without options importing torchao can wait
         self._converted: list[_ConvertedLayer] = []
 
     @property
@@ -76,7 +78,8 @@ class Float8Precision(PrecisionOverBase):
             DeviceError: The hardware has no products in 8 bits.
             RequestError: No layer is selected.
         """
-        if not self._emulates:
+        has_values = any(not parameter.is_meta for parameter in module.parameters())
+        if not self._emulates and has_values:  # without values it is an estimate, for hardware elsewhere
             _check_hardware(self.flag)
         module = super().connect(module)
         layers = linear_layers(module)
@@ -88,8 +91,9 @@ class Float8Precision(PrecisionOverBase):
             )
         if remaining := sorted(layers.keys() - selected.keys()):
             _log.info("precision %r leaves these linear layers as they are: %s", self.flag, ", ".join(remaining))
+        config = self._make_config()
         distinct = dict.fromkeys(selected.values())  # a shared layer has several names
-        self._converted = [_ConvertedLayer(layer, self._config) for layer in distinct]
+        self._converted = [_ConvertedLayer(layer, config) for layer in distinct]
         return module
 
     def teardown(self) -> None:
@@ -97,6 +101,22 @@ class Float8Precision(PrecisionOverBase):
             layer.restore()
         self._converted = []
         super().teardown()
+
+    def _make_config(self) -> Any:
+        from torchao.float8 import Float8LinearConfig
+
+        known = {field.name for field in dataclasses.fields(Float8LinearConfig)} - {"emulate"}
+        if unknown := ", ".join(sorted(self._options.keys() - known)):
+            raise RequestError(
+                f"Float8Precision(config=...) has no option {unknown}: choose some of {', '.join(sorted(known))}"
+            )
+        if self._options.get("enable_fsdp_float8_all_gather"):
+            raise ConflictError(
+                "enable_fsdp_float8_all_gather replaces parameters by torchao's tensors, which checkpoints and "
+                "optimizers of other precisions cannot read: leave it out"
+            )
+        config = Float8LinearConfig.from_recipe_name(_RECIPES[self.flag])
+        return dataclasses.replace(config, emulate=self._emulates, **self._options)
 
 
 class _ConvertedLayer:
@@ -121,22 +141,6 @@ class _ConvertedLayer:
         self._layer.__class__ = nn.Linear
         for name in self._names:
             del vars(self._layer)[name]
-
-
-def _make_config(recipe: str, emulate: bool, options: Mapping[str, Any]) -> Any:
-    from torchao.float8 import Float8LinearConfig
-
-    known = {field.name for field in dataclasses.fields(Float8LinearConfig)} - {"emulate"}
-    if unknown := sorted(options.keys() - known):
-        raise RequestError(
-            f"Float8Precision(config=...) has no option {', '.join(unknown)}: choose some of {', '.join(sorted(known))}"
-        )
-    if options.get("enable_fsdp_float8_all_gather"):
-        raise ConflictError(
-            "enable_fsdp_float8_all_gather replaces parameters by torchao's tensors, which checkpoints and optimizers "
-            "of other precisions cannot read: leave it out"
-        )
-    return dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, **options)
 
 
 def _cast_inputs(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG001 - of the signature

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dstrat.plugins.component import Component, hookimpl
 
+_TORCHAO = ("torchao>=0.18",)  # the aliases are listed without it, where a distribution was installed without it
+
 _FLOAT8 = Component(
     kind="precision",
     alias="float8",
     target="dstrat_torchao.float8:Float8Precision",
     summary="products of linear layers in 8-bit floats, one scale for each tensor",
+    requires=_TORCHAO,
     options={"precision": "float8"},
 )
 _INT8_WEIGHTS = Component(
@@ -16,6 +19,7 @@ _INT8_WEIGHTS = Component(
     alias="int8-weights",
     target="dstrat_torchao.quantized_weights:QuantizedWeightsPrecision",
     summary="weights of frozen linear layers in 8 bits",
+    requires=_TORCHAO,
     options={"precision": "int8-weights"},
 )
 _TRANSFORMER_ENGINE = Component(

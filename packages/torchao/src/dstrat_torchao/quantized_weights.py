@@ -228,7 +228,8 @@ def _check_values(layers: Mapping[str, nn.Linear], flag: str) -> None:
         if layer.weight.is_meta:
             raise MisuseError(
                 f"precision {flag!r} cannot round the weight of layer {name!r}, which is on the meta device: load its "
-                "values before the run, or create it in __init__"
+                "values before the run, or create it in __init__. An estimate has no values either: estimate with "
+                "the base instead, such as 'bf16-mixed'"
             )
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
