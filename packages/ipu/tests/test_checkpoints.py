@@ -23,6 +23,21 @@ class SavesAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class Writing(Callback):
+    """Writes the losses of all processes' batches to a file, as these processes end with the fit."""
+
+    def __init__(self, path):
+        self.path, self.losses = path, []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self.losses.append(trainer.strategy.reduce(loss.detach()))
+
+    def on_train_end(self, trainer, module) -> None:
+        if trainer.is_global_zero:
+            torch.save(torch.stack(self.losses), self.path)
+
+
 def same(state, other):
     return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
 
@@ -106,16 +121,27 @@ def test_checkpoints_move_to_one_device_and_back(tmp_path, unbroken, plugins):
 
 
 @pytest.mark.parametrize(
-    ("family", "processes"), [("ddp", 2), ("fsdp", 2), ("deepspeed", 1)], ids=["ddp", "fsdp", "deepspeed"]
+    ("family", "processes"),
+    [("ddp", 2), ("fsdp", 2), ("deepspeed", 1), ("fairscale", 2)],
+    ids=["ddp", "fsdp", "deepspeed", "fairscale"],
 )
 def test_checkpoints_move_to_other_families_and_back(tmp_path, unbroken, family, processes):
-    strategy = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}.get(family, lambda **_: "deepspeed")(start_method="fork")
+    made_of = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}
+    if family == "fairscale":
+        pytest.importorskip("fairscale", reason="needs fairscale")
+        from dstrat_fairscale import DDPShardedStrategy
+
+        made_of[family] = DDPShardedStrategy
+    strategy = made_of.get(family, lambda **_: "deepspeed")(start_method="fork")
     elsewhere = {"strategy": strategy, "accelerator": "cpu", "devices": processes}
     for name, first, second in (("to", ON_IPUS, elsewhere), ("from", elsewhere, ON_IPUS)):
         path = tmp_path / name
         loaders = [data(320, batch_size=16 // where["devices"], shuffle=False) for where in (first, second)]
         fit(made(), loaders[0], **first, callbacks=[SavesAt(path, 10)], max_steps=10)
-        module, trainer = fit(made(), loaders[1], **second, ckpt_path=path)
+        writing = [Writing(tmp_path / "losses")] if second is elsewhere else []
+        module, trainer = fit(made(), loaders[1], **second, ckpt_path=path, callbacks=writing)
         assert trainer.global_step == 20
+        losses = torch.load(tmp_path / "losses") if writing else torch.tensor(module.losses)
+        torch.testing.assert_close(losses, torch.tensor(unbroken[0][10:]), rtol=1e-5, atol=0)
         for key, tensor in state_of(module).items():
             torch.testing.assert_close(tensor, unbroken[1][key], rtol=1e-4, atol=1e-6)
