@@ -179,10 +179,11 @@ def trained(cluster, strategy, accelerator, **options):
 
     import dstrat_ddp
     import dstrat_deepspeed
+    import dstrat_fairscale
     import dstrat_fsdp
     import dstrat_hpu
 
-    families = (dstrat_hpu, dstrat_ddp, dstrat_fsdp, dstrat_deepspeed)
+    families = (dstrat_hpu, dstrat_ddp, dstrat_fsdp, dstrat_deepspeed, dstrat_fairscale)
     home = next(package for package in families if strategy in package.__all__)
     where = {"strategy": getattr(home, strategy)(start_method="fork"), "accelerator": accelerator, "devices": 2}
     keeping = Keeping()
@@ -197,7 +198,8 @@ class Keeping(Callback):
 
 
 ON_HPUS = ("HPUParallelStrategy", "HPUFSDPStrategy")
-ON_CPUS = ("DDPStrategy", "FSDPStrategy", *(["DeepSpeedStrategy"] if find_spec("deepspeed") else []))
+THIRD_PARTY = {"DeepSpeedStrategy": "deepspeed", "DDPShardedStrategy": "fairscale"}
+ON_CPUS = ("DDPStrategy", "FSDPStrategy", *(name for name, package in THIRD_PARTY.items() if find_spec(package)))
 
 
 def moves(cluster, folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -138,6 +139,15 @@ def test_a_plugin_that_is_loaded_too_late_is_named(tmp_path):
     assert "a backward pass ran before habana_frameworks was loaded" in said
 
 
+def test_a_backward_pass_before_forking_is_named(tmp_path):
+    before = """import torch, habana_frameworks.torch
+torch.ones(1, requires_grad=True).sum().backward()
+if os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))"""
+    said = said_by(TAKE.format(index=0, before=before), HABANA_SIMULATOR_MACHINE=str(tmp_path))
+    assert "a backward pass ran in the process that this one was forked from; choose another start_method" in said
+
+
 def test_an_unknown_module_needs_the_visible_ones(tmp_path):
     assert "set HABANA_VISIBLE_MODULES" in take(tmp_path, 2, HABANA_SIMULATOR_DEVICES="4")
     assert "hpu 9 is not there" in take(tmp_path, 9)
@@ -183,6 +193,26 @@ def test_autocast_ends_when_fp8_cannot_start(engine):
         with pytest.raises(TypeError), plugin.forward_context():
             pass
         assert not torch.is_autocast_enabled("hpu")
+
+
+def test_the_recipe_reaches_the_engine_within_autocast(engine):
+    entered = []
+
+    @contextmanager
+    def fp8_autocast(enabled, fp8_recipe):
+        entered.append((enabled, fp8_recipe, torch.is_autocast_enabled("hpu"), torch.get_autocast_dtype("hpu")))
+        yield
+
+    engine.fp8_autocast = fp8_autocast
+    with HPUPrecisionPlugin("fp8", recipe="delayed").forward_context():
+        pass
+    assert entered == [(True, "delayed", True, torch.bfloat16)]
+
+
+def test_options_of_fp8_are_refused_in_other_precisions():
+    for options in ({"recipe": "delayed"}, {"replace_layers": True}):
+        with pytest.raises(ConflictError, match="are of precision 'fp8', and it is 'bf16-mixed'"):
+            HPUPrecisionPlugin("bf16-mixed", **options)
 
 
 def test_layers_of_the_engine_must_have_all_weights(engine):

@@ -226,8 +226,14 @@ def _check_gradients() -> None:
         try:
             value.sum().backward()
         except RuntimeError as error:
+            advice = (
+                "a backward pass ran in the process that this one was forked from; choose another start_method, such "
+                "as 'popen', or train in forked processes alone"
+                if "fork" in str(error)
+                else "a backward pass ran before habana_frameworks was loaded; import habana_frameworks.torch where "
+                "the script begins"
+            )
             raise DeviceError(
-                f"gradients cannot be computed on Gaudi in this process ({str(error).splitlines()[0]}): a backward "
-                "pass ran before habana_frameworks was loaded; import habana_frameworks.torch where the script begins"
+                f"gradients cannot be computed on Gaudi in this process ({str(error).splitlines()[0]}): {advice}"
             ) from error
     mark_step()
