@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hpu_fit import SavesAt
+from hpu_fit import ON_CPU, SavesAt, fitted
 from tests.hand_loop import BlockNet, NoCheckpoints, losses_of, share, start, train
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import WAYS, losses_of_one_device
@@ -235,3 +235,47 @@ def test_resume_is_exact_checkpoints_move_and_graphs_change_nothing(tmp_path):
         assert len(found) == 1 + 4 * (1 + len(ON_CPUS))
         assert {way: difference for way, (is_same, difference) in found.items() if is_same and difference != 0} == {}
         assert max(difference for _, difference in found.values()) < 1e-5
+
+
+# DeepSpeed, whose library has an accelerator for Gaudi, in a process of its own, as it has one for all strategies
+
+DEEPSPEED = """
+import sys
+import torch
+import habana_frameworks.torch
+from hpu_fit import Regression, data, fitted
+from dstrat import Callback
+from dstrat_deepspeed import DeepSpeedStrategy
+
+
+class Keeping(Callback):
+    def on_train_end(self, trainer, module):
+        losses = trainer.strategy.reduce(torch.stack(module.losses)).tolist()
+        if trainer.is_global_zero:
+            sys.stdout.write(f"losses {[str(trainer.strategy.root_device), *losses]}\\n")
+            sys.stdout.flush()
+
+
+for stage in (1, 2):
+    strategy = DeepSpeedStrategy(stage=stage, start_method="fork")
+    fitted(None, data(batch_size=4), callbacks=[Keeping()], strategy=strategy, accelerator="hpu", devices=2)
+"""
+
+
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="needs deepspeed")
+def test_deepspeed_trains_on_gaudi_with_the_losses_of_one_device(tmp_path):
+    expected = fitted(**ON_CPU).losses
+    program = tmp_path / "program.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{DEEPSPEED}")
+    ended = subprocess.run(
+        [sys.executable, program],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=170,
+        env={**os.environ, "DS_ACCELERATOR": "hpu", "HABANA_SIMULATOR_MACHINE": str(tmp_path)},
+    )
+    lines = [ast.literal_eval(line[7:]) for line in ended.stdout.splitlines() if line.startswith("losses ")]
+    assert [device for device, *_ in lines] == ["hpu:0"] * 2
+    for _, *losses in lines:
+        assert relative(torch.tensor(losses), torch.stack(expected)) < 1e-5
