@@ -16,7 +16,7 @@ from tests.hand_loop import BlockNet, NoCheckpoints, losses_of, share, start, tr
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import WAYS, losses_of_one_device
 
-from dstrat import Callback
+from dstrat import Callback, seed_everything
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.errors import ConflictError
@@ -237,7 +237,55 @@ def test_resume_is_exact_checkpoints_move_and_graphs_change_nothing(tmp_path):
         assert max(difference for _, difference in found.values()) < 1e-5
 
 
-# DeepSpeed, whose library has an accelerator for Gaudi, in a process of its own, as it has one for all strategies
+# To and from IPUs, in ranks of their own, as poptorch's simulator must not be seen by other tests
+
+SIMULATOR_OF_IPUS = str(Path(__file__).parents[2] / "ipu" / "tests" / "simulator")
+
+
+def on_ipus(cluster, start=None, save=None):
+    """Train on two replicas of simulated IPUs, from a checkpoint or to one; return the losses."""
+    from hpu_fit import Regression, data, fitted
+
+    sys.path.insert(0, SIMULATOR_OF_IPUS)
+    os.environ["POPTORCH_SIMULATED_IPUS"] = "2"
+
+    class OfCalls(Regression):  # its step runs once, while poptorch traces it
+        def training_step(self, batch, batch_idx):
+            return torch.nn.functional.mse_loss(self(batch[0]), batch[1])
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+            self.losses.append(loss.detach().mean())
+
+    seed_everything(3, verbose=False)
+    where = {"strategy": "ipu_strategy", "accelerator": "ipu", "devices": 2}
+    callbacks = [SavesAt(8, save)] if save else []
+    return torch.stack(fitted(OfCalls(), data(batch_size=4), ckpt_path=start, callbacks=callbacks, **where).losses)
+
+
+def on_hpus(cluster, folder, start=None):
+    """Train each strategy of Gaudi, from a checkpoint or to one of its own; return their losses."""
+    os.environ["HABANA_SIMULATOR_MACHINE"] = f"{os.environ['HABANA_SIMULATOR_MACHINE']}/job-{cluster.main_port}"
+    options = {"ckpt_path": start} if start else {}
+    return [
+        trained(cluster, name, "hpu", **options, callbacks=[] if start else [SavesAt(8, f"{folder}/{name}")])
+        for name in ON_HPUS
+    ]
+
+
+def test_checkpoints_move_to_and_from_ipus(tmp_path):
+    of_ipus = str(tmp_path / "of-ipus")
+    (whole,) = in_ranks(on_ipus, 1, save=of_ipus)
+    for losses in in_ranks(on_hpus, folder=str(tmp_path)):
+        for of_strategy in losses:
+            assert relative(of_strategy, whole) < 1e-5
+    for losses in in_ranks(on_hpus, folder=str(tmp_path), start=of_ipus):
+        for of_strategy in losses:
+            assert relative(of_strategy, whole[8:]) < 1e-5
+    for name in ON_HPUS:
+        (resumed,) = in_ranks(on_ipus, 1, start=str(tmp_path / name))
+        assert relative(resumed, whole[8:]) < 1e-5
+
 
 DEEPSPEED = """
 import sys
