@@ -104,12 +104,14 @@ ADAPTERS = ("lightning", "transformers")  # packages for other libraries, which 
 DEFAULT = "not variant and not neighbours and not (builds and slow) and not (clusters and slow)"
 WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
 NEWER_TORCH = "DSTRAT_TEST_NEWER_TORCH"  # a Python with all families and the torch of the other sessions
+SIMULATOR_OF_HPU = "DSTRAT_TEST_HPU_SIMULATOR"  # for that Python: checkpoints of XLA go on on Gaudi and back
 BUILD_TOOLS = (PIP, "editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or each build has its own environment
 FAIRSCALE = ROOT / "packages" / "fairscale"  # installed after torch, which the build of FairScale imports
 TWINE = "twine>=6.1,<7"  # the first that publishes from a trusted workflow without a token
 WORKFLOW_LINTERS = ("check-jsonschema>=0.33,<1", "zizmor>=1.5,<2")
 OLDEST_TORCH = "torch==2.9.*"  # the floor in the packages' requirements
 DIST = ROOT / ".nox" / "dist"
+HPU = ROOT / "packages" / "hpu"
 XLA = ROOT / "packages" / "xla"
 TORCH_XLA = (  # the torch that it needs, and what of CUDA that loads even on the CPU
     "torch==2.9.0",
@@ -238,6 +240,7 @@ def xla(session: nox.Session) -> None:
     core = [ROOT / "packages" / "core" / "tests" / name for name in CORE_ON_OLDER_TORCH]
     others = [ROOT / "packages" / name / "tests" for name in ("core", "ddp", "fsdp")] if run_all else core
     environ = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU", NEWER_TORCH: str(workspace() / "python")}
+    environ[SIMULATOR_OF_HPU] = simulator_of_hpu(session, workspace())
     environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiling takes longer than running what the tests do
     marked = ("-m", f"{DEFAULT} and not wheels")
     if session.posargs and not run_all:
@@ -255,16 +258,20 @@ def hpu(session: nox.Session) -> None:
     It is kept in ``~/.cache/dstrat``, or the folder that ``DSTRAT_TEST_EXTENSIONS`` names.  Other arguments go to
     pytest.  Other sessions do not see the simulator, beside which ``accelerator="auto"`` would be Gaudi.
     """
-    tests_of_hpu = ROOT / "packages" / "hpu" / "tests"
+    programs = workspace()
+    environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": simulator_of_hpu(session, programs)}
+    marked = ("-m", f"{DEFAULT} and not wheels")
+    run(session, programs, "pytest", *marked, *(session.posargs or [*workers(), str(HPU / "tests")]), **environ)
+
+
+def simulator_of_hpu(session: nox.Session, programs: Path) -> str:
+    """Return the folder with the simulator of Gaudi, compiled for the torch of these programs."""
     folder = ROOT / ".nox" / "hpu-simulator"
     shutil.rmtree(folder, ignore_errors=True)
-    programs = workspace()
     install = ("--python", str(programs / "python"), "install", "--quiet", "--no-build-isolation", "--no-deps")
-    run(session, bootstrap(), "pip", *install, "--target", str(folder), str(tests_of_hpu / "simulator"))
-    environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    run(session, bootstrap(), "pip", *install, "--target", str(folder), str(HPU / "tests" / "simulator"))
     run(session, programs, "python", str(folder / "habana_frameworks" / "torch" / "_extension.py"))
-    marked = ("-m", f"{DEFAULT} and not wheels")
-    run(session, programs, "pytest", *marked, *(session.posargs or [*workers(), str(tests_of_hpu)]), **environ)
+    return str(folder)
 
 
 @nox.session
