@@ -28,8 +28,9 @@ NAMES: dict[str, dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8")
 
 
 def renamed() -> dict[str, str]:
-    """The new names of what is only called otherwise, as the page has them: `LightningModule` is `TrainModule`."""
-    return dict(re.findall(r"`(\w+)` is\s`(\w+)`", PAGE.read_text(encoding="utf-8")))
+    """The new names of what is only called otherwise: the first table of the page."""
+    before, _, _ = PAGE.read_text(encoding="utf-8").partition("## Differences")
+    return dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", before, re.MULTILINE))
 
 
 def rows(of: str = "") -> set[str]:

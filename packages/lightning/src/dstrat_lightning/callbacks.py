@@ -174,7 +174,7 @@ class Translation:
     Args:
         name: Of our class in ``dstrat.callbacks``.
         results: Attributes that users read of Lightning's callback, which it takes from ours.
-        arguments: Arguments of ours by the attributes of Lightning's that have their values; None is left out.
+        arguments: Arguments of ours by the attributes of Lightning's with their values; a release may lack some.
     """
 
     def __init__(self, name: str, results: tuple[str, ...] = (), **arguments: str) -> None:
@@ -184,8 +184,8 @@ class Translation:
         """Return ours."""
         from dstrat import callbacks
 
-        values = {name: getattr(callback, attribute) for name, attribute in self._arguments.items()}
-        arguments = {name: value for name, value in values.items() if value is not None}
+        values = vars(callback)
+        arguments = {name: values[attribute] for name, attribute in self._arguments.items() if attribute in values}
         made: Callback = getattr(callbacks, self.name)(**arguments)
         return made
 
@@ -260,9 +260,28 @@ class TimerTranslation(Translation):
 
         from dstrat.callbacks import Timer
 
-        seconds = callback._duration  # noqa: SLF001 - it has no public name
+        values = vars(callback)
+        seconds, interval = values["_duration"], values["_interval"]
         duration = None if seconds is None else timedelta(seconds=seconds)
-        return Timer(duration, str(callback._interval), callback._verbose)  # type: ignore[arg-type]  # noqa: SLF001
+        return Timer(
+            duration, getattr(interval, "value", interval), values["_verbose"]
+        )  # a member of an enum, or a str
+
+
+class ThroughputTranslation(Translation):
+    """The same of ``ThroughputMonitor``, which passes other arguments on; it looks for Lightning's precisions."""
+
+    def make(self, callback: Any) -> Callback:
+        from dstrat.callbacks import ThroughputMonitor
+
+        options = dict(callback.kwargs)
+        known = {name: options.pop(name) for name in ("window_size", "available_flops") if name in options}
+        if options:
+            raise MisuseError(
+                f"ThroughputMonitor has {', '.join(options)}, which dstrat's does not have: leave it out, or run the "
+                "program with Lightning's Trainer and strategy='dstrat_...'"
+            )
+        return ThroughputMonitor(callback.batch_size_fn, callback.length_fn, **known)
 
 
 _TRANSLATIONS: dict[str, Translation] = {
@@ -274,6 +293,7 @@ _TRANSLATIONS: dict[str, Translation] = {
         ),
     ),
     "callbacks.timer:Timer": TimerTranslation("Timer", ("time_elapsed", "time_remaining", "start_time", "end_time")),
+    "callbacks.throughput_monitor:ThroughputMonitor": ThroughputTranslation("ThroughputMonitor"),
     "callbacks.lr_monitor:LearningRateMonitor": Translation(
         "LearningRateMonitor",
         ("lrs",),
@@ -297,6 +317,8 @@ _TRANSLATIONS: dict[str, Translation] = {
         init_val="_init_val",
         max_trials="_max_trials",
         batch_arg_name="_batch_arg_name",
+        margin="_margin",
+        max_val="_max_val",
     ),
     "callbacks.lr_finder:LearningRateFinder": Translation(
         "LearningRateFinder",
