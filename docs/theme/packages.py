@@ -36,6 +36,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> None:
         text = text.replace("](../../docs/", "](../")
         text = text.replace("](https://pypi.org/project/dstrat/)", "](core.md)")
         text = re.sub(r"\]\(\.\./(\w+)/README\.md", r"](\1.md", text)
+        text = re.sub(r"\[([^\]]+)\]\(\.\./\.\./[^)]+\)", r"\1", text)  # other files of the repository
         files.append(File.generated(config, f"packages/{name}.md", content=text))
 
 
