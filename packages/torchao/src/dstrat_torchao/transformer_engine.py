@@ -89,7 +89,10 @@ class TransformerEnginePrecision(Precision):
         with ExitStack() as stack:
             stack.enter_context(self.tensor_init_context())
             stack.enter_context(torch.autocast("cuda", dtype=self._fallback_dtype))
-            stack.enter_context(self._engine.fp8_autocast(enabled=True, fp8_recipe=self._recipe))
+            if hasattr(self._engine, "autocast"):  # of releases that deprecate the other
+                stack.enter_context(self._engine.autocast(enabled=True, recipe=self._recipe))
+            else:
+                stack.enter_context(self._engine.fp8_autocast(enabled=True, fp8_recipe=self._recipe))
             yield
 
     def convert_input(self, batch: Any) -> Any:
@@ -125,7 +128,7 @@ def _replacements(module: nn.Module, engine: Any) -> Mapping[str, nn.Module]:
 def _replacement(layer: nn.Module, name: str, engine: Any) -> nn.Module | None:
     replacement: nn.Module | None = None
     if type(layer) is nn.Linear:
-        if layer.in_features % 8 or layer.out_features % 16:  # the engine's products in 8 bits need these multiples
+        if layer.in_features % 16 or layer.out_features % 16:  # forward and backward products need these multiples
             _log.info("precision 'transformer-engine' leaves layer %r as it is, for its sizes", name)
             return None
         replacement = engine.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
