@@ -285,7 +285,8 @@ def neighbours(session: nox.Session) -> None:
     programs = environment("neighbours", BUILD_TOOLS, beside, pip=bootstrap() / "pip", inputs=inputs)
     tests_of_adapters = [str(ROOT / "packages" / name / "tests") for name in ADAPTERS]
     arguments = session.posargs or [*workers("loadgroup"), str(ROOT / "tests" / "neighbours"), *tests_of_adapters]
-    run(session, programs, "python", "-m", "pytest", "--noconftest", *arguments, OMP_NUM_THREADS="1")
+    plugin = ("-p", "tests.neighbours.plain_environment")
+    run(session, programs, "python", "-m", "pytest", "--noconftest", *plugin, *arguments, OMP_NUM_THREADS="1")
 
 
 @nox.session

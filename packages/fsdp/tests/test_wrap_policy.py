@@ -66,9 +66,9 @@ def test_embeddings_are_no_blocks_where_there_are_others():
 
 def test_a_module_may_have_a_policy_of_its_own_and_an_option_comes_before_it():
     module = Convolutional()
-    module.auto_wrap_policy = (Bottleneck,)
-    assert sorted(names(module)) == [f"stages.{stage}.{block}" for stage in (0, 1) for block in (0, 1)]
-    assert sorted(names(module, nn.Sequential)) == ["stages.0", "stages.1"]
+    module.auto_wrap_policy = (nn.BatchNorm2d,)
+    assert sorted(names(module)) == [f"stages.{stage}.{block}.norm" for stage in (0, 1) for block in (0, 1)]
+    assert names(module, {nn.Linear}) == ["head"]
 
 
 def test_a_module_without_repetition_has_no_blocks():

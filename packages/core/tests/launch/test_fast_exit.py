@@ -93,6 +93,30 @@ def test_files_that_the_program_left_open_are_written(tmp_path):
     assert zipfile.ZipFile(tmp_path / "archive").read("name") == b"archive"
 
 
+def test_destructors_of_the_program_have_its_imports_and_constants(tmp_path):
+    code = """
+import json
+HEADER = "rows"
+class Report:
+    def __init__(self):
+        self.file = os.open(folder / "report", os.O_CREAT | os.O_WRONLY)
+    def __del__(self):
+        os.write(self.file, json.dumps([HEADER, 1]).encode())
+report = Report()
+fast_exit.set_exit_code(0)
+"""
+    done = run_rank(tmp_path, code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "report").read_text() == '["rows", 1]'
+
+
+def test_archive_of_a_process_without_peers_is_complete_after_an_error(tmp_path):
+    done = run_rank(tmp_path, "write(); fast_exit.leave_quickly_if_uncaught(has_peers=False); raise ValueError")
+    assert done.returncode == 1
+    read_files(tmp_path)
+    assert zipfile.ZipFile(tmp_path / "archive").read("name") == b"archive"
+
+
 def test_files_of_a_program_that_fails_are_written(tmp_path):
     done = run_rank(tmp_path, "write(); fast_exit.leave(5)")
     assert (done.returncode, done.stderr) == (5, "")
@@ -109,7 +133,7 @@ class Torn:
 
 torn = Torn()
 atexit.register(print, "handler", flush=True)
-leave_quickly_if_uncaught()
+leave_quickly_if_uncaught(has_peers=True)
 """
 
 

@@ -50,7 +50,7 @@ class ExternalLauncher(Launcher):
                 return cast("T", record(function)(*args, **kwargs))  # None only without a function
             return function(*args, **kwargs)
         except Exception:
-            fast_exit.leave_quickly_if_uncaught()
+            fast_exit.leave_quickly_if_uncaught(has_peers=True)
             raise
 
 

@@ -14,13 +14,17 @@ import os
 import stat
 import sys
 import threading
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+_NEEDED_BY_DESTRUCTORS = (ModuleType, type, FunctionType, BuiltinFunctionType, NoneType, str, bytes, int, float, tuple)
+
 _exit_code = 1
 _hook_is_installed = False
+_has_no_peers = False
 
 
 def leave_quickly_at_exit() -> None:
@@ -49,13 +53,17 @@ def leave_quickly_at_exit_of_server() -> None:
     atexit.register(lambda: _exit_now() if os.getpid() == server else None)
 
 
-def leave_quickly_if_uncaught() -> None:
+def leave_quickly_if_uncaught(*, has_peers: bool) -> None:
     """Let an exception that nobody catches end this process quickly: peers and a launcher wait for its end.
 
     It has no effect where the process goes on after such an exception, as in an interactive session, or has to wait
     for threads.
+
+    Args:
+        has_peers: Whether the process is a rank, whose objects may wait for other ranks when they are released.
     """
-    global _hook_is_installed  # noqa: PLW0603 - a program may call launch often
+    global _hook_is_installed, _has_no_peers  # noqa: PLW0603 - a program may call launch often
+    _has_no_peers = not has_peers
     if _hook_is_installed:
         return
     _hook_is_installed = True
@@ -67,6 +75,7 @@ def leave_quickly_if_uncaught() -> None:
         is_called_at_end = sys._getframe().f_back is None  # noqa: SLF001 - there is no other way
         # After KeyboardInterrupt, Python ends by the signal, as shells expect.
         if is_called_at_end and issubclass(kind, Exception) and not (_is_interactive() or _has_threads()):
+            sys.last_value = sys.last_traceback = None  # they refer to the objects of the program
             leave(1)
 
     sys.excepthook = show_and_leave
@@ -82,7 +91,7 @@ def _has_threads() -> bool:
 
 
 def _exit_now() -> NoReturn:
-    if _exit_code == 0:
+    if _exit_code == 0 or _has_no_peers:  # after a failure of a rank, destructors could wait for peers
         _release_main()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
@@ -92,12 +101,16 @@ def _exit_now() -> NoReturn:
 
 
 def _release_main() -> None:
-    """Release the variables of the program, whose destructors may write files: archives, HDF5 and others.
+    """Release the objects of the program, whose destructors may write files: archives, HDF5 and others.
 
-    Not after a failure: destructors of what is in use could then wait for peers.
+    Modules, functions, classes and constants stay, as the destructors use them.
     """
-    threading.excepthook = lambda _: None  # daemon threads may miss the variables, and nobody needs to know
-    vars(sys.modules["__main__"]).clear()
+    threading.excepthook = lambda _: None  # daemon threads may miss the objects, and nobody needs to know
+    variables = vars(sys.modules["__main__"])
+    for name, value in list(variables.items()):
+        if not (name.startswith("__") or isinstance(value, _NEEDED_BY_DESTRUCTORS)):
+            del variables[name]
+        del value  # the last reference
 
 
 def _write_out_files() -> None:

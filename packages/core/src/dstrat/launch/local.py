@@ -108,7 +108,7 @@ class LocalLauncher(Launcher):
                 error.with_traceback(None)  # the supervisor's frames are noise
             if isinstance(error, RankFailedError) and self.reruns_the_script:
                 show_without_stack(error)
-            leave_quickly_if_uncaught()
+            leave_quickly_if_uncaught(has_peers=False)
             raise
 
     def _launch(self, call: partial[T]) -> Any:

@@ -233,12 +233,13 @@ def abort_process_group() -> None:
 
 
 def count_collectives() -> int:
-    """Return how many collectives this process has begun in the default group; 0 if its backend does not count."""
-    group: Any = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - there is no public count
-    try:
-        return int(group._get_sequence_number_for_group())  # noqa: SLF001 - likewise
-    except RuntimeError:
-        return 0
+    """Return how many collectives this process has begun, in all groups whose backend counts them."""
+    count = 0
+    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - there is no public count
+        counting: Any = group
+        with contextlib.suppress(RuntimeError):
+            count += int(counting._get_sequence_number_for_group())  # noqa: SLF001 - likewise
+    return count
 
 
 def _next_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
@@ -296,7 +297,8 @@ def _select_interface(cluster: ClusterEnvironment) -> None:
     name = _ipv4_address(socket.gethostname())
     if main is None or main.is_loopback or not (name is None or name.is_loopback):
         return
-    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+    # Without a route to rank 0, opening the group tells so.
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((str(main), cluster.main_port))  # sends nothing
         used = probe.getsockname()[0]
         for _, interface in socket.if_nameindex():

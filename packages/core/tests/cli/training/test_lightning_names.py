@@ -171,5 +171,5 @@ def test_other_texts_stay_as_they_are():
 
 
 def test_the_renamed_classes_are_those_of_the_page():
-    page = dict(re.findall(r"`([A-Z]\w+)` is\s`([A-Z]\w+)`", PAGE.read_text(encoding="utf-8")))
+    page = dict(re.findall(r"^\| `([A-Z]\w+)` \| `([A-Z]\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     assert {name: new for name, new in page.items() if not name.endswith(("CLI", "Parser"))} == RENAMED

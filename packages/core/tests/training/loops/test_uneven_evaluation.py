@@ -115,3 +115,36 @@ def test_steps_that_do_not_communicate_run_once_for_each_batch(quiet_trainer, li
 
     trainer = quiet_trainer(strategy=averaging(), devices=2)
     assert trainer.validate(make_line(Counting), loader(count=20)) == [{"steps": 3.0}]
+
+
+def test_padding_steps_get_their_batch_whole_and_their_own_defaults(quiet_trainer, line_class, make_line, averaging):
+    class Popping(line_class):
+        def val_dataloader(self):
+            return torch.utils.data.DataLoader([{"x": torch.ones(2), "y": torch.ones(1)}] * 5, batch_size=2)
+
+        def validation_step(self, batch, batch_idx, name="samples"):
+            samples = batch.pop("y")
+            self.log(name, float(len(samples)), reduce_fx="sum")
+            self.all_gather(batch.pop("x").sum())
+
+    trainer = quiet_trainer(strategy=averaging(timeout=timedelta(seconds=20)), devices=2)
+    assert trainer.validate(make_line(Popping)) == [{"samples": 5.0}]
+
+
+def test_steps_of_the_second_loader_may_communicate_where_those_of_the_first_do_not(
+    quiet_trainer, line_class, make_line, averaging, monkeypatch
+):
+    monkeypatch.setattr(stopping, "SECONDS_BETWEEN_VOTES", 0.0)
+
+    class Two(line_class):
+        def val_dataloader(self):
+            return [torch.utils.data.DataLoader(torch.ones(count, 2), batch_size=2) for count in (5, 6)]
+
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            if dataloader_idx == 1:
+                self.all_gather(batch.sum())
+            self.log("samples", float(len(batch)), reduce_fx="sum", add_dataloader_idx=True)
+
+    trainer = quiet_trainer(strategy=averaging(timeout=timedelta(seconds=20)), devices=2)
+    results = trainer.validate(make_line(Two))
+    assert [sum(values.values()) for values in results] == [5.0, 6.0]

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from dstrat.data.division import take_indices
 from dstrat.data.limits import limit_of, round_to_items
 from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader
 from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.launch.job import describe_unpicklable
 from dstrat.training.hooks import hook_of
 from dstrat.training.loops.batches import batch_mover, device_batches, device_to_copy_ahead_to, prefetching_strategy
@@ -78,6 +80,7 @@ class EvaluationLoop:
         self._votes: EvaluationVotes | None = None
         self._batches_seen = Counter[int]()
         self._step_communicates = False
+        self._last_batch: Any = None
         self._records_indices = purpose == "predict" and any(
             callback.reads_batch_indices for callback in trainer.callbacks
         )
@@ -252,31 +255,42 @@ class EvaluationLoop:
                 profiler.step()
             if is_alone and interruption.requested:
                 stop_by(interruption.requested)
-        if num_missing and self._step_communicates:
-            self._pad(dataloader_idx, batch, batch_idx, num_missing // self._per_item)
+        if num_missing:
+            self._pad(dataloader_idx, batch_idx, num_missing // self._per_item)
         logged.lacks_a_loader = logged.lacks_a_loader or batch_idx < 0
         logged.in_step, logged.dataloader_idx, logged.batch = False, None, None
 
     def _observed_step(self) -> Callable[..., Any]:
-        """Return the step, observed for whether it communicates."""
+        """Return the step, observed for its batch and for whether it communicates."""
         self._step_communicates = False
         count_collectives = self._trainer.strategy.collectives_begun
 
-        def observed(*args: Any) -> Any:
+        def observed(batch: Any, *args: Any) -> Any:
+            self._last_batch = _copied(batch)
             begun = count_collectives()
-            outputs = self._step(*args)
+            outputs = self._step(batch, *args)
             self._step_communicates |= count_collectives() != begun
             return outputs
 
         return observed
 
-    def _pad(self, dataloader_idx: int, batch: Any, batch_idx: int, num_steps: int) -> None:
-        """Run steps without results, as the collectives in the steps of other ranks wait for those of this rank."""
+    def _pad(self, dataloader_idx: int, batch_idx: int, num_steps: int) -> None:
+        """Run steps without results if steps communicate, as those of other ranks wait for this one then.
+
+        A rank that has had no batch cannot know that, and runs none.
+        """
         for index in range(batch_idx + 1, batch_idx + 1 + num_steps):
-            with discard_results(self._trainer, self._module, batch):
-                self._step(*(batch, index, dataloader_idx)[: self._num_arguments])
-            if self._votes is not None:
+            if self._step_communicates:
+                self._run_padding_step(_copied(self._last_batch), index, dataloader_idx)
+            if self._votes is not None:  # ranks vote after the same number of batches
                 self._votes.count()
+        self._last_batch = None
+
+    def _run_padding_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        takes_loader = self._num_arguments > 2 and (len(self.loaders) > 1 or self._requires_index)
+        arguments = (batch, batch_idx, dataloader_idx) if takes_loader else (batch, batch_idx)
+        with discard_results(self._trainer, self._module, batch):
+            self._step(*arguments[: self._num_arguments])
 
     def _with_index(
         self, name: str, num_arguments: int, dataloader_idx: int
@@ -331,8 +345,7 @@ class EvaluationLoop:
             if counts:
                 yield batch
             else:
-                self._pad(dataloader_idx, batch, index - 1, 1)
-                continue  # it has been counted
+                self._run_padding_step(batch, index, dataloader_idx)
             votes.count()
 
 
@@ -373,11 +386,16 @@ def pad_to_longest(
         if not strategy.reduce_boolean_decision(batch is not nothing, all=False):
             return
         if batch is not nothing:
-            last = batch
+            last = _copied(batch)
             yield batch, True
         else:
             last = next(iter(substitutes)) if last is nothing else last
-            yield last, False
+            yield _copied(last), False
+
+
+def _copied(batch: Any) -> Any:
+    """Return the batch in new containers, as a step may take values out of those that it gets."""
+    return apply_to_tensors(batch, Tensor.detach)
 
 
 @contextmanager

@@ -440,7 +440,10 @@ class FitLoop(Position):
         self._continuation = ResumeState(self._trainer, state)
         beginning = self._continuation.beginning
         # One process shuffles by torch's own sampler otherwise, in another order than several.
-        self.data.keeps_order = beginning is not None and any(seed is not None for seed in beginning.seeds)
+        keeps_order = beginning is not None and any(seed is not None for seed in beginning.seeds)
+        if keeps_order != self.data.keeps_order:
+            self.data.keeps_order = keeps_order
+            self.data.loader = None  # configure_optimizers may have asked for its length already
 
 
 def _detached(outputs: Any) -> Any:

@@ -130,6 +130,12 @@ class Metrics:
         # Numbers of tensors as long as these live, with the version that was read: tensors may change in place.
         self._numbers: MutableMapping[Tensor, tuple[int, float]] = WeakTensorKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_numbers": None}  # a cache, which cannot be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _numbers=WeakTensorKeyDictionary())
+
     def follow(self, logged: LoggedValues) -> None:
         """Read step values from a stage too; an earlier stage keeps its values."""
         self._stages = [*(stage for stage in self._stages if stage is not logged), logged]
