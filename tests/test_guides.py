@@ -153,7 +153,7 @@ def test_the_program_of_the_command_lines_guide_trains_by_its_file_and_prints_it
 def test_the_programs_of_a_guide_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: None
 ) -> None:
-    if page == "trainer.md":
+    if page == "logging.md":
         pytest.importorskip("torchmetrics")
     if page == "hydra.md":
         pytest.importorskip("hydra", reason="the session neighbours runs it")
