@@ -204,7 +204,7 @@ class Losses(Callback):
         self.losses, self.world_size = [], None
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.losses.append(float(trainer.strategy.reduce(outputs)))
+        self.losses.append(float(trainer.strategy.reduce(outputs["loss"])))
         self.world_size = trainer.strategy.world_size
 
     def state_dict(self):

@@ -272,7 +272,7 @@ class Losses(Callback):
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(trainer.strategy.reduce(outputs).item())
+        self.losses.append(trainer.strategy.reduce(outputs["loss"]).item())
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses}

@@ -66,7 +66,7 @@ class LossCurve(Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the loss of the batch."""
-        self._training.append(outputs.detach())
+        self._training.append(outputs["loss"])
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Keep the loss over the validation data."""

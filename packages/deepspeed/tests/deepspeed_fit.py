@@ -34,7 +34,7 @@ class Losses(Callback):
         self.found = []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.found.append(float(trainer.strategy.reduce(outputs["loss"] if isinstance(outputs, dict) else outputs)))
+        self.found.append(float(trainer.strategy.reduce(outputs["loss"])))
 
 
 def trainer_of(strategy, cluster=None, *, callbacks=(), plugins=(), **options):

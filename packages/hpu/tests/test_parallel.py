@@ -254,7 +254,7 @@ def on_ipus(cluster, start=None, save=None):
             return torch.nn.functional.mse_loss(self(batch[0]), batch[1])
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
-            loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+            loss = outputs["loss"]
             self.losses.append(loss.detach().mean())
 
     seed_everything(3, verbose=False)

@@ -34,7 +34,7 @@ class Regression(TrainModule):
         return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss = outputs["loss"]
         self.losses.extend(loss.reshape(-1).tolist())
 
     def validation_step(self, batch, batch_idx):

@@ -30,7 +30,7 @@ class Writing(Callback):
         self.path, self.losses = path, []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss = outputs["loss"]
         self.losses.append(trainer.strategy.reduce(loss.detach()))
 
     def on_train_end(self, trainer, module) -> None:

@@ -85,7 +85,7 @@ class Losses(Callback):
         self.losses = []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss = outputs["loss"]
         self.losses.append(float(trainer.strategy.reduce(loss.detach())))
 
 

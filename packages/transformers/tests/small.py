@@ -65,7 +65,7 @@ class Losses(Callback):
         self.values: dict[str, list[float]] = {"losses": [], "rates": [], "val": []}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss = outputs["loss"]
         self.values["losses"].append(float(trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")))
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:

@@ -46,7 +46,7 @@ class WritingLosses(Callback):
         self.path, self.losses = path, []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss = outputs["loss"]
         self.losses.append(trainer.strategy.reduce(loss.detach().mean()))
 
     def on_train_end(self, trainer, module):

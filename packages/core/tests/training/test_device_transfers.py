@@ -103,7 +103,7 @@ class Losses(Callback):
         self.values = []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.values.append(float(outputs))
+        self.values.append(float(outputs["loss"]))
 
 
 def fit_losses(quiet_trainer, module, loader, **options):

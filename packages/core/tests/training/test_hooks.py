@@ -283,3 +283,47 @@ def test_a_validation_step_that_is_none_means_no_validation(quiet_trainer, make_
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(module, loader(), loader())
     assert trainer.callback_metrics.keys() == {"loss", "loss_step", "loss_epoch"}
+
+
+def outputs_of(quiet_trainer, module, loader, **arguments):
+    seen = []
+
+    class Watching(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append(outputs)
+
+    module.on_train_batch_end = lambda outputs, batch, batch_idx: seen.append(outputs)
+    quiet_trainer(callbacks=Watching(), max_steps=1, **arguments).fit(module, loader())
+    return seen
+
+
+def test_hooks_get_the_loss_in_a_dict_as_in_lightning(quiet_trainer, make_line, loader):
+    class Line(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            self.last = super().training_step(batch, batch_idx)
+            return self.last
+
+    module = make_line(Line)
+    outputs = outputs_of(quiet_trainer, module, loader)
+    assert outputs == [{"loss": module.last}] * 2
+    assert outputs[0]["loss"].grad_fn is None
+
+
+def test_hooks_get_the_loss_divided_by_the_batches_of_a_step_and_the_rest_as_it_is(quiet_trainer, make_line, loader):
+    class Line(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            self.last = super().training_step(batch, batch_idx)
+            return {"loss": self.last, "more": 3}
+
+    module = make_line(Line)
+    outputs = outputs_of(quiet_trainer, module, loader, accumulate_grad_batches=2)
+    assert len(outputs) == 4
+    assert outputs[-1] == {"loss": module.last.detach() / 2, "more": 3}
+
+
+def test_hooks_get_an_empty_dict_after_a_step_that_returned_none(quiet_trainer, make_line, loader):
+    class Line(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    assert outputs_of(quiet_trainer, make_line(Line), loader) == [{}] * 2

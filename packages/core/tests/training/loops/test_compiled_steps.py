@@ -55,7 +55,7 @@ class Noting(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         self.indices.append(batch_idx)
-        self.losses.extend(outputs.reshape(-1).tolist())
+        self.losses.extend((outputs["loss"] * trainer.accumulate_grad_batches).reshape(-1).tolist())
 
     def on_validation_start(self, trainer, module) -> None:
         self.validated.append(trainer.fit_loop.batches_seen)

@@ -76,7 +76,7 @@ class Hooks(Callback):
         self.seen = []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.seen.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+        self.seen.append(float(outputs["loss"]))
 
 
 def losses(trainer_of, module, loader):

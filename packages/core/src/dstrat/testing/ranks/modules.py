@@ -64,7 +64,7 @@ class Net(TrainModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
         if self.is_traced:
-            self.note_losses(outputs, batch[2])
+            self.note_losses(outputs["loss"] * self.trainer.accumulate_grad_batches, batch[2])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - as above
         inputs, targets, numbers = batch

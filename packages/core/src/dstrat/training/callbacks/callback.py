@@ -111,7 +111,17 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Called after a training batch, with the result of ``training_step``."""
+        """Called after a training batch.
+
+        Args:
+            trainer: The Trainer.
+            module: The module.
+            outputs: What ``training_step`` returned, as a dict: a loss is its ``"loss"``, without the autograd graph and
+                divided by the number of batches of one optimizer step; empty after a step that returned None, and None
+                after a batch that was None.
+            batch: The batch, on the device.
+            batch_idx: Its index in the epoch.
+        """
 
     def on_before_zero_grad(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         """Called before gradients are cleared."""

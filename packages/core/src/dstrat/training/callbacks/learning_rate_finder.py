@@ -237,7 +237,7 @@ class _RangeTest(Callback):
         if trainer.global_step == self._step:  # gradients are being accumulated
             return
         rate, self._step = self._rate(self._step), trainer.global_step
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        loss = outputs.get("loss") if outputs is not None else None
         smoothed = math.nan
         if isinstance(loss, Tensor):  # reduced, so that all ranks stop at the same step
             smoothed = self._smooth(float(trainer.strategy.reduce(loss.detach())))

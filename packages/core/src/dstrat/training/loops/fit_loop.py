@@ -246,6 +246,7 @@ class FitLoop(Position):
         self._takes_index = count_arguments(self._module.training_step) > 1
         is_compiled = isinstance(self._optimization, CompiledOptimization)
         self._accumulate = 1 if is_compiled else trainer.accumulate_grad_batches
+        self._accumulated_in_call = trainer.accumulate_grad_batches if is_compiled else 1
         self._batches_per_item = self.data.batches_per_item
         self._batch_end = trainer.context.hooks.of("on_train_batch_end")
         self._publishes = bool(trainer.log_every_n_steps and (trainer.loggers or trainer.world_size > 1))
@@ -271,7 +272,8 @@ class FitLoop(Position):
             self._schedulers.after_step(self.global_step)
         if self._batch_end:
             self.phase = "batch_end"
-            outputs = _detached(outputs)
+            if batch is not None:
+                outputs = _outputs_for_hooks(outputs, group_size * self._accumulated_in_call)
             for hook in self._batch_end:
                 hook(outputs, batch, batch_idx)
 
@@ -446,9 +448,19 @@ class FitLoop(Position):
             self.data.loader = None  # configure_optimizers may have asked for its length already
 
 
-def _detached(outputs: Any) -> Any:
-    """Return outputs without the autograd graph, whose memory is freed."""
-    return outputs.detach() if isinstance(outputs, Tensor) else apply_to_tensors(outputs, Tensor.detach)
+def _outputs_for_hooks(outputs: Any, group_size: int) -> Any:
+    """Return the result of ``training_step`` in the shape that hooks get in Lightning: a dict with the loss.
+
+    The tensors have no autograd graph, so that its memory is freed, and the loss is divided by the number of batches
+    whose gradients make up one optimizer step.  What a step in manual optimization returns may be no dict.
+    """
+    if outputs is None:
+        return {}
+    is_loss = isinstance(outputs, Tensor)
+    detached = {"loss": outputs.detach()} if is_loss else apply_to_tensors(outputs, Tensor.detach)
+    if group_size > 1:
+        detached = {**detached, "loss": detached["loss"] / group_size}
+    return detached
 
 
 def _warn_of_evaluation_mode(module: TrainModule) -> None:

@@ -91,7 +91,7 @@ class ModuleHooks:
         """
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a training batch."""
+        """Called after a training batch; ``outputs`` is a dict with the ``"loss"`` (see the callback's hook)."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called before gradients are cleared."""
