@@ -12,6 +12,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -302,6 +303,18 @@ def test_the_aliases_that_are_recommended_are_installed() -> None:
     recommended = {alias for line in first_table.splitlines() for alias in re.findall("`([a-z0-9_]+)`", line)}
     assert recommended - {"auto"} <= {name for offer in get_catalog().offers("strategy") for name in offer.names}
     assert len(recommended) > 8
+
+
+@pytest.mark.skipif(find_spec("torchx") is None, reason="needs the extra dstrat[submit]")
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+def test_submitted_jobs_of_the_guide_are_possible(tmp_path: Path, scheduler: str) -> None:
+    if scheduler == "kubernetes":
+        pytest.importorskip("kubernetes")
+    (script,) = (block.text for block in blocks("clusters.md") if block.title == "submit.sh")
+    (command,) = (line for line in script.splitlines() if f"--scheduler {scheduler} " in line)
+    assert "--dry-run" in command
+    (tmp_path / "train.py").touch()
+    assert "train.py 4 2 1" in run(sys.executable, "-m", *command.split(), cwd=tmp_path)
 
 
 # The site

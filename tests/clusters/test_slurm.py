@@ -1,5 +1,6 @@
 """Jobs on a SLURM cluster of two nodes: srun, batch scripts, scancel, requeues, and a node that goes down."""
 
+import re
 import shlex
 
 import pytest
@@ -128,6 +129,23 @@ def test_job_of_a_node_that_goes_down_continues_from_its_newest_checkpoint(clust
     assert checks.read_identities(tmp_path / "job", attempt=1)[0]["begin"] >= 4
     checks.check_losses(tmp_path / "job", expected)
     checks.check_samples(tmp_path / "job")
+
+
+def test_dstrat_submit_trains_in_a_job(cluster, tmp_path, expected):
+    folder = tmp_path / "job"
+    request = ("--scheduler=slurm", "--devices=2", "--option=time=00:05:00", "--name=small")
+    command = (PYTHON, "-m", "dstrat", "submit", *request, str(JOB), str(folder), "--devices=2")
+    submitted = cluster.call(*command, cwd=tmp_path)
+    assert submitted.returncode == 0, submitted.stderr
+    job = re.search(r"submitted slurm://\w+/(\d+)", submitted.stderr).group(1)
+    fields = cluster.wait_for_state(job, "COMPLETED", "FAILED")
+    printed = (tmp_path / f"slurm-{job}-small-0.out").read_text() + (tmp_path / f"slurm-{job}-small-0.err").read_text()
+    assert fields["JobState"] == "COMPLETED", printed
+    assert (fields["JobName"], fields["TimeLimit"]) == ("small-0", "00:05:00")
+    assert "[0]:trained 12 steps" in printed
+    assert checks.ranks(folder) == [(0, 0, 0), (1, 1, 0)]
+    checks.check_losses(folder, expected)
+    checks.check_no_survivors(folder)
 
 
 # The scripts of the guide

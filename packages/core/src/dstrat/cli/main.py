@@ -21,6 +21,7 @@ _HOMES = {
     "predict": "dstrat.cli.training.commands",
     "show": "dstrat.cli.components",
     "strategies": "dstrat.cli.components",
+    "submit": "dstrat.cli.submit",
     "test": "dstrat.cli.test",
     "validate": "dstrat.cli.training.commands",
 }
