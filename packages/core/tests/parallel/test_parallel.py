@@ -7,6 +7,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.errors import CatalogMismatchError, ClusterError, RankFailedError, RequestError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.launch.local import LocalLauncher
+from dstrat.parallel import process_group
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor
 from dstrat.parallel.process_group import check_same_catalog, close_process_group, open_process_group
 from dstrat.parallel.strategy import ParallelStrategy
@@ -187,6 +189,44 @@ def test_a_rank_that_sees_another_catalog_is_told_what_differs():
     text = str(failure.value)
     assert CatalogMismatchError.__name__ in text
     assert "only rank 1 has ['ddp dstrat-ddp 0.2.0']; only rank 0 has ['ddp dstrat-ddp 0.1.0']" in text
+
+
+class CountingStore(dist.Store):
+    """A store of this process that counts what is asked of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.store, self.num_requests = dist.HashStore(), 0
+
+    def __getattribute__(self, name):
+        if name not in {"add", "check", "get", "multi_get", "set", "wait"}:
+            return super().__getattribute__(name)
+        self.num_requests += 1
+        return getattr(self.store, name)
+
+
+def test_reading_reports_of_many_ranks_takes_few_requests(monkeypatch):
+    store = CountingStore()
+    monkeypatch.setattr(process_group, "_job_stores", [store])
+    expected = {}
+    for rank in range(1000):
+        monkeypatch.setattr(process_group, "_clusters", [SimpleNamespace(global_rank=rank, world_size=1000)])
+        if rank in (0, 500):
+            store.num_requests = 0
+            assert process_group.read_failure_reports() == expected
+            assert store.num_requests <= 3
+        if rank % 2:
+            expected[rank] = "" if rank % 3 else "ValueError: bad sample"
+            process_group.write_failure_report(expected[rank])
+
+
+def test_report_that_a_rank_is_about_to_write_does_not_hide_others(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(process_group, "_job_stores", [store])
+    monkeypatch.setattr(process_group, "_clusters", [SimpleNamespace(global_rank=3, world_size=8)])
+    store.add("number of failures", 1)  # and its rank was killed
+    process_group.write_failure_report("OSError: disk full")
+    assert process_group.read_failure_reports() == {3: "OSError: disk full"}
 
 
 def open_sockets():

@@ -105,6 +105,7 @@ def _describe_remote_failures(processes: Mapping[int, tuple[int, str]]) -> list[
     hosts = {rank: machine.partition(" ")[0] for rank, (_, machine) in processes.items()}
     remote = [rank for rank, (_, machine) in processes.items() if machine != this_machine()]
     deadline = time.monotonic() + _REPORT_SECONDS
+    pause = max(_PAUSE, 3e-4 * size)  # limits the requests to the store, three of each rank, to 10,000 in a second
     while True:
         reports = _read_reports()
         if reports is None:
@@ -113,7 +114,7 @@ def _describe_remote_failures(processes: Mapping[int, tuple[int, str]]) -> list[
         silent = [rank for rank in remote if rank not in reports]
         if failed or not silent or time.monotonic() > deadline:
             break
-        time.sleep(_PAUSE)
+        time.sleep(pause)
     notes = [f"rank {rank} of {size} on {hosts[rank]!r} has failed: {reports[rank]}" for rank in failed]
     return (
         notes

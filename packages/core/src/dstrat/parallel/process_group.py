@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import ipaddress
 import itertools
 import json
@@ -195,7 +196,9 @@ def store_address() -> str | None:
 def write_failure_report(text: str) -> None:
     """Write the failure of this rank into the store of the open process group, for ranks of other machines."""
     for store, cluster in zip(_job_stores, _clusters, strict=True):
-        store.set(f"failure {cluster.global_rank}", text)
+        # Numbered, so that readers ask for what has been written, and not once for each rank.
+        number = store.add("number of failures", 1)
+        store.set(f"failure {number}", f"{cluster.global_rank} {text}")
 
 
 def read_failure_reports() -> dict[int, str]:
@@ -204,10 +207,14 @@ def read_failure_reports() -> dict[int, str]:
     Raises:
         RuntimeError: The rank that serves the store does not respond.
     """
-    for store, cluster in zip(_job_stores, _clusters, strict=True):
-        keys = {rank: f"failure {rank}" for rank in range(cluster.world_size)}
-        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
-    return {}
+    reports: dict[int, str] = {}
+    for store in _job_stores:
+        keys = [f"failure {number + 1}" for number in range(store.add("number of failures", 0))]
+        if keys and not store.check(keys):  # a rank has its number, and has not written yet
+            keys = [key for key in keys if store.check([key])]
+        texts = [value.decode().split(" ", 1) for value in store.multi_get(keys)] if keys else []
+        reports.update((int(rank), text) for rank, text in texts)
+    return reports
 
 
 def group_timeout() -> timedelta:
@@ -375,7 +382,7 @@ def _check_existing(cluster: ClusterEnvironment) -> None:
 # Check that all ranks have the same catalog
 
 
-_KEY = "catalog"
+_DIGEST, _LINES = "digest of the catalog", "catalog"
 
 
 def check_same_catalog(catalog: Catalog, store: dist.Store, rank: int, world_size: int) -> None:
@@ -384,14 +391,22 @@ def check_same_catalog(catalog: Catalog, store: dist.Store, rank: int, world_siz
     Raises:
         CatalogMismatchError: They differ; the message names the differences.
     """
-    if rank == 0:
-        store.set(_KEY, json.dumps(list(catalog.fingerprint_lines)))
-        store.wait([f"{_KEY} read by {other}" for other in range(1, world_size)])
+    if world_size == 1:
         return
-    first = json.loads(store.get(_KEY))
-    store.set(f"{_KEY} read by {rank}", "")
     mine = list(catalog.fingerprint_lines)
-    if mine == first:
+    lines = json.dumps(mine)
+    digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+    if rank == 0:
+        store.set(_LINES, lines)
+        store.set(_DIGEST, digest)
+        store.wait([f"{_DIGEST} read by all"])
+        return
+    # A digest first: in a job of a thousand ranks, rank 0 would send megabytes to say that nothing differs.
+    is_same = store.get(_DIGEST).decode() == digest
+    first = mine if is_same else json.loads(store.get(_LINES))
+    if store.add(f"{_DIGEST} read by", 1) == world_size - 1:
+        store.set(f"{_DIGEST} read by all", "")
+    if is_same:
         return
     only_mine = sorted(set(mine) - set(first))
     only_first = sorted(set(first) - set(mine))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from dstrat.checkpoint.portable.format import dump_json, parse_json
 from dstrat.checkpoint.portable.ranks import Ranks
 from dstrat.checkpoint.portable.write_plan import make_write_plan
 from dstrat.errors import CheckpointError
@@ -71,3 +73,34 @@ def test_a_tensor_of_another_shape_is_refused_on_every_rank():
     other = {**shared, "state_dict.layers.1.weight": torch.zeros(5)}
     with pytest.raises(CheckpointError, match=r"layers.1.weight' is float32 of shape \(4,\) on rank 0, and float32 of"):
         planned([shared, shared, other])
+
+
+class OneOf(Ranks):
+    """One of many ranks that all have the same tensors, and write different amounts already."""
+
+    def __init__(self, rank, loads):
+        self.rank, self.size, self.loads = rank, len(loads), loads
+
+    def exchange(self, message):
+        parsed = parse_json(message) if message else None
+        if isinstance(parsed, list):
+            return [dump_json([parsed[0], load]) for load in self.loads]
+        return [message] * self.size
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_tensor_goes_to_the_rank_with_least_to_write(seed):
+    chance = random.Random(seed)
+    sizes = {f"tensor {number:03}": chance.choice([1, 2, 3, 50, 400]) for number in range(80)}
+    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
+    loads = [chance.choice([0, 0, 100, 3000]) for _ in range(13)]
+    written = {
+        payload.name: rank
+        for rank in range(len(loads))
+        for payload in make_write_plan(tensors, {}, OneOf(rank, loads)).payloads
+    }
+    expected, totals = {}, list(loads)
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        expected[name] = min(range(len(totals)), key=totals.__getitem__)
+        totals[expected[name]] += 4 * sizes[name]
+    assert written == expected

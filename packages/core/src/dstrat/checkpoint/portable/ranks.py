@@ -35,6 +35,10 @@ class Ranks:
         """Return the messages of all ranks, on each of them."""
         return [message]
 
+    def any_rank(self, *, value: bool) -> bool:
+        """Return whether the value is true on any rank."""
+        return any(self.exchange(b"1" if value else b""))
+
     def gather(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks on rank 0, and an empty list on the others."""
         return [message]
@@ -63,7 +67,9 @@ class Ranks:
             yield
         except BaseException as error:  # noqa: BLE001 - raised again below, after the other ranks have its message
             failure = error
-        messages = self.exchange(b"" if failure is None else _described(failure))
+        # Most blocks raise nowhere, and a reduction sends less than an exchange.
+        any_failed = self.any_rank(value=failure is not None)
+        messages = self.exchange(b"" if failure is None else _described(failure)) if any_failed else []
         if failure is not None and not isinstance(failure, Exception):  # KeyboardInterrupt stays one
             raise failure
         if self.size == 1 and isinstance(failure, CheckpointError):
@@ -100,6 +106,12 @@ class GroupRanks(Ranks):
             if max(sizes):
                 dist.all_gather(gathered, _padded(message, max(sizes)), group=self._group)
         return _cut(gathered, sizes)
+
+    def any_rank(self, *, value: bool) -> bool:
+        with _losses():
+            flag = torch.tensor([value], dtype=torch.uint8)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
 
     def gather(self, message: bytes) -> list[bytes]:
         with _losses():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -220,12 +221,26 @@ def _assigned_boxes(
         for first, count, num_bytes in _rows(entry, len(all_ranks.holders[name]))
     ]
     loads = list(all_ranks.loads)
+    # One queue for each set of holders, so that a box costs the logarithm of their number.
+    queues: dict[tuple[int, ...] | range, list[tuple[int, int]]] = {}
     # Every rank computes the same assignment: the largest box first, to the rank with the least load.
     for num_bytes, name, first, count in sorted(boxes, key=lambda box: (-box[0], box[1], box[2])):
-        writer = min(all_ranks.holders[name], key=loads.__getitem__)
+        holders = all_ranks.holders[name]
+        key = holders if isinstance(holders, range) else tuple(holders)
+        if key not in queues:
+            queues[key] = [(loads[rank], rank) for rank in key]
+            heapq.heapify(queues[key])
+        writer = _least_loaded(queues[key], loads)
         loads[writer] += num_bytes
         if writer == ranks.rank:
             yield name, _box(tensors[name].detach(), first, count)
+
+
+def _least_loaded(queue: list[tuple[int, int]], loads: Sequence[int]) -> int:
+    """Return the rank of the queue with the least load; entries get their present load when they come first."""
+    while queue[0][0] != loads[queue[0][1]]:
+        heapq.heapreplace(queue, (loads[queue[0][1]], queue[0][1]))
+    return queue[0][1]
 
 
 def _box(tensor: Tensor, first: int, count: int) -> LocalBox:
