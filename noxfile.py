@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 if sys.version_info < (3, 10):  # noqa: UP036 - the file is what an older Python is given first
@@ -104,7 +105,7 @@ ADAPTERS = ("lightning", "transformers")  # packages for other libraries, which 
 DEFAULT = "not variant and not neighbours and not (builds and slow) and not (clusters and slow)"
 WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
 NEWER_TORCH = "DSTRAT_TEST_NEWER_TORCH"  # a Python with all families and the torch of the other sessions
-SIMULATOR_OF_HPU = "DSTRAT_TEST_HPU_SIMULATOR"  # for that Python: checkpoints of XLA go on on Gaudi and back
+SIMULATOR_OF_HPU = "DSTRAT_TEST_HPU_SIMULATOR"  # its folder, for tests that only show it to some of their processes
 BUILD_TOOLS = (PIP, "editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or each build has its own environment
 FAIRSCALE = ROOT / "packages" / "fairscale"  # installed after torch, which the build of FairScale imports
 TWINE = "twine>=6.1,<7"  # the first that publishes from a trusted workflow without a token
@@ -128,6 +129,7 @@ THIRD_PARTY: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "horovod": (("cloudpickle", "psutil", "pyyaml", "packaging"),),  # Horovod itself is built
 }
+MOVED_TO = ("core", "ddp", "fsdp", "hpu", "ipu")  # in the same environment: strategies that take over checkpoints
 CORE_ON_OLDER_TORCH = ("data", "interfaces", "parallel")  # of the core's tests, those that use most of torch
 
 
@@ -299,7 +301,7 @@ def third_party(session: nox.Session) -> None:
     """
     tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "third-party")
     families = [ROOT / "packages" / name for name in THIRD_PARTY]
-    installed = [ROOT / "packages" / "core", ROOT / "packages" / "ddp", *families]
+    installed = [*(ROOT / "packages" / name for name in MOVED_TO), *families]
     editable = [f"--editable={package.relative_to(ROOT)}" for package in installed]
     programs = environment(
         "third-party",
@@ -314,8 +316,40 @@ def third_party(session: nox.Session) -> None:
             run(session, programs, "python", str(program))
     marked = ("-m", f"{DEFAULT} and not wheels")
     arguments = session.posargs or [*workers(), *(str(package / "tests") for package in families)]
-    if families:
-        run(session, programs, "python", "-m", "pytest", *marked, *arguments, OMP_NUM_THREADS="1")
+    environ = {"OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":  # for which it is written
+        environ |= {SIMULATOR_OF_HPU: simulator_of_hpu(session, programs), "PT_HPU_LAZY_MODE": "1"}
+    run(session, programs, "python", "-m", "pytest", *marked, *arguments, **environ)
+
+
+@nox.session
+def third_party_wheels(session: nox.Session) -> None:
+    """The workflow of a third party (minutes): wheels that are built elsewhere, a clean environment, ``dstrat test``.
+
+    Arguments after -- are the aliases to test; by default all of packages that strategies of other libraries have.
+    """
+    tested = {"bagua": "bagua", "colossalai_torch_ddp": "colossalai", "hivemind": "hivemind", "horovod": "horovod"}
+    aliases = session.posargs or list(tested)
+    with tempfile.TemporaryDirectory(prefix="third-party-") as folder:
+        outside = Path(folder)
+        for name in ("core", *tested.values()):
+            shutil.copytree(ROOT / "packages" / name, outside / name, ignore=shutil.ignore_patterns("__pycache__"))
+            build = ("--quiet", "--wheel", "--no-isolation", f"--outdir={outside / 'dist'}", str(outside / name))
+            run(session, workspace(), "pyproject-build", *build)
+        wheels = map(str, sorted((outside / "dist").glob("*.whl")))
+        make_environment(
+            fresh := ROOT / ".nox" / "third-party-wheels",
+            (*BUILD_TOOLS, "setuptools<81"),  # the last with pkg_resources, which such libraries import
+            ("--constraint=constraints.txt", "pytest>=8.0", *wheels),
+            *(("--no-build-isolation", *step) for steps in THIRD_PARTY.values() for step in steps),
+            pip=bootstrap() / "pip",
+        )
+        run(session, fresh / "bin", "python", str(ROOT / "packages" / "horovod" / "tests" / "build_library.py"))
+        for alias in aliases:
+            # Far from the workspace, with what the package declares of itself.
+            declared = outside / tested[alias] / "tests" / "test_conformance.py"
+            with session.chdir(outside):
+                run(session, fresh / "bin", "dstrat", "test", alias, str(declared), OMP_NUM_THREADS="1")
 
 
 @nox.session

@@ -16,7 +16,7 @@ from tests.hand_loop import BlockNet, NoCheckpoints, losses_of, share, start, tr
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import WAYS, losses_of_one_device
 
-from dstrat import Callback, seed_everything
+from dstrat import Callback
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.errors import ConflictError
@@ -177,13 +177,14 @@ def trained(cluster, strategy, accelerator, **options):
     """Train in this rank; return the losses of all ranks' batches."""
     from hpu_fit import data, fitted
 
+    import dstrat_bagua
     import dstrat_ddp
     import dstrat_deepspeed
     import dstrat_fairscale
     import dstrat_fsdp
     import dstrat_hpu
 
-    families = (dstrat_hpu, dstrat_ddp, dstrat_fsdp, dstrat_deepspeed, dstrat_fairscale)
+    families = (dstrat_hpu, dstrat_ddp, dstrat_fsdp, dstrat_bagua, dstrat_deepspeed, dstrat_fairscale)
     home = next(package for package in families if strategy in package.__all__)
     where = {"strategy": getattr(home, strategy)(start_method="fork"), "accelerator": accelerator, "devices": 2}
     keeping = Keeping()
@@ -197,9 +198,15 @@ class Keeping(Callback):
         self.losses = trainer.strategy.reduce(torch.stack(module.losses)).cpu()
 
 
+NEEDS_HIVEMIND = pytest.mark.skipif(not find_spec("hivemind"), reason="needs hivemind")
 ON_HPUS = ("HPUParallelStrategy", "HPUFSDPStrategy")
 THIRD_PARTY = {"DeepSpeedStrategy": "deepspeed", "DDPShardedStrategy": "fairscale"}
-ON_CPUS = ("DDPStrategy", "FSDPStrategy", *(name for name, package in THIRD_PARTY.items() if find_spec(package)))
+ON_CPUS = (
+    "DDPStrategy",
+    "FSDPStrategy",
+    "BaguaStrategy",
+    *(name for name, package in THIRD_PARTY.items() if find_spec(package)),
+)
 
 
 def moves(cluster, folder):
@@ -237,17 +244,14 @@ def test_resume_is_exact_checkpoints_move_and_graphs_change_nothing(tmp_path):
         assert max(difference for _, difference in found.values()) < 1e-5
 
 
-# To and from IPUs, in ranks of their own, as poptorch's simulator must not be seen by other tests
+# To and from strategies of one process.  poptorch's simulator must not be seen by other tests.
 
 SIMULATOR_OF_IPUS = str(Path(__file__).parents[2] / "ipu" / "tests" / "simulator")
 
 
-def on_ipus(cluster, start=None, save=None):
-    """Train on two replicas of simulated IPUs, from a checkpoint or to one; return the losses."""
+def in_one_process(cluster, family, start=None, save=None):
+    """Train on two replicas of simulated IPUs, or as the only peer of a collaboration; return the losses."""
     from hpu_fit import Regression, data, fitted
-
-    sys.path.insert(0, SIMULATOR_OF_IPUS)
-    os.environ["POPTORCH_SIMULATED_IPUS"] = "2"
 
     class OfCalls(Regression):  # its step runs once, while poptorch traces it
         def training_step(self, batch, batch_idx):
@@ -257,10 +261,18 @@ def on_ipus(cluster, start=None, save=None):
             loss = outputs["loss"]
             self.losses.append(loss.detach().mean())
 
-    seed_everything(3, verbose=False)
-    where = {"strategy": "ipu_strategy", "accelerator": "ipu", "devices": 2}
+    if family == "ipu":
+        sys.path.insert(0, SIMULATOR_OF_IPUS)
+        os.environ["POPTORCH_SIMULATED_IPUS"] = "2"
+        where = {"strategy": "ipu_strategy", "accelerator": "ipu", "devices": 2}
+    else:
+        from dstrat_hivemind import HivemindStrategy
+
+        alone = HivemindStrategy(8, matchmaking_time=0.5, averaging_timeout=2.0, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        where = {"strategy": alone, "accelerator": "cpu", "devices": 1}
+    loader = data(batch_size=8 // where["devices"])
     callbacks = [SavesAt(8, save)] if save else []
-    return torch.stack(fitted(OfCalls(), data(batch_size=4), ckpt_path=start, callbacks=callbacks, **where).losses)
+    return torch.stack(fitted(OfCalls(), loader, ckpt_path=start, callbacks=callbacks, **where).losses)
 
 
 def on_hpus(cluster, folder, start=None):
@@ -273,18 +285,22 @@ def on_hpus(cluster, folder, start=None):
     ]
 
 
-def test_checkpoints_move_to_and_from_ipus(tmp_path):
-    of_ipus = str(tmp_path / "of-ipus")
-    (whole,) = in_ranks(on_ipus, 1, save=of_ipus)
-    for losses in in_ranks(on_hpus, folder=str(tmp_path)):
+@pytest.mark.parametrize("family", ["ipu", pytest.param("hivemind", marks=NEEDS_HIVEMIND)])
+def test_checkpoints_move_to_and_from_strategies_of_one_process(tmp_path, family):
+    of_family = str(tmp_path / "of-family")
+    of_hpus = in_ranks(on_hpus, folder=str(tmp_path))
+    cases = {name: {"family": family, "start": str(tmp_path / name)} for name in ON_HPUS}
+    cases["whole"] = {"family": family, "save": of_family}
+    (found,) = in_ranks(each, 1, function=in_one_process, cases=cases)
+    whole = found.pop("whole")
+    for resumed in found.values():
+        assert relative(resumed, whole[8:]) < 1e-5
+    for losses in of_hpus:
         for of_strategy in losses:
             assert relative(of_strategy, whole) < 1e-5
-    for losses in in_ranks(on_hpus, folder=str(tmp_path), start=of_ipus):
+    for losses in in_ranks(on_hpus, folder=str(tmp_path), start=of_family):
         for of_strategy in losses:
             assert relative(of_strategy, whole[8:]) < 1e-5
-    for name in ON_HPUS:
-        (resumed,) = in_ranks(on_ipus, 1, start=str(tmp_path / name))
-        assert relative(resumed, whole[8:]) < 1e-5
 
 
 DEEPSPEED = """

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from ipu_fit import ON_CPU, data, fit, made, state_of
+from tests.ranks import each, in_ranks
 
 from dstrat import Callback
+from dstrat_bagua import BaguaStrategy
 from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy
 from dstrat_ipu import IPUStrategy
@@ -122,11 +124,11 @@ def test_checkpoints_move_to_one_device_and_back(tmp_path, unbroken, plugins):
 
 @pytest.mark.parametrize(
     ("family", "processes"),
-    [("ddp", 2), ("fsdp", 2), ("deepspeed", 1), ("fairscale", 2)],
-    ids=["ddp", "fsdp", "deepspeed", "fairscale"],
+    [("ddp", 2), ("fsdp", 2), ("bagua", 2), ("deepspeed", 1), ("fairscale", 2)],
+    ids=["ddp", "fsdp", "bagua", "deepspeed", "fairscale"],
 )
 def test_checkpoints_move_to_other_families_and_back(tmp_path, unbroken, family, processes):
-    made_of = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}
+    made_of = {"bagua": BaguaStrategy, "ddp": DDPStrategy, "fsdp": FSDPStrategy}
     if family == "fairscale":
         pytest.importorskip("fairscale", reason="needs fairscale")
         from dstrat_fairscale import DDPShardedStrategy
@@ -144,4 +146,28 @@ def test_checkpoints_move_to_other_families_and_back(tmp_path, unbroken, family,
         losses = torch.load(tmp_path / "losses") if writing else torch.tensor(module.losses)
         torch.testing.assert_close(losses, torch.tensor(unbroken[0][10:]), rtol=1e-5, atol=0)
         for key, tensor in state_of(module).items():
+            torch.testing.assert_close(tensor, unbroken[1][key], rtol=1e-4, atol=1e-6)
+
+
+def as_peer(cluster, start=None, save=None):
+    """Train as the only peer of a collaboration, in a process of its own; return the losses and the weights."""
+    from dstrat_hivemind import HivemindStrategy
+
+    alone = HivemindStrategy(16, matchmaking_time=0.5, averaging_timeout=2.0, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    options = {"callbacks": [SavesAt(save, 10)], "max_steps": 10} if save else {"ckpt_path": start}
+    loader = data(320, batch_size=16, shuffle=False)
+    module, _ = fit(made(), loader, strategy=alone, accelerator="cpu", devices=1, **options)
+    return module.losses, state_of(module)
+
+
+def test_checkpoints_move_to_a_peer_of_hivemind_and_back(tmp_path, unbroken):
+    pytest.importorskip("hivemind", reason="needs hivemind")
+    loader = data(320, batch_size=4, shuffle=False)
+    fit(made(), loader, **ON_IPUS, callbacks=[SavesAt(tmp_path / "to", 10)], max_steps=10)
+    cases = {"from": {"save": tmp_path / "from"}, "to": {"start": tmp_path / "to"}}
+    (found,) = in_ranks(each, 1, function=as_peer, cases=cases)
+    module, _ = fit(made(), loader, **ON_IPUS, ckpt_path=tmp_path / "from")
+    for losses, weights in (found["to"], (module.losses, state_of(module))):
+        assert losses == pytest.approx(unbroken[0][10:], rel=1e-5)
+        for key, tensor in weights.items():
             torch.testing.assert_close(tensor, unbroken[1][key], rtol=1e-4, atol=1e-6)

@@ -26,7 +26,7 @@ class IPUAccelerator(Accelerator):
     chooses the devices itself: indices other than the first ones have no meaning.
     """
 
-    process_group_backend = "none"
+    process_group_backend = "none"  # replicas exchange gradients within the compiled step
     supports_torch_distributed = False
 
     def is_available(self) -> bool:
@@ -45,18 +45,19 @@ class IPUAccelerator(Accelerator):
     def parse_devices(self, devices: Devices) -> list[int]:
         count = self.auto_device_count()
         indices = parse_devices(devices, everything=count, limit=count, name="ipu")
-        if indices != list(range(len(indices))):
+        if indices != list(range(len(indices))):  # they only say how many
             raise DeviceError(
                 f"devices={devices!r} names IPUs, and poptorch chooses them itself: give their number, such as "
                 f"{len(indices)}"
             )
-        if len(indices) & (len(indices) - 1):
+        if len(indices) & (len(indices) - 1):  # no power of two
             raise DeviceError(
                 f"devices={devices!r} is {len(indices)} IPUs, and poptorch reserves 1, 2, 4, 8 ...: give one of these"
             )
         return indices
 
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
+        # Labels: no tensor is ever on one, as poptorch itself copies what a call needs.
         return [torch.device("ipu", index) for index in indices]
 
     def supports_dtype(self, dtype: torch.dtype) -> bool:

@@ -36,7 +36,7 @@ def join_batches(loader: Any, options: Any, purpose: str) -> Any:
         )
     if isinstance(loader, runtime.poptorch().DataLoader):
         _check_options(loader.options, options, purpose)
-        return loader
+        return loader  # its items have all batches of a call already
     factor = options.replication_factor * options.device_iterations * options.Training.gradient_accumulation
     is_plain = isinstance(loader, DataLoader) and loader.batch_size is not None
     if not is_plain or not isinstance(loader.batch_sampler, BatchSampler):
@@ -46,9 +46,11 @@ def join_batches(loader: Any, options: Any, purpose: str) -> Any:
             + f", whose batches cannot be joined for calls that consume {factor} each: give a torch DataLoader with a "
             "batch_size, or poptorch.DataLoader with the options of the model"
         )
+    # poptorch divides the tensors of a call, along the first dimension, into the batches of all replicas.
     size = loader.batch_size * factor
-    if not isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader.dataset, IterableDataset):  # whose end is not known before
         _check_samples(loader.sampler, size, loader.batch_size, factor, purpose)
+    # Shapes are static: a shorter last item would need a graph of its own.
     batches = BatchSampler(loader.batch_sampler.sampler, size, drop_last=True)
     return with_attributes(loader, batch_sampler=batches, batch_size=size, drop_last=True)
 

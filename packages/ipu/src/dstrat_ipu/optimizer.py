@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _STEP = "Step___"
 _STATES = {
-    "SGD": {"Accl1___": "momentum_buffer", "Accl___": "momentum_buffer"},
+    "SGD": {"Accl1___": "momentum_buffer", "Accl___": "momentum_buffer"},  # the name is that of PopART's variant of SGD
     "Adam": {"Accl1___": "exp_avg", "Accl2___": "exp_avg_sq", _STEP: "step"},
     "AdamW": {"Accl1___": "exp_avg", "Accl2___": "exp_avg_sq", _STEP: "step"},
     "RMSprop": {"Accl1___": "square_avg", "Accl2___": "grad_avg", "Accl3___": "momentum_buffer"},
@@ -34,6 +34,7 @@ _OPTIONS = {
     "AdamW": ("lr", "betas", "eps", "weight_decay"),
     "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
 }
+# The last one makes AdamW of Adam.
 _REFUSED = ("nesterov", "amsgrad", "maximize", "differentiable", "decoupled_weight_decay")
 
 
@@ -104,12 +105,12 @@ class CompiledOptimizer:
             module: The module, for the names of the parameters.
         """
         state = self.device.state_dict().get("ipu_state")
-        if state is None or self.state_is_pending:
+        if state is None or self.state_is_pending:  # no call has run, or what was loaded is not on the device yet
             return
         for name, parameter in _named(self.host, module):
             pairs = [(key, _value_of(state, prefix, name)) for prefix, key in _STATES[self.kind].items()]
             values = {key: value.clone() for key, value in pairs if value is not None}
-            if not values:
+            if not values:  # SGD without momentum
                 continue
             if "step" in values:
                 values["step"] = values["step"].reshape(())
@@ -123,6 +124,7 @@ class CompiledOptimizer:
         Args:
             module: The compiled module, for the names of the parameters.
         """
+        # It has the names, shapes and dtypes of the device, and what the host has no values for stays as it is.
         template = self.device.state_dict()
         state = dict(template["ipu_state"] or {})
         for name, parameter in _named(self.host, module):
@@ -152,7 +154,7 @@ class CompiledOptimizer:
 
 
 def _kind_of(optimizer: Optimizer) -> str:
-    for kind in ("SGD", "AdamW", "Adam", "RMSprop"):
+    for kind in ("SGD", "AdamW", "Adam", "RMSprop"):  # AdamW first: in current torch it is a subclass of Adam
         if isinstance(optimizer, getattr(torch.optim, kind)):
             break
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.errors import RequestError
 
-_FLAGS = ("32-true", "16-true")
+_FLAGS = ("32-true", "16-true")  # IPUs have no bfloat16
 
 
 class IPUPrecision(TruePrecision):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-_MOST_IPUS = 4096
+_MOST_IPUS = 4096  # more than a machine has: ends the search where the answer is always yes
 _SDK = (
     "dstrat needs torch 2.9 or later, and Graphcore's releases of poptorch load with torch 2.0.1 or older alone, so "
     "that it takes a build of poptorch's source for this torch, and the enable scripts of the Poplar SDK sourced"
@@ -58,7 +58,7 @@ def make_options(*, replicas: int, iterations: int, accumulation: int) -> Any:
     options.replicationFactor(replicas)
     options.deviceIterations(iterations)
     options.Training.gradientAccumulation(accumulation)
-    options.outputMode(module.OutputMode.All)
+    options.outputMode(module.OutputMode.All)  # training would return the last batch of a call only
     seed, state = torch.initial_seed() % 2**31, torch.get_rng_state()
     options.randomSeed(seed)  # which seeds torch too
     torch.set_rng_state(state)

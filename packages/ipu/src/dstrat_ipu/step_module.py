@@ -97,7 +97,7 @@ class StepModule(Module):
             )
         for argument in arguments:
             apply_to_tensors(argument, note)
-        self._traced.arguments = arguments
+        self._traced.arguments = arguments  # for the trace, which gets tensors alone
         return tensors
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
@@ -122,7 +122,7 @@ class StepModule(Module):
         for call in logs:
             _check_logged(call, self._name)
             traced.logs.append((call, len(tensors_out)))
-            tensors_out.append(call.value.detach().reshape(()))
+            tensors_out.append(call.value.detach().reshape(()))  # so that a call returns one number for each batch
         traced.dtypes = [tensor.dtype for tensor in tensors_out]
         traced.shapes = [tensor.shape for tensor in tensors_out]
         return tensors_out
@@ -174,6 +174,7 @@ def _with_final_loss(outputs: Any) -> Any:
             f"training_step returned {shape} as its loss, and a compiled step needs one number: return the loss, or a "
             "dict with it as 'loss'; None, which leaves a batch out, is not possible"
         )
+    # A loss of plain operations is no final one to poptorch unless it is marked; it is a number already.
     final = runtime.poptorch().identity_loss(loss.reshape(()), reduction="none")
     detached = apply_to_tensors(outputs, Tensor.detach)
     return _replaced_loss(detached, final)

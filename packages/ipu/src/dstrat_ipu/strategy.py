@@ -80,7 +80,7 @@ class IPUStrategy(SingleDeviceStrategy):
     """
 
     drives_several_devices = True
-    accumulates_gradients = True
+    accumulates_gradients = True  # within the compiled step
     allows_inference_mode = False  # poptorch cannot trace its tensors
 
     def __init__(
@@ -168,6 +168,7 @@ class IPUStrategy(SingleDeviceStrategy):
         self._inference_opts = self._user_inference_opts or runtime.make_options(
             replicas=replicas, iterations=1, accumulation=1
         )
+        # Whatever is refused is refused here: compilation takes minutes, and explains less.
         if trainer.is_fitting:
             self._training_opts = self._user_training_opts or runtime.make_options(
                 replicas=replicas, iterations=self.device_iterations, accumulation=accumulation
@@ -253,7 +254,7 @@ class IPUStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         try:
             self._leave_devices()
-        finally:
+        finally:  # the module has to work on the host, also if a device has failed
             runtime.restore_classes(self._classes)
             self._steps, self._classes, self._optimizer, self._random_state = {}, [], None, None
             self._training_opts = self._inference_opts = None
@@ -298,7 +299,7 @@ class IPUStrategy(SingleDeviceStrategy):
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - of a copy
         """Run one call of a compiled step: all its batches, and in training the optimizer's steps."""
         compiled = self._steps.get(name) or self._compile(name)
-        self._detach_except(compiled)
+        self._detach_except(compiled)  # each model needs all IPUs
         options = self._training_opts if name == "training_step" else self._inference_opts
         return self._run(compiled, options, args, kwargs)
 
@@ -351,6 +352,7 @@ class IPUStrategy(SingleDeviceStrategy):
             results = compiled.executor(*tensors)
         if compiled.step.is_training_step:
             self._pair.note_step()
+        # poptorch returns a single output by itself.
         outputs = [results] if isinstance(results, torch.Tensor) else list(results or ())
         returned = 1 if compiled.step.is_training_step and self._returns_last else batches
         size = len(tensors[0]) // batches if tensors[0].dim() else 1
@@ -365,15 +367,15 @@ class IPUStrategy(SingleDeviceStrategy):
         pair = self._pair
         has_changed = pair.has_changed()
         if pair.state_is_pending or self._random_state is not None:
-            if not executor.isCompiled():
+            if not executor.isCompiled():  # before that the device has no tensors to write to
                 executor.compile(*tensors)
             if pair.state_is_pending:
                 pair.write(self.module)
-                has_changed = True
+                has_changed = True  # setOptimizer is what copies it to the device
             if self._random_state is not None:
                 executor.rng_state = self._random_state
                 self._random_state = None
-        if has_changed:
+        if has_changed:  # the device would go on with the old values, without an error
             executor.setOptimizer(pair.device)
 
     @staticmethod
@@ -409,6 +411,7 @@ class IPUStrategy(SingleDeviceStrategy):
         compiled = self._steps.get("training_step")
         if compiled is not None and compiled.executor.isCompiled():
             compiled.executor.copyWeightsToHostIfNeeded()
+        # Reading a parameter of poptorch's class would copy all weights from the device again.
         return dict(apply_to_tensors(super().module_state_dict(), runtime.plain))
 
     def module_state_dict(self) -> dict[str, Any]:
