@@ -28,9 +28,9 @@ def recorded(make_line):
 
     def make(calls, base=None):
         def noting(name, original):
-            def hook(self, *args):
+            def hook(self, *args, **named):
                 calls.append(name)
-                return original(self, *args)
+                return original(self, *args, **named)
 
             return hook
 

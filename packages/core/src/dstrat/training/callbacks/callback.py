@@ -116,9 +116,9 @@ class Callback:
         Args:
             trainer: The Trainer.
             module: The module.
-            outputs: What ``training_step`` returned, as a dict: a loss is its ``"loss"``, without the autograd graph and
-                divided by the number of batches of one optimizer step; empty after a step that returned None, and None
-                after a batch that was None.
+            outputs: A dict of what ``training_step`` returned, without the autograd graph. Its ``"loss"`` is divided by
+                the number of batches of one optimizer step.  It is empty after a step that returned None; after a batch
+                that was None it is None.
             batch: The batch, on the device.
             batch_idx: Its index in the epoch.
         """

@@ -253,7 +253,11 @@ class AutomaticOptimization:
         for hook in self._before_optimizer_step:
             hook(self._optimizer)
         if self._clips:
-            self._configure_clipping(self._optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            self._configure_clipping(
+                self._optimizer,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
 
 
 def _only(optimizers: list[Optimizer]) -> Optimizer:
