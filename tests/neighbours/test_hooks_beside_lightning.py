@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 
-import lightning.pytorch as lightning
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import dstrat
+
+lightning = pytest.importorskip("lightning.pytorch", reason="this environment has no Lightning: nox -s neighbours has")
 
 pytestmark = [pytest.mark.neighbours, pytest.mark.filterwarnings("ignore")]
 
