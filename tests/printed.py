@@ -2,9 +2,7 @@
 
 import re
 
-_GLOO = re.compile(
-    r"\[Gloo\] Rank \d*| is connected to \d* ?peer ranks\. |Expected number of connected peer ranks is : "
-)
+_GLOO = re.compile(r"\[Gloo\] Rank | is connected to | ?peer ranks\. |Expected number of connected peer ranks is : ")
 _NUMBERS = " \n0123456789"
 
 

@@ -86,7 +86,7 @@ def test_stopped_rank_continues_when_its_peers_end(start_ranks):
 
 def test_sigterm_takes_effect_within_a_step_only_after_the_end_of_a_peer(start_ranks):
     waiting, sleeping = start_ranks("sleep", 2, local_size=2)
-    assert sleeping.stdout.readline() == "sleeps\n"
+    assert sleeping.next_lines(1) == ["sleeps\n"]
     sleeping.send_signal(signal.SIGTERM)
     time.sleep(2)
     assert sleeping.poll() is None  # it waits for the end of the step
