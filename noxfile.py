@@ -346,9 +346,11 @@ def third_party_wheels(session: nox.Session) -> None:
         )
         run(session, fresh / "bin", "python", str(ROOT / "packages" / "horovod" / "tests" / "build_library.py"))
         for alias in aliases:
-            # Far from the workspace, with what the package declares of itself.
-            declared = outside / tested[alias] / "tests" / "test_conformance.py"
-            with session.chdir(outside):
+            # Far from the workspace, with what the package declares of itself, and without the rest of its tests.
+            declared = outside / "declared" / alias / "test_conformance.py"
+            declared.parent.mkdir(parents=True)
+            shutil.copy(outside / tested[alias] / "tests" / declared.name, declared)
+            with session.chdir(declared.parent):
                 run(session, fresh / "bin", "dstrat", "test", alias, str(declared), OMP_NUM_THREADS="1")
 
 
