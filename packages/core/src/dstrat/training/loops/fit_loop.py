@@ -273,7 +273,7 @@ class FitLoop(Position):
         if self._batch_end:
             self.phase = "batch_end"
             if batch is not None:
-                outputs = _outputs_for_hooks(outputs, group_size * self._accumulated_in_call)
+                outputs = _outputs_for_hooks(outputs, self._accumulated_in_call)
             for hook in self._batch_end:
                 hook(outputs, batch, batch_idx)
 
@@ -448,18 +448,19 @@ class FitLoop(Position):
             self.data.loader = None  # configure_optimizers may have asked for its length already
 
 
-def _outputs_for_hooks(outputs: Any, group_size: int) -> Any:
+def _outputs_for_hooks(outputs: Any, accumulated_in_call: int) -> Any:
     """Return the result of ``training_step`` in the shape that hooks get in Lightning: a dict with the loss.
 
-    The tensors have no autograd graph, so that its memory is freed, and the loss is divided by the number of batches
-    whose gradients make up one optimizer step.  What a step in manual optimization returns may be no dict.
+    The tensors have no autograd graph, so that its memory is freed.  The loss of a compiled step is the mean of the
+    batches that the step accumulates, and is divided here by their number, as elsewhere before the backward pass.  What
+    a step in manual optimization returns may be no dict.
     """
     if outputs is None:
         return {}
     is_loss = isinstance(outputs, Tensor)
     detached = {"loss": outputs.detach()} if is_loss else apply_to_tensors(outputs, Tensor.detach)
-    if group_size > 1:
-        detached = {**detached, "loss": detached["loss"] / group_size}
+    if accumulated_in_call > 1:
+        detached = {**detached, "loss": detached["loss"] / accumulated_in_call}
     return detached
 
 

@@ -162,7 +162,7 @@ class AutomaticOptimization:
         self._clears = False
 
     def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:
-        """Train on a batch; return the result of ``training_step``.
+        """Train on a batch; return the result of ``training_step``, with the loss divided by ``group_size``.
 
         Args:
             arguments: The arguments of ``training_step``.
@@ -214,6 +214,9 @@ class AutomaticOptimization:
             )
         self._outputs = self._training_step(*self._arguments)
         loss = self._loss(self._outputs)
+        if self._group_size > 1:
+            loss = loss / self._group_size  # once: hooks get it too, and a lazy backend compiles each operation
+            self._outputs = loss if isinstance(self._outputs, Tensor) else {**self._outputs, "loss": loss}
         for hook in self._before_backward:
             hook(loss)
         self.is_in_backward = True
@@ -227,7 +230,7 @@ class AutomaticOptimization:
     def _loss(self, outputs: Any) -> Tensor:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
-            return loss if self._group_size == 1 else loss / self._group_size
+            return loss
         if outputs is not None:
             raise no_loss(outputs)
         if self._strategy.world_size > 1:
