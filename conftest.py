@@ -55,6 +55,22 @@ def pytest_sessionstart():
             signal.signal(number, handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
+def pytest_collection_modifyitems(items):
+    """Mark the standard test that starts a script as users do, which takes seconds, but for one class of each file.
+
+    The way is that of the core's launcher, whatever the strategy.  Of the classes it is the first that has ranks.
+    """
+    first = {}
+    for item in items:
+        if getattr(item, "originalname", "") != "test_its_processes_start_as_they_do_for_users":
+            continue
+        if max(item.cls.world_sizes) > 1 and item.get_closest_marker("variant") is None:
+            first.setdefault(item.path, item.cls)
+        if first.get(item.path) not in {None, item.cls}:
+            item.add_marker(pytest.mark.variant)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm_fork_server():
     """Start the fork server first of all, so that a rank starts in milliseconds rather than seconds.

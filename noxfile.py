@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import defaultdict
 from pathlib import Path
 
 if sys.version_info < (3, 10):  # noqa: UP036 - the file is what an older Python is given first
@@ -22,6 +24,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - the file is what an older Python
 ROOT = Path(__file__).resolve().parent
 NOX = "nox>=2025.5.1,<2027"
 PIP = "pip>=25.1"  # several times as fast as the one that Python 3.10 or 3.11 brings
+MAKING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # of each environment: the session waits for it
 
 
 def bootstrap() -> Path:
@@ -55,11 +58,12 @@ def environment(
     stamp = folder / "made-from"
     texts = (path.read_text(encoding="utf-8") for path in (*inputs, *([after_first] if after_first else [])))
     wanted = "\n".join([sys.version, str(ROOT), *(argument for step in steps for argument in step), *texts])
-    if not ((programs / "python").exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted):
-        make_environment(folder, *steps, pip=pip, after_first=after_first)
-        if first_import:
-            subprocess.run([programs / "python", "-c", f"import {first_import}"], cwd=folder, check=True)
-        stamp.write_text(wanted, encoding="utf-8")  # last, so that an interrupted environment is made again
+    with MAKING[name]:
+        if not ((programs / "python").exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted):
+            make_environment(folder, *steps, pip=pip, after_first=after_first)
+            if first_import:
+                subprocess.run([programs / "python", "-c", f"import {first_import}"], cwd=folder, check=True)
+            stamp.write_text(wanted, encoding="utf-8")  # last, so that an interrupted environment is made again
     return programs
 
 
@@ -97,12 +101,24 @@ if __name__ == "__main__":
 import nox  # noqa: E402 - not there before the lines above
 
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "types", "layers", "wheels", "tests", "neighbours", "third_party", "hpu", "xla"]
+nox.options.sessions = [
+    "environments",
+    "lint",
+    "types",
+    "layers",
+    "wheels",
+    "tests",
+    "neighbours",
+    "third_party",
+    "hpu",
+    "xla",
+]
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
 ADAPTERS = ("lightning", "transformers")  # packages for other libraries, which are in the session neighbours
 DEFAULT = "not variant and not neighbours and not (builds and slow) and not (clusters and slow)"
+COMPILED = "dstrat_fsdp.strategy, torch._dynamo"  # by one import; pip would compile everything
 WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
 NEWER_TORCH = "DSTRAT_TEST_NEWER_TORCH"  # a Python with all families and the torch of the other sessions
 SIMULATOR_OF_HPU = "DSTRAT_TEST_HPU_SIMULATOR"  # its folder, for tests that only show it to some of their processes
@@ -113,6 +129,7 @@ WORKFLOW_LINTERS = ("check-jsonschema>=0.33,<1", "zizmor>=1.5,<2")
 OLDEST_TORCH = "torch==2.9.*"  # the floor in the packages' requirements
 DIST = ROOT / ".nox" / "dist"
 HPU = ROOT / "packages" / "hpu"
+SIMULATED: set[Path] = set()  # programs for whose torch this run has compiled the simulator of Gaudi
 XLA = ROOT / "packages" / "xla"
 TORCH_XLA = (  # the torch that it needs, and what of CUDA that loads even on the CPU
     "torch==2.9.0",
@@ -130,7 +147,7 @@ THIRD_PARTY: dict[str, tuple[tuple[str, ...], ...]] = {
     "horovod": (("cloudpickle", "psutil", "pyyaml", "packaging"),),  # Horovod itself is built
 }
 MOVED_TO = ("core", "ddp", "fsdp", "hpu", "ipu")  # in the same environment: strategies that take over checkpoints
-CORE_ON_OLDER_TORCH = ("data", "interfaces", "parallel")  # of the core's tests, those that use most of torch
+CORE_ON_OLDER_TORCH = ("interfaces", "parallel")  # of the core's tests, those that use most of torch
 
 
 def workspace(name: str = "shared", *more: str, constraints: Path | None = CONSTRAINTS) -> Path:
@@ -141,13 +158,57 @@ def workspace(name: str = "shared", *more: str, constraints: Path | None = CONST
     inputs = (*constrained, *(package / "pyproject.toml" for package in PACKAGES))
     beside = ("--no-build-isolation", *(f"--constraint={path.relative_to(ROOT)}" for path in constrained))
     steps = (BUILD_TOOLS, (*beside, *editable, *tools, *more), (*beside, f"--editable={FAIRSCALE.relative_to(ROOT)}"))
-    compiled = "dstrat_fsdp.strategy, torch._dynamo, pytest"
-    return environment(name, *steps, pip=bootstrap() / "pip", inputs=inputs, first_import=compiled)
+    return environment(name, *steps, pip=bootstrap() / "pip", inputs=inputs, first_import=f"{COMPILED}, pytest")
 
 
 def editable_packages() -> list[str]:
     """Return pip's options for all packages but FairScale's, installed editable."""
     return [f"--editable={package.relative_to(ROOT)}" for package in PACKAGES if package != FAIRSCALE]
+
+
+def neighbours_environment() -> Path:
+    """Return the programs of the environment that has what users install beside dstrat."""
+    requirements = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "neighbours")
+    tested = [package for package in PACKAGES if package.name in ("core", "ddp", "deepspeed", "fsdp", *ADAPTERS)]
+    editable = [f"--editable={package.relative_to(ROOT)}" for package in tested]
+    beside = ("--no-build-isolation", "--constraint=constraints.txt", *editable, *requirements)
+    inputs = (CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in tested))
+    compiled = f"{COMPILED}, datasets, hydra, lightning.pytorch, peft, pytest, pytorch_lightning, transformers"
+    return environment("neighbours", BUILD_TOOLS, beside, pip=bootstrap() / "pip", inputs=inputs, first_import=compiled)
+
+
+def third_party_environment() -> Path:
+    """Return the programs of the environment that has the libraries of other strategies, but those that are built."""
+    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "third-party")
+    families = [ROOT / "packages" / name for name in THIRD_PARTY]
+    installed = [*(ROOT / "packages" / name for name in MOVED_TO), *families]
+    editable = [f"--editable={package.relative_to(ROOT)}" for package in installed]
+    return environment(
+        "third-party",
+        (*BUILD_TOOLS, "setuptools<81"),  # the last with pkg_resources, which such libraries import
+        ("--no-build-isolation", "--constraint=constraints.txt", *editable, *tools),
+        *(("--no-build-isolation", *step) for steps in THIRD_PARTY.values() for step in steps),
+        pip=bootstrap() / "pip",
+        inputs=(CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in installed)),
+        first_import=f"{COMPILED}, pytest",
+    )
+
+
+def xla_environment() -> Path:
+    """Return the programs of the environment that has torch_xla, and the older torch that it needs."""
+    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
+    inputs = tuple(package / "pyproject.toml" for package in PACKAGES)
+    editable = editable_packages()
+    return environment(
+        "xla",
+        ("--no-deps", *TORCH_XLA),
+        BUILD_TOOLS,
+        ("--no-build-isolation", *editable, *tools, *TORCH_XLA[:2]),
+        pip=bootstrap() / "pip",
+        inputs=inputs,
+        first_import="torch_xla, torch._dynamo, pytest",
+        after_first=XLA / "tests" / "torch_without_cuda.py",
+    )
 
 
 def run(session: nox.Session, programs: Path, program: str, *arguments: str, **env: str) -> None:
@@ -156,6 +217,17 @@ def run(session: nox.Session, programs: Path, program: str, *arguments: str, **e
     # Modules from elsewhere would hide what is installed; without compiled files each import takes far longer.
     unset = dict.fromkeys(["PYTHONPATH", "PYTHONDONTWRITEBYTECODE"])
     session.run(str(programs / program), *arguments, env={**unset, "PATH": path, **env})
+
+
+@nox.session
+def environments(session: nox.Session) -> None:
+    """Make the environment that most sessions use, and begin with the others beside it and the next sessions.
+
+    pip and the checks use one core each.  A session waits for its environment, and makes it where this has failed.
+    """
+    others = (neighbours_environment, third_party_environment, xla_environment)
+    threading.Thread(target=lambda: [make() for make in others], daemon=True).start()
+    session.log(f"made {workspace().parent.relative_to(ROOT)}")
 
 
 @nox.session
@@ -225,19 +297,7 @@ def xla(session: nox.Session) -> None:
 
     ``-- all`` runs the tests of core, ddp and fsdp as well (half an hour); other arguments go to pytest.
     """
-    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
-    inputs = tuple(package / "pyproject.toml" for package in PACKAGES)
-    editable = editable_packages()
-    programs = environment(
-        "xla",
-        ("--no-deps", *TORCH_XLA),
-        BUILD_TOOLS,
-        ("--no-build-isolation", *editable, *tools, *TORCH_XLA[:2]),
-        pip=bootstrap() / "pip",
-        inputs=inputs,
-        first_import="torch_xla, torch._dynamo, pytest",
-        after_first=XLA / "tests" / "torch_without_cuda.py",
-    )
+    programs = xla_environment()
     run_all = session.posargs == ["all"]
     core = [ROOT / "packages" / "core" / "tests" / name for name in CORE_ON_OLDER_TORCH]
     others = [ROOT / "packages" / name / "tests" for name in ("core", "ddp", "fsdp")] if run_all else core
@@ -248,9 +308,9 @@ def xla(session: nox.Session) -> None:
     if session.posargs and not run_all:
         run(session, programs, "pytest", *marked, *session.posargs, **environ)
         return
-    run(session, programs, "pytest", *marked, *workers(), str(XLA / "tests"), **environ)
+    run(session, programs, "pytest", *marked, *workers(more=1), str(XLA / "tests"), **environ)
     # In processes of their own: after a backward pass on the CPU, torch knows no gradients of XLA's devices.
-    run(session, programs, "pytest", *marked, *workers(), *map(str, others), **environ)
+    run(session, programs, "pytest", *marked, *workers(more=2 if run_all else 0), *map(str, others), **environ)
 
 
 @nox.session
@@ -263,32 +323,34 @@ def hpu(session: nox.Session) -> None:
     programs = workspace()
     environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": simulator_of_hpu(session, programs)}
     marked = ("-m", f"{DEFAULT} and not wheels")
-    run(session, programs, "pytest", *marked, *(session.posargs or [*workers(), str(HPU / "tests")]), **environ)
+    run(session, programs, "pytest", *marked, *(session.posargs or [*workers(more=1), str(HPU / "tests")]), **environ)
 
 
 def simulator_of_hpu(session: nox.Session, programs: Path) -> str:
     """Return the folder with the simulator of Gaudi, compiled for the torch of these programs."""
     folder = ROOT / ".nox" / "hpu-simulator"
-    shutil.rmtree(folder, ignore_errors=True)
-    install = ("--python", str(programs / "python"), "install", "--quiet", "--no-build-isolation", "--no-deps")
-    run(session, bootstrap(), "pip", *install, "--target", str(folder), str(HPU / "tests" / "simulator"))
-    run(session, programs, "python", str(folder / "habana_frameworks" / "torch" / "_extension.py"))
+    if not SIMULATED:
+        shutil.rmtree(folder, ignore_errors=True)
+        install = ("--python", str(programs / "python"), "install", "--quiet", "--no-build-isolation", "--no-deps")
+        run(session, bootstrap(), "pip", *install, "--target", str(folder), str(HPU / "tests" / "simulator"))
+    if programs not in SIMULATED:
+        run(session, programs, "python", str(folder / "habana_frameworks" / "torch" / "_extension.py"))
+        SIMULATED.add(programs)
     return str(folder)
 
 
 @nox.session
 def neighbours(session: nox.Session) -> None:
     """Train beside packages that users have installed too, in an environment that has them: hydra, lightning ..."""
-    requirements = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "neighbours")
-    tested = [package for package in PACKAGES if package.name in ("core", "ddp", "deepspeed", "fsdp", *ADAPTERS)]
-    editable = [f"--editable={package.relative_to(ROOT)}" for package in tested]
-    beside = ("--no-build-isolation", "--constraint=constraints.txt", *editable, *requirements)
-    inputs = (CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in tested))
-    programs = environment("neighbours", BUILD_TOOLS, beside, pip=bootstrap() / "pip", inputs=inputs)
+    programs = neighbours_environment()
     tests_of_adapters = [str(ROOT / "packages" / name / "tests") for name in ADAPTERS]
-    arguments = session.posargs or [*workers("loadgroup"), str(ROOT / "tests" / "neighbours"), *tests_of_adapters]
-    plugin = ("-p", "tests.neighbours.plain_environment")
-    run(session, programs, "python", "-m", "pytest", "--noconftest", *plugin, *arguments, OMP_NUM_THREADS="1")
+    arguments = session.posargs or [
+        *workers("loadgroup", more=1),
+        str(ROOT / "tests" / "neighbours"),
+        *tests_of_adapters,
+    ]
+    options = ("--noconftest", "-p", "tests.neighbours.plain_environment", "-m", "not variant")
+    run(session, programs, "python", "-m", "pytest", *options, *arguments, OMP_NUM_THREADS="1")
 
 
 @nox.session
@@ -299,23 +361,13 @@ def third_party(session: nox.Session) -> None:
     kept in ``~/.cache/dstrat``, or the folder that ``DSTRAT_TEST_EXTENSIONS`` names.  Where that is impossible, the
     tests are skipped with the reason.
     """
-    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "third-party")
     families = [ROOT / "packages" / name for name in THIRD_PARTY]
-    installed = [*(ROOT / "packages" / name for name in MOVED_TO), *families]
-    editable = [f"--editable={package.relative_to(ROOT)}" for package in installed]
-    programs = environment(
-        "third-party",
-        (*BUILD_TOOLS, "setuptools<81"),  # the last with pkg_resources, which such libraries import
-        ("--no-build-isolation", "--constraint=constraints.txt", *editable, *tools),
-        *(("--no-build-isolation", *step) for steps in THIRD_PARTY.values() for step in steps),
-        pip=bootstrap() / "pip",
-        inputs=(CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in installed)),
-    )
+    programs = third_party_environment()
     for program in (package / "tests" / "build_library.py" for package in families):
         if program.exists():
             run(session, programs, "python", str(program))
     marked = ("-m", f"{DEFAULT} and not wheels")
-    arguments = session.posargs or [*workers(), *(str(package / "tests") for package in families)]
+    arguments = session.posargs or [*workers(more=1), *(str(package / "tests") for package in families)]
     environ = {"OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":  # for which it is written
         environ |= {SIMULATOR_OF_HPU: simulator_of_hpu(session, programs), "PT_HPU_LAZY_MODE": "1"}
@@ -376,10 +428,13 @@ def clusters(session: nox.Session) -> None:
     run(session, workspace(), "pytest", "-m", "clusters", *arguments, OMP_NUM_THREADS="1")
 
 
-def workers(distribution: str = "worksteal") -> list[str]:
-    """Return pytest's options for running everything: two processes more than cores, as many tests wait for others."""
+def workers(distribution: str = "worksteal", more: int = 2) -> list[str]:
+    """Return pytest's options for running everything: more processes than cores, as many tests wait for others.
+
+    Each has a fork server, and collects all tests: ten seconds of a core, which is much for a session of a minute.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [f"--numprocesses={cores + 2}", f"--dist={distribution}"]
+    return [f"--numprocesses={cores + more}", f"--dist={distribution}"]
 
 
 @nox.session
@@ -390,6 +445,8 @@ def wheels(session: nox.Session) -> None:
     # Nothing is borrowed from the other environment; torch comes out of pip's cache.
     built = map(str, sorted(DIST.glob("*.whl")))
     make_environment(fresh, ("--constraint=constraints.txt", PIP, *built), pip=bootstrap() / "pip")
+    # Once, rather than in each of the processes that tests start side by side.
+    run(session, fresh / "bin", "python", "-c", f"import {COMPILED}")
     os.environ[WHEELS] = str(fresh)
 
 

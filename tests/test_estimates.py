@@ -15,7 +15,7 @@ from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve.selection import select_offer
 
-WIDTH, BLOCKS, BATCH = 1024, 14, 512
+WIDTH, BLOCKS, BATCH = 1024, 14, 256
 MMAP_THRESHOLD = -3  # of mallopt
 MIB = 2**20
 
@@ -98,7 +98,7 @@ def estimated(alias, world_size):
     [
         ("ddp", 2),
         ("fsdp", 2),
-        ("model_parallel", 2),
+        pytest.param("model_parallel", 2, marks=pytest.mark.variant),
         pytest.param("single_device", 1, marks=pytest.mark.variant),
         pytest.param("deepspeed_stage_0", 2, marks=pytest.mark.variant),
         pytest.param("deepspeed_stage_2", 2, marks=pytest.mark.variant),
@@ -108,5 +108,6 @@ def estimated(alias, world_size):
 )
 def test_the_estimate_is_within_a_tenth_of_what_a_rank_has(alias, world_size):
     peak = max(in_ranks(largest_in_training, world_size, alias=alias))
-    print(f"{alias}: estimated {estimated(alias, world_size) / MIB:.0f} MiB, measured {peak / MIB:.0f} MiB")
-    assert estimated(alias, world_size) == pytest.approx(peak, rel=0.1)
+    estimate = estimated(alias, world_size)
+    print(f"{alias}: estimated {estimate / MIB:.0f} MiB, measured {peak / MIB:.0f} MiB")
+    assert estimate == pytest.approx(peak, rel=0.1)

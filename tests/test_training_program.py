@@ -96,23 +96,27 @@ def wait_for(path: Path) -> None:
 
 
 DSTRAT = ("-m", "dstrat", "fit", "--config=run.yaml")
+INSTALLED = (str(Path(sys.executable).with_name("dstrat")), *DSTRAT[2:])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
-def test_the_command_trains_on_two_ranks_and_saves_one_configuration(folder: Path, strategy: str) -> None:
-    finish(start(folder, *DSTRAT, f"--trainer.strategy={strategy}", "--model.width=3"))
+@pytest.mark.parametrize(
+    ("command", "strategy"),
+    [
+        (INSTALLED, "ddp"),
+        pytest.param(DSTRAT, "ddp", marks=pytest.mark.variant),
+        pytest.param(DSTRAT, "ddp_spawn", marks=pytest.mark.variant),
+    ],
+    ids=["installed-ddp", "module-ddp", "module-ddp_spawn"],
+)
+def test_the_command_trains_on_two_ranks_and_saves_one_configuration(
+    folder: Path, command: tuple[str, ...], strategy: str
+) -> None:
+    finish(start(folder, *command, f"--trainer.strategy={strategy}", "--model.width=3"))
     assert seen(folder) == {"rank-0": "2 0.25 3", "rank-1": "2 0.25 3"}
     (saved,) = folder.rglob("config.yaml")
     assert saved.parent.name == "version_0"
     assert f"strategy: {strategy}" in saved.read_text()
-
-
-@pytest.mark.slow
-def test_the_installed_command_and_the_users_script_run_again_in_each_rank(folder: Path) -> None:
-    installed = str(Path(sys.executable).with_name("dstrat"))
-    finish(start(folder, installed, *DSTRAT[2:], "--trainer.strategy=ddp"))
-    assert seen(folder) == {"rank-0": "2 0.25 2", "rank-1": "2 0.25 2"}
 
 
 def test_ranks_use_the_configuration_that_the_program_has_read(folder: Path) -> None:
@@ -131,6 +135,7 @@ def test_ranks_use_the_configuration_that_the_program_has_read(folder: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.variant
 def test_torchrun_runs_the_script_in_each_rank(folder: Path) -> None:
     (folder / "run.yaml").write_text(OF_CLASSES)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")

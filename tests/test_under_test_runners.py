@@ -71,7 +71,13 @@ RUNNERS = {
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("command", "strategies", "runner"), RUNNERS.values(), ids=RUNNERS)
+@pytest.mark.parametrize(
+    ("command", "strategies", "runner"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.variant] if name == "python -m pytest" else [])
+        for name, case in RUNNERS.items()
+    ],
+)
 def test_ranks_are_forked_where_running_the_script_again_would_run_all_tests(
     command: list[str], strategies: tuple[str, ...], runner: str, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def test_transformers_and_adapters_train_in_a_terminal_with_dill_and_datasets(la
 
 @LANGUAGE_MODELS
 @pytest.mark.timeout(2 * MINUTES)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.variant), "fsdp"])
 def test_two_processes_train_transformers_and_adapters_as_one_does(
     strategy: str, language_model: Any, tmp_path: Path
 ) -> None:
@@ -93,6 +93,7 @@ def test_all_processes_of_a_hydra_program_use_the_folder_of_its_job(tmp_path: Pa
 
 
 @pytest.mark.timeout(MINUTES)
+@pytest.mark.variant  # of the sweep of the guide
 def test_a_sweep_of_hydra_trains_each_job_once_in_one_folder(tmp_path: Path) -> None:
     jobs = run_hydra(tmp_path, "--multirun", "optimizer.lr=0.5,0.25")
     assert len({job.parent for job in jobs}) == 1

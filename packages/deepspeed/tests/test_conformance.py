@@ -22,7 +22,15 @@ class TestDeepSpeed(StrategySuite):
     """Stage 2."""
 
     alias = "deepspeed"
+    world_sizes = (1, 2)
     expected_failures: ClassVar = EXPECTED | {"test_optimizers_are_of_the_parameters_that_train": FLAT}
+
+
+class TestDeepSpeedOnFourRanks(StrategySuite):
+    alias = "deepspeed"
+    world_sizes = (2, 4)
+    expected_failures: ClassVar = EXPECTED | {"test_optimizers_are_of_the_parameters_that_train": FLAT}
+    pytestmark = pytest.mark.variant
 
 
 class TestDeepSpeedStage3(StrategySuite):

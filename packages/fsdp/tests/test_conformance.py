@@ -15,6 +15,13 @@ class TestPlugin(PluginSuite):
 
 class TestFSDP(StrategySuite):
     alias = "fsdp"
+    world_sizes = (1, 2)
+
+
+class TestFSDPOnFourRanks(StrategySuite):
+    alias = "fsdp"
+    world_sizes = (2, 4)
+    pytestmark = pytest.mark.variant
 
 
 class TestFSDPOffloaded(StrategySuite):

@@ -88,14 +88,14 @@ def test_rank_that_waits_for_the_work_of_another_without_a_collective_is_no_hang
             time.sleep(0.1)
 
     def prepare_data():
-        compute(4)
+        compute(2)
         flag.touch()
 
     fit([Misbehaves("setup", 0, prepare_data), Misbehaves("setup", 1, wait_for_flag)], hang_seconds=0.5)
 
 
 def test_rank_that_works_for_long_is_no_hang(fit):
-    fit(Misbehaves("on_train_epoch_end", 0, lambda: compute(4)), hang_seconds=1.0)
+    fit(Misbehaves("on_train_epoch_end", 0, lambda: compute(2)), hang_seconds=0.5)
 
 
 def test_limits_follow_the_timeout_that_is_given():
