@@ -343,12 +343,8 @@ def simulator_of_hpu(session: nox.Session, programs: Path) -> str:
 def neighbours(session: nox.Session) -> None:
     """Train beside packages that users have installed too, in an environment that has them: hydra, lightning ..."""
     programs = neighbours_environment()
-    tests_of_adapters = [str(ROOT / "packages" / name / "tests") for name in ADAPTERS]
-    arguments = session.posargs or [
-        *workers("loadgroup", more=1),
-        str(ROOT / "tests" / "neighbours"),
-        *tests_of_adapters,
-    ]
+    folders = [ROOT / "tests" / "neighbours", *(ROOT / "packages" / name / "tests" for name in ADAPTERS)]
+    arguments = session.posargs or [*workers("loadgroup", more=1), *map(str, folders)]
     options = ("--noconftest", "-p", "tests.neighbours.plain_environment", "-m", "not variant")
     run(session, programs, "python", "-m", "pytest", *options, *arguments, OMP_NUM_THREADS="1")
 

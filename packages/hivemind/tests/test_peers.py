@@ -101,6 +101,7 @@ def check_losses(start, peers):
 
 
 @on_linux
+@pytest.mark.variant  # of the training of three
 def test_two_peers_train_together_and_one_peer_gives_the_same_loss(start, tmp_path):
     first = start()
     second = start("--seed", 1, "--peers", first.addresses())
