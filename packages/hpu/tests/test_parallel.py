@@ -63,7 +63,7 @@ def expected():
     return losses_of_one_device(BlockNet)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.variant)])
 def test_losses_are_those_of_one_device(expected, world_size):
     strategies = ("HPUParallelStrategy", "HPUFSDPStrategy")
     cases = {
@@ -285,7 +285,7 @@ def on_hpus(cluster, folder, start=None):
     ]
 
 
-@pytest.mark.parametrize("family", ["ipu", pytest.param("hivemind", marks=NEEDS_HIVEMIND)])
+@pytest.mark.parametrize("family", ["ipu", pytest.param("hivemind", marks=[NEEDS_HIVEMIND, pytest.mark.variant])])
 def test_checkpoints_move_to_and_from_strategies_of_one_process(tmp_path, family):
     of_family = str(tmp_path / "of-family")
     of_hpus = in_ranks(on_hpus, folder=str(tmp_path))
