@@ -15,7 +15,7 @@ from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve.selection import select_offer
 
-WIDTH, BLOCKS, BATCH = 1024, 14, 256
+WIDTH, BLOCKS, BATCH = 1024, 7, 512
 MMAP_THRESHOLD = -3  # of mallopt
 MIB = 2**20
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reas
 
 
 class Wide(nn.Module):
-    """Sixty million parameters in equal blocks."""
+    """Thirty million parameters in equal blocks."""
 
     def __init__(self):
         super().__init__()
