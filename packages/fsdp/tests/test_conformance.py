@@ -37,12 +37,22 @@ def split_first_layer(module):
 
 
 class TestModelParallel(StrategySuite):
-    """Two ranks share each batch and a layer; of four, two pairs share the data."""
+    """Two ranks share each batch and a layer."""
+
+    alias = "model_parallel"
+    options: ClassVar = {"tensor_parallel_size": 2}
+    configure_model = staticmethod(split_first_layer)
+    world_sizes = (2,)
+
+
+class TestModelParallelOnFourRanks(StrategySuite):
+    """Two pairs of ranks share the data, which test_model_parallel.py shows too."""
 
     alias = "model_parallel"
     options: ClassVar = {"tensor_parallel_size": 2}
     configure_model = staticmethod(split_first_layer)
     world_sizes = (2, 4)
+    pytestmark = pytest.mark.variant
 
 
 class TestModelParallelWithoutSplitLayers(StrategySuite):
