@@ -17,8 +17,15 @@ class TestHorovod(StrategySuite):
 
 
 class TestHorovodOnFourRanks(StrategySuite):
+    """Each gradient is reduced alone: with more than two ranks a run is not repeatable otherwise.
+
+    The order in which Horovod adds the values of ranks depends on where a gradient is among those that are sent
+    together, and which those are depends on time.
+    """
+
     alias = "horovod"
     world_sizes = (2, 4)
+    environ: ClassVar = {"HOROVOD_FUSION_THRESHOLD": "0"}
     pytestmark = pytest.mark.variant
 
 
@@ -36,6 +43,9 @@ class TestHorovodAdasum(StrategySuite):
     options: ClassVar = {"op": "Adasum"}
     world_sizes = (2,)
     gives_losses_of_one_device = False
+    expected_failures: ClassVar = {
+        "test_it_trains_in_each_precision_that_it_declares[16-true]": "updates are rounded to float16",
+    }
     pytestmark = pytest.mark.variant
 
 

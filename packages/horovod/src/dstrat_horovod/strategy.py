@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from dstrat.errors import ConflictError, MisuseError, PeerError
+from dstrat.interfaces.state_dict import load_named_state, named_state
 from dstrat.launch.rank import this_rank
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT, join_job, leave_job
 from dstrat.parallel.strategy import ParallelStrategy
@@ -17,7 +18,7 @@ from dstrat_horovod.communication import Communication
 from dstrat_horovod.gradients import AdasumUpdates, GradientReduction, ReductionOptions, operation_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     import torch
@@ -222,6 +223,19 @@ class HorovodStrategy(ParallelStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         step = super().optimizer_step
         return self._adasum.step(lambda: step(optimizer, closure, model, **kwargs))
+
+    def rank_state(self) -> dict[str, Any]:
+        if self._adasum is None:
+            return super().rank_state()
+        # Each rank steps the optimizer with its own gradients, so that its state is another in each.
+        states = [named_state(optimizer, self.module) for optimizer in self.optimizers]
+        return {**super().rank_state(), "optimizers": states}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        super().load_rank_state(state)
+        if self._adasum is not None and "optimizers" in state:  # another operation may have saved it
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                load_named_state(optimizer, self.module, saved)
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         # Each rank has statistics of its own data in buffers, such as those of batch norm; a checkpoint has rank 0's.
