@@ -226,7 +226,7 @@ def environments(session: nox.Session) -> None:
     pip and the checks use one core each.  A session waits for its environment, and makes it where this has failed.
     """
     others = (neighbours_environment, third_party_environment, xla_environment)
-    threading.Thread(target=lambda: [make() for make in others], daemon=True).start()
+    threading.Thread(target=lambda: [make() for make in others]).start()
     session.log(f"made {workspace().parent.relative_to(ROOT)}")
 
 

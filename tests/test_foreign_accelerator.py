@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.warm_program import WarmProgram
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -259,14 +257,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(site: Path, expression: str) -> dict:
     """Run the program in an environment that has the distribution; return what the expression is worth."""
-    script = site / "program.py"
+    script = site / "program.py"  # whose folder is the first that Python looks for distributions in
     script.write_text(PROGRAM.replace("EXPRESSION", expression))
-    environ = {**os.environ, "PYTHONPATH": str(site), "DSTRAT_DISABLE_PLUGINS": ""}
-    done = subprocess.run(
-        [sys.executable, script], env=environ, cwd=site, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(WarmProgram(script).run(timeout=300).splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
