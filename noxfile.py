@@ -225,9 +225,16 @@ def environments(session: nox.Session) -> None:
 
     pip and the checks use one core each.  A session waits for its environment, and makes it where this has failed.
     """
-    others = (neighbours_environment, third_party_environment, xla_environment)
+    others = (neighbours_environment, compile_tests, third_party_environment, xla_environment)
     threading.Thread(target=lambda: [make() for make in others]).start()
     session.log(f"made {workspace().parent.relative_to(ROOT)}")
+
+
+def compile_tests() -> None:
+    """Collect all tests once, which compiles them for the processes of pytest that do so side by side."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    collect = [workspace() / "pytest", "--collect-only", "--quiet"]
+    subprocess.run(collect, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, check=False)
 
 
 @nox.session
