@@ -7,12 +7,14 @@ it, with the same arguments. ``nox`` does the same where it is installed. All en
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 if sys.version_info < (3, 10):  # noqa: UP036 - the file is what an older Python is given first
@@ -313,7 +315,7 @@ def xla(session: nox.Session) -> None:
     environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiling takes longer than running what the tests do
     marked = ("-m", f"{DEFAULT} and not wheels")
     if session.posargs and not run_all:
-        run(session, programs, "pytest", *marked, *session.posargs, **environ)
+        run(session, programs, "pytest", *marked, *pytest_arguments(session, XLA / "tests", by_default=()), **environ)
         return
     run(session, programs, "pytest", *marked, *workers(more=1), str(XLA / "tests"), **environ)
     # In processes of their own: after a backward pass on the CPU, torch knows no gradients of XLA's devices.
@@ -330,7 +332,8 @@ def hpu(session: nox.Session) -> None:
     programs = workspace()
     environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": simulator_of_hpu(session, programs)}
     marked = ("-m", f"{DEFAULT} and not wheels")
-    run(session, programs, "pytest", *marked, *(session.posargs or [*workers(more=1), str(HPU / "tests")]), **environ)
+    arguments = pytest_arguments(session, HPU / "tests", by_default=workers(more=1))
+    run(session, programs, "pytest", *marked, *arguments, **environ)
 
 
 def simulator_of_hpu(session: nox.Session, programs: Path) -> str:
@@ -351,7 +354,7 @@ def neighbours(session: nox.Session) -> None:
     """Train beside packages that users have installed too, in an environment that has them: hydra, lightning ..."""
     programs = neighbours_environment()
     folders = [ROOT / "tests" / "neighbours", *(ROOT / "packages" / name / "tests" for name in ADAPTERS)]
-    arguments = session.posargs or [*workers("loadgroup", more=1), *map(str, folders)]
+    arguments = pytest_arguments(session, *folders, by_default=workers("loadgroup", more=1))
     options = ("--noconftest", "-p", "tests.neighbours.plain_environment", "-m", "not variant")
     run(session, programs, "python", "-m", "pytest", *options, *arguments, OMP_NUM_THREADS="1")
 
@@ -370,7 +373,8 @@ def third_party(session: nox.Session) -> None:
         if program.exists():
             run(session, programs, "python", str(program))
     marked = ("-m", f"{DEFAULT} and not wheels")
-    arguments = session.posargs or [*workers(more=1), *(str(package / "tests") for package in families)]
+    folders = [package / "tests" for package in families]
+    arguments = pytest_arguments(session, *folders, by_default=workers(more=1))
     environ = {"OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":  # for which it is written
         environ |= {SIMULATOR_OF_HPU: simulator_of_hpu(session, programs), "PT_HPU_LAZY_MODE": "1"}
@@ -418,7 +422,7 @@ def builds(session: nox.Session) -> None:
     """
     tests_of_deepspeed = ROOT / "packages" / "deepspeed" / "tests"
     run(session, workspace(), "python", str(tests_of_deepspeed / "compiled.py"))
-    run(session, workspace(), "pytest", "-m", "builds", *(session.posargs or [str(tests_of_deepspeed)]))
+    run(session, workspace(), "pytest", "-m", "builds", *pytest_arguments(session, tests_of_deepspeed, by_default=()))
 
 
 @nox.session
@@ -427,8 +431,17 @@ def clusters(session: nox.Session) -> None:
 
     What is not installed is skipped, with the command that installs it.  Other arguments go to pytest.
     """
-    arguments = session.posargs or [str(ROOT / "tests" / "clusters")]
+    arguments = pytest_arguments(session, ROOT / "tests" / "clusters", by_default=())
     run(session, workspace(), "pytest", "-m", "clusters", *arguments, OMP_NUM_THREADS="1")
+
+
+def pytest_arguments(session: nox.Session, *tests: Path, by_default: Sequence[str]) -> list[str]:
+    """Return the arguments after --, or the default ones, for a session whose environment serves these tests only.
+
+    Where they name no path (``-- --collect-only``, ``-- -k resume``), pytest takes the tests of the session.
+    """
+    testpaths = shlex.join(str(path.relative_to(ROOT)) for path in tests)
+    return [f"--override-ini=testpaths={testpaths}", *(session.posargs or by_default)]
 
 
 def workers(distribution: str = "worksteal", more: int = 2) -> list[str]:
