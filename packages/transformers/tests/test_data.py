@@ -75,7 +75,7 @@ def test_a_stream_is_resumed_bit_for_bit(tmp_path, stateful):
     )  # fmt: skip
     for step in (4, 8):
         rest = small.train(
-            tmp_path / f"rest-{step}", "ddp_fork", 2, data=data(), ckpt_path=tmp_path / f"{step}.ckpt",
+            tmp_path / f"rest-{step}", "ddp_fork", 2, data=data(), ckpt_path=tmp_path / f"step={step}.ckpt",
             trainer_options={**options, "enable_checkpointing": False}, num_training_steps=16,
         )  # fmt: skip
         assert rest["losses"] == full["losses"][step:]

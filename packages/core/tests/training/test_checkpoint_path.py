@@ -65,7 +65,7 @@ def test_auto_does_not_start_anew_where_the_disk_fails(fit, tmp_path, monkeypatc
     fit(1, ModelCheckpoint(tmp_path, "{epoch}"))
 
     def refuse(function):
-        refused = tmp_path / "0.ckpt" / "manifest.json" if what == "manifest" else tmp_path / "0.ckpt"
+        refused = tmp_path / "epoch=0.ckpt" / "manifest.json" if what == "manifest" else tmp_path / "epoch=0.ckpt"
 
         def call(path, *args, **kwargs):
             if str(path) == str(refused):
@@ -83,8 +83,8 @@ def test_auto_does_not_start_anew_where_the_disk_fails(fit, tmp_path, monkeypatc
 def test_auto_takes_no_checkpoint_that_is_incomplete(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     fit(2, callback)
-    (tmp_path / "1.ckpt" / "tensors.json").unlink()
-    shutil.copytree(tmp_path / "1.ckpt", tmp_path / ".dstrat-0123.tmp")
+    (tmp_path / "epoch=1.ckpt" / "tensors.json").unlink()
+    shutil.copytree(tmp_path / "epoch=1.ckpt", tmp_path / ".dstrat-0123.tmp")
     seen = []
 
     class See(Callback):
@@ -110,7 +110,7 @@ def test_best_and_last_are_those_of_the_callback(fit, make_line, loader, tmp_pat
 
     trainer = fit(3, callback(), plugins=[io()])
     best, last = trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback.last_model_path
-    assert best.endswith("0.ckpt")  # as the loss falls
+    assert best.endswith("epoch=0.ckpt")  # as the loss falls
     results = {path: trainer.validate(make_line(), loader(), ckpt_path=path) for path in ("last", "best", last, best)}
     assert results["best"] == results[best] != results["last"] == results[last]
     assert trainer.checkpoint_callback.last_model_path == last  # also after an older one was evaluated
@@ -151,7 +151,7 @@ def test_the_best_checkpoint_is_that_of_the_first_of_several_callbacks(fit, load
     for ckpt_path in (None, "best"):
         caplog.clear()
         trainer.test(dataloaders=loader(), ckpt_path=ckpt_path)
-        assert trainer.ckpt_path == str(tmp_path / "max" / "0.ckpt")
+        assert trainer.ckpt_path == str(tmp_path / "max" / "epoch=0.ckpt")
         assert "of the first of 2 ModelCheckpoint callbacks" in caplog.text
 
 
@@ -175,7 +175,7 @@ def test_the_log_says_which_checkpoint_best_and_last_are(fit, make_line, loader,
     trainer = fit(1, ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss"))
     trainer.predict(make_line(), loader(), ckpt_path="best")
     fit(2, ModelCheckpoint(tmp_path, "{epoch}"), ckpt_path="last")
-    path = tmp_path / "0.ckpt"
+    path = tmp_path / "epoch=0.ckpt"
     assert f"ckpt_path='best': predict uses the weights of {path} (val_loss = " in caplog.text
     assert f"ckpt_path='last': training goes on from {path}" in caplog.text
 
@@ -215,7 +215,7 @@ class MyDevice(SingleDeviceStrategy):
 )
 def test_a_checkpoint_names_the_strategy_by_its_alias(fit, tmp_path, asked, alias):
     fit(1, ModelCheckpoint(tmp_path, "{epoch}"), strategy=asked if asked == "auto" else asked(), devices=1)
-    assert read_manifest(tmp_path / "0.ckpt").strategy == alias
+    assert read_manifest(tmp_path / "epoch=0.ckpt").strategy == alias
 
 
 class Own(CheckpointIO):
@@ -237,7 +237,7 @@ def test_a_tilde_is_the_home_folder_in_every_path(
     monkeypatch.setenv("HOME", str(home))
     trainer = fit(1, ModelCheckpoint("~/kept", "{epoch}"), default_root_dir="~/root", logger=CSVLogger("~/logs"))
     trainer.save_checkpoint("~/end")
-    assert fit(2, None, ckpt_path="~/kept/0.ckpt", default_root_dir=Path("~/root")).global_step == 12
+    assert fit(2, None, ckpt_path="~/kept/epoch=0.ckpt", default_root_dir=Path("~/root")).global_step == 12
     line_class.load_from_checkpoint("~/end")
     writer = TorchPredictionWriter("~/predictions")
     quiet_trainer(callbacks=writer, profiler=SimpleProfiler("~/profiles", "times")).predict(
@@ -271,11 +271,11 @@ def set_back(path, hours=1):
 def test_the_newest_is_that_of_the_latest_step_though_the_clock_was_set_back(fit, tmp_path, io, asked, has_pointer):
     fit(3, ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), plugins=io())
     for hours, epoch in enumerate((1, 2), 1):
-        set_back(tmp_path / f"{epoch}.ckpt", hours)
+        set_back(tmp_path / f"epoch={epoch}.ckpt", hours)
     if not has_pointer:
         (tmp_path / "last").unlink(missing_ok=True)
     trainer = fit(3, ModelCheckpoint(tmp_path, "{epoch}"), plugins=io(), **asked)  # which has nothing left to do
-    assert trainer.ckpt_path == str(tmp_path / "2.ckpt")
+    assert trainer.ckpt_path == str(tmp_path / "epoch=2.ckpt")
 
 
 def test_the_newest_of_several_folders_is_that_of_the_latest_step(fit, tmp_path):
@@ -289,11 +289,11 @@ def test_the_newest_of_several_folders_is_that_of_the_latest_step(fit, tmp_path)
 def test_of_two_runs_in_a_folder_the_pointer_knows_which_was_the_last(fit, tmp_path):
     fit(3, ModelCheckpoint(tmp_path, "first-{epoch}"))
     fit(1, ModelCheckpoint(tmp_path, "second-{epoch}"))
-    set_back(tmp_path / "second-0.ckpt", -1)
-    assert fit(2, ModelCheckpoint(tmp_path), resume="auto").ckpt_path == str(tmp_path / "second-0.ckpt")
+    set_back(tmp_path / "second-epoch=0.ckpt", -1)
+    assert fit(2, ModelCheckpoint(tmp_path), resume="auto").ckpt_path == str(tmp_path / "second-epoch=0.ckpt")
 
 
 def test_a_checkpoint_that_a_crash_came_after_is_newer_than_what_the_pointer_names(fit, tmp_path):
     fit(2, ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1))
-    (tmp_path / "last").write_text("0.ckpt\n")
-    assert fit(2, ModelCheckpoint(tmp_path), ckpt_path="last").ckpt_path == str(tmp_path / "1.ckpt")
+    (tmp_path / "last").write_text("epoch=0.ckpt\n")
+    assert fit(2, ModelCheckpoint(tmp_path), ckpt_path="last").ckpt_path == str(tmp_path / "epoch=1.ckpt")

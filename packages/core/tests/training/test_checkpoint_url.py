@@ -47,14 +47,14 @@ def test_the_best_are_kept_and_training_goes_on_from_them(fit, url, line_class, 
 
     first = callback()
     fit(4, first, plugins=[io()])
-    assert [name for name in names(url) if name != "last"] == ["2.ckpt", "3.ckpt"]
-    assert first.best_model_path == f"{url}/3.ckpt"
-    assert fit(5, callback(), ckpt_path=f"{url}/3.ckpt", plugins=[io()]).global_step == 30
+    assert [name for name in names(url) if name != "last"] == ["epoch=2.ckpt", "epoch=3.ckpt"]
+    assert first.best_model_path == f"{url}/epoch=3.ckpt"
+    assert fit(5, callback(), ckpt_path=f"{url}/epoch=3.ckpt", plugins=[io()]).global_step == 30
     assert fit(6, callback(), ckpt_path="last", plugins=[io()]).global_step == 36
     assert fit(7, callback(), ckpt_path="best", plugins=[io()]).global_step == 42
     assert fit(8, callback(), resume="auto", plugins=[io()]).global_step == 48
-    assert [name for name in names(url) if name != "last"] == ["6.ckpt", "7.ckpt"]
-    line_class.load_from_checkpoint(f"{url}/7.ckpt")
+    assert [name for name in names(url) if name != "last"] == ["epoch=6.ckpt", "epoch=7.ckpt"]
+    line_class.load_from_checkpoint(f"{url}/epoch=7.ckpt")
 
 
 def test_training_starts_anew_where_the_store_has_nothing(fit, url):
@@ -74,7 +74,7 @@ def test_training_does_not_start_anew_where_the_store_refuses_to_be_read(fit, ur
 
 def test_a_folder_of_somebody_elses_is_not_taken_for_one_whose_store_fails(fit, url, monkeypatch):
     fit(1, ModelCheckpoint(url, "{epoch}"))
-    found = as_path(url) / "0.ckpt"
+    found = as_path(url) / "epoch=0.ckpt"
     assert written_ns(found) == read_manifest(found).created_ns
     (found / "manifest.json").unlink()
     with pytest.raises(OSError, match=r"0\.ckpt"):
@@ -99,10 +99,10 @@ def test_the_root_of_a_run_may_be_in_a_store(fit, url, tmp_path, monkeypatch):
 
 def test_what_was_cut_short_is_not_gone_on_from_and_its_name_is_not_taken(fit, url):
     fit(2, ModelCheckpoint(url, "{epoch}", save_top_k=-1))
-    (as_path(url) / "1.ckpt" / "manifest.json").unlink()
+    (as_path(url) / "epoch=1.ckpt" / "manifest.json").unlink()
     trainer = fit(2, ModelCheckpoint(url, "{epoch}", save_top_k=-1), resume="auto")
     assert trainer.global_step == 12
-    assert names(url) == ["0.ckpt", "1-v1.ckpt", "1.ckpt", "last"]
+    assert names(url) == ["epoch=0.ckpt", "epoch=1-v1.ckpt", "epoch=1.ckpt", "last"]
 
 
 def test_an_exception_leaves_a_checkpoint_there(fit, url, line_class, loader, quiet_trainer):
@@ -122,5 +122,5 @@ def test_an_exception_leaves_a_checkpoint_there(fit, url, line_class, loader, qu
 def test_it_is_written_in_the_background_there_too(fit, url):
     callback = ModelCheckpoint(url, "{epoch}", save_top_k=1, async_save=True)
     fit(3, callback)
-    assert names(url) == ["2.ckpt", "last"]
+    assert names(url) == ["epoch=2.ckpt", "last"]
     assert read_checkpoint(callback.best_model_path)["epoch"] == 2

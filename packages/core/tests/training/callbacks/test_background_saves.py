@@ -28,10 +28,10 @@ def test_what_is_saved_in_the_background_is_what_was_trained_until_then(fit, ave
         return callback
 
     callback = run("async", async_save=True, save_last=True)
-    assert names(tmp_path / "async")[:2] == ["5.ckpt", "6.ckpt"]
-    assert callback.best_model_path == str(tmp_path / "async" / "6.ckpt")
-    for name in ("5.ckpt", "6.ckpt"):
-        assert read_checkpoint(tmp_path / "async" / name)["global_step"] == int(name[0])
+    assert [name for name in names(tmp_path / "async") if name.startswith("step=")] == ["step=5.ckpt", "step=6.ckpt"]
+    assert callback.best_model_path == str(tmp_path / "async" / "step=6.ckpt")
+    for name in ("step=5.ckpt", "step=6.ckpt"):
+        assert read_checkpoint(tmp_path / "async" / name)["global_step"] == int(name[len("step=")])
 
 
 class Slow(TorchCheckpointIO):
@@ -62,7 +62,7 @@ def test_training_goes_on_while_it_is_written_and_the_end_waits(fit, tmp_path):
     trainer = fit([callback, watch], validates=False, plugins=[io], max_epochs=1, limit_train_batches=5)
     assert not any(seen)
     assert io.threads[0] is not threading.main_thread()
-    assert names(tmp_path) == ["3.ckpt"]
+    assert names(tmp_path) == ["step=3.ckpt"]
     assert trainer.strategy.checkpoint_io is io
 
 
@@ -77,7 +77,7 @@ def test_where_the_users_own_checkpoint_io_writes_in_the_background_links_and_lo
     plugins = [AsyncCheckpointIO(io)]
     fit([callback, watch], validates=False, plugins=plugins, max_epochs=1, limit_train_batches=3)
     assert not any(seen)
-    assert link.resolve(strict=True) == tmp_path / "2.ckpt"
+    assert link.resolve(strict=True) == tmp_path / "step=2.ckpt"
 
 
 def test_an_error_surfaces_at_a_later_step_and_the_save_before_is_what_is_known(fit, tmp_path):
@@ -86,8 +86,8 @@ def test_an_error_surfaces_at_a_later_step_and_the_save_before_is_what_is_known(
     callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, async_save=True, save_last=True)
     with pytest.raises(CheckpointError, match="was not written in the background: no space left on device"):
         fit([callback, LambdaCallback(on_train_batch_start=lambda *_: time.sleep(0.05))], validates=False, plugins=[io])
-    assert names(tmp_path) == ["1.ckpt", "last.ckpt"]
-    assert callback.best_model_path == str(tmp_path / "1.ckpt")
+    assert names(tmp_path) == ["last.ckpt", "step=1.ckpt"]
+    assert callback.best_model_path == str(tmp_path / "step=1.ckpt")
 
 
 def test_an_error_does_not_wait_for_the_next_save(fit, tmp_path):
@@ -166,8 +166,8 @@ def test_a_link_leads_to_a_checkpoint_also_after_an_exception_while_one_is_writt
     callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, async_save=True, save_last="link")
     with pytest.raises(ValueError, match="broken"):
         fit([callback, Break()], validates=False, plugins=[io])
-    assert led_to == ["1.ckpt"]
-    assert names(tmp_path) == ["2.ckpt", "last.ckpt"]
+    assert led_to == ["step=1.ckpt"]
+    assert names(tmp_path) == ["last.ckpt", "step=2.ckpt"]
     assert read_checkpoint(tmp_path / "last.ckpt")["global_step"] == 2
 
 
@@ -183,7 +183,7 @@ def test_a_link_leads_to_a_checkpoint_also_while_the_next_one_is_not_told_of(fit
     fit([callback, LambdaCallback(on_train_batch_start=look)], validates=False, plugins=[TorchCheckpointIO()])
     assert all(seen)
     assert seen
-    assert names(tmp_path) == ["6.ckpt", "last.ckpt"]
+    assert names(tmp_path) == ["last.ckpt", "step=6.ckpt"]
 
 
 def test_an_exception_leaves_a_checkpoint_where_that_is_asked_for(fit, tmp_path):

@@ -137,10 +137,10 @@ def test_what_it_knows_is_in_checkpoints_and_a_run_goes_on_from_there(fit, tmp_p
     options = {"enable_checkpointing": True}
     fit([ModelCheckpoint(tmp_path, "{epoch}"), EarlyStopping("score")], [5, 3, 4], **options)
     key = "EarlyStopping(monitor='score', mode='min')"
-    saved = read_checkpoint(tmp_path / "2.ckpt")["callbacks"][key]
+    saved = read_checkpoint(tmp_path / "epoch=2.ckpt")["callbacks"][key]
     assert saved == {"best_score": 3.0, "wait_count": 1, "stopped_epoch": 0, "stopping_reason": None}
     second = EarlyStopping("score")
-    options |= {"max_epochs": 9, "ckpt_path": tmp_path / "2.ckpt"}
+    options |= {"max_epochs": 9, "ckpt_path": tmp_path / "epoch=2.ckpt"}
     trainer = fit([ModelCheckpoint(tmp_path / "b"), second], [4, 4, 1], **options)
     assert trainer.current_epoch == 5
     assert (second.best_score, second.wait_count, second.stopped_epoch) == (3.0, 3, 4)
@@ -151,10 +151,10 @@ def test_two_on_one_value_go_on_each_from_its_own_state(fit, tmp_path):
         return [EarlyStopping("score", patience=9), EarlyStopping("score", divergence_threshold=9, state_key="bound")]
 
     fit([ModelCheckpoint(tmp_path, "{epoch}"), *both()], [5, 3, 4], enable_checkpointing=True)
-    saved = read_checkpoint(tmp_path / "2.ckpt")["callbacks"]
+    saved = read_checkpoint(tmp_path / "epoch=2.ckpt")["callbacks"]
     assert {"EarlyStopping(monitor='score', mode='min')", "bound"} < saved.keys()
     patient, bound = both()
-    fit([patient, bound], [10], max_epochs=9, ckpt_path=tmp_path / "2.ckpt")
+    fit([patient, bound], [10], max_epochs=9, ckpt_path=tmp_path / "epoch=2.ckpt")
     assert (patient.wait_count, patient.stopping_reason) == (2, None)
     assert (bound.wait_count, bound.stopping_reason) == (2, "score = 10 is above divergence_threshold=9")
     assert bound.best_score.item() == 3.0

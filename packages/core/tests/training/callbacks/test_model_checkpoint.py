@@ -40,14 +40,14 @@ def test_with_a_logger_checkpoints_are_in_the_folder_of_the_run(fit, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "kept", "best"), [("min", ["0-0.500", "2-0.250"], "2-0.250"), ("max", ["0-0.500", "1-0.750"], "1-0.750")]
+    ("mode", "kept", "best"), [("min", [(0, 0.5), (2, 0.25)], (2, 0.25)), ("max", [(0, 0.5), (1, 0.75)], (1, 0.75))]
 )
 def test_the_best_k_by_a_monitored_value_are_kept(fit, tmp_path, mode, kept, best):
     callback = ModelCheckpoint(tmp_path / "c", "{epoch}-{score:.3f}", monitor="score", mode=mode, save_top_k=2)
     fit(callback, [0.5, 0.75, 0.25])
-    assert names(tmp_path / "c") == [f"{name}.ckpt" for name in kept]
-    assert callback.best_model_path == str(tmp_path / "c" / f"{best}.ckpt")
-    assert f"{callback.best_model_score:.3f}" == best[2:]
+    assert names(tmp_path / "c") == [f"epoch={epoch}-score={score:.3f}.ckpt" for epoch, score in kept]
+    assert callback.best_model_path == str(tmp_path / "c" / f"epoch={best[0]}-score={best[1]:.3f}.ckpt")
+    assert callback.best_model_score == best[1]
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -76,18 +76,18 @@ class NotRemoving(TorchCheckpointIO):
 @pytest.mark.parametrize(("is_newer", "left"), [(False, ["0", "2", "3"]), (True, ["0", "1", "2", "3"])])
 def test_what_a_killed_run_did_not_remove_goes_unless_a_later_run_wrote_it(fit, tmp_path, is_newer, left):
     fit(ModelCheckpoint(tmp_path, "{epoch}"), validates=False, plugins=[NotRemoving()])
-    assert names(tmp_path) == ["0.ckpt", "1.ckpt", "2.ckpt"]
-    written = (tmp_path / "2.ckpt").stat().st_mtime_ns + (1 if is_newer else -1) * 10**9
-    os.utime(tmp_path / "1.ckpt", ns=(written, written))
-    resumed = {"ckpt_path": tmp_path / "2.ckpt", "max_epochs": 4, "plugins": [TorchCheckpointIO()]}
+    assert names(tmp_path) == ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"]
+    written = (tmp_path / "epoch=2.ckpt").stat().st_mtime_ns + (1 if is_newer else -1) * 10**9
+    os.utime(tmp_path / "epoch=1.ckpt", ns=(written, written))
+    resumed = {"ckpt_path": tmp_path / "epoch=2.ckpt", "max_epochs": 4, "plugins": [TorchCheckpointIO()]}
     fit(ModelCheckpoint(tmp_path, "{epoch}"), validates=False, **resumed)
-    assert names(tmp_path) == [f"{name}.ckpt" for name in left]
+    assert names(tmp_path) == [f"epoch={name}.ckpt" for name in left]
 
 
 def test_nan_is_never_the_best(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
     fit(callback, [math.nan, 0.5, math.nan])
-    assert callback.best_model_path == str(tmp_path / "1.ckpt")
+    assert callback.best_model_path == str(tmp_path / "epoch=1.ckpt")
     assert callback.best_model_score == 0.5
     fit(only_nan := ModelCheckpoint(tmp_path / "nan", monitor="score"), [math.nan] * 3)
     assert only_nan.best_model_path == ""
@@ -138,20 +138,25 @@ def test_a_run_that_goes_on_does_not_save_again_what_it_began_with(fit, tmp_path
     fit(ModelCheckpoint(tmp_path, save_top_k=-1), max_epochs=1, **options)
     callback = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     fit(callback, max_epochs=2, ckpt_path=tmp_path / "epoch=0-step=2.ckpt", **options)
-    assert names(tmp_path) == ["4.ckpt", "epoch=0-step=2.ckpt"]
+    assert names(tmp_path) == ["epoch=0-step=2.ckpt", "step=4.ckpt"]
 
 
 def test_within_an_epoch_a_value_of_validation_is_saved_with_the_weights_that_it_belongs_to(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=-1, every_n_train_steps=2)
     fit(callback, [0.1, 0.2, 0.3, 0.4], limit_train_batches=6, val_check_interval=3, max_epochs=2)
-    assert names(tmp_path) == ["12-0.4.ckpt", "3-0.1.ckpt", "6-0.2.ckpt", "9-0.3.ckpt"]
+    assert names(tmp_path) == [
+        "step=12-score=0.4.ckpt",
+        "step=3-score=0.1.ckpt",
+        "step=6-score=0.2.ckpt",
+        "step=9-score=0.3.ckpt",
+    ]
 
 
 def test_each_validation_within_an_epoch_is_ranked(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=2)
     fit(callback, [0.4, 0.1, 0.3, 0.2], limit_train_batches=6, val_check_interval=3, max_epochs=2)
-    assert names(tmp_path) == ["12-0.2.ckpt", "6-0.1.ckpt"]
-    assert read_checkpoint(tmp_path / "6-0.1.ckpt")["loops"]["epochs_done"] == 1
+    assert names(tmp_path) == ["step=12-score=0.2.ckpt", "step=6-score=0.1.ckpt"]
+    assert read_checkpoint(tmp_path / "step=6-score=0.1.ckpt")["loops"]["epochs_done"] == 1
 
 
 def test_a_validation_between_two_epochs_is_ranked_too(fit, tmp_path):
@@ -161,13 +166,13 @@ def test_a_validation_between_two_epochs_is_ranked_too(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=-1)
     slow = LambdaCallback(on_train_batch_end=pause, on_train_epoch_end=pause)
     fit([callback, slow], [0.3, 0.2, 0.1], val_check_interval={"milliseconds": 200}, max_epochs=1)
-    assert names(tmp_path) == ["1-0.3.ckpt", "2-0.1.ckpt", "2-0.2.ckpt"]
+    assert names(tmp_path) == ["step=1-score=0.3.ckpt", "step=2-score=0.1.ckpt", "step=2-score=0.2.ckpt"]
 
 
 def test_weights_that_were_trained_further_are_not_ranked_by_an_older_validation(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{step}", monitor="score", save_top_k=-1)
     fit(callback, [0.4, 0.3], limit_train_batches=5, val_check_interval=3, max_epochs=2)
-    assert names(tmp_path) == ["3.ckpt", "8.ckpt"]
+    assert names(tmp_path) == ["step=3.ckpt", "step=8.ckpt"]
 
 
 def test_a_value_that_validation_logs_per_step_too_is_ranked_by_the_epoch(fit, tmp_path, scripted):
@@ -177,7 +182,7 @@ def test_a_value_that_validation_logs_per_step_too_is_ranked_by_the_epoch(fit, t
 
     callback = ModelCheckpoint(tmp_path, "{step}-{score:.1f}", monitor="score", save_top_k=-1)
     fit(callback, module=PerStep([0.4, 0.3]), limit_train_batches=4, val_check_interval=2, max_epochs=1)
-    assert names(tmp_path) == ["2-0.4.ckpt", "4-0.3.ckpt"]
+    assert names(tmp_path) == ["step=2-score=0.4.ckpt", "step=4-score=0.3.ckpt"]
 
 
 def test_batches_that_take_several_steps_do_not_jump_over_the_step_that_is_due(fit, tmp_path, scripted):
@@ -192,19 +197,19 @@ def test_batches_that_take_several_steps_do_not_jump_over_the_step_that_is_due(f
 
     callback = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=3)
     fit(callback, module=TwoSteps(), validates=False, limit_train_batches=6, max_epochs=1)
-    assert names(tmp_path) == ["10.ckpt", "12.ckpt", "4.ckpt", "6.ckpt"]
+    assert names(tmp_path) == ["step=10.ckpt", "step=12.ckpt", "step=4.ckpt", "step=6.ckpt"]
 
 
 def test_epochs_without_validation_are_not_ranked_by_an_old_value(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score", save_top_k=-1)
     fit(callback, [0.5, 0.25], check_val_every_n_epoch=2, max_epochs=5)
-    assert names(tmp_path) == ["1-0.5.ckpt", "3-0.25.ckpt"]
+    assert names(tmp_path) == ["epoch=1-score=0.5.ckpt", "epoch=3-score=0.25.ckpt"]
 
 
 def test_values_of_the_sanity_check_rank_nothing(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=-1, every_n_train_steps=1)
     fit(callback, [0.5], max_epochs=1, limit_train_batches=2)
-    assert names(tmp_path) == ["2-0.5.ckpt"]
+    assert names(tmp_path) == ["step=2-score=0.5.ckpt"]
 
 
 @pytest.mark.parametrize("when", [{}, {"every_n_train_steps": 1}], ids=["epochs", "steps"])
@@ -237,28 +242,28 @@ def test_a_second_fit_with_the_same_callback_begins_anew(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{score}", monitor="score")
     fit(callback, [0.1, 0.2, 0.3])
     fit(callback, [0.6, 0.5, 0.4])
-    assert names(tmp_path) == ["0.1.ckpt", "0.4.ckpt"]
+    assert names(tmp_path) == ["score=0.1.ckpt", "score=0.4.ckpt"]
     assert callback.best_model_score == 0.4
 
 
 def test_a_run_that_goes_on_remembers_its_best_and_removes_what_falls_out(fit, tmp_path):
     first = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score", save_top_k=2, save_last=True)
     fit(first, [0.3, 0.1], max_epochs=2)
-    assert names(tmp_path) == ["0-0.3.ckpt", "1-0.1.ckpt"]  # of which one is the last
+    assert names(tmp_path) == ["epoch=0-score=0.3.ckpt", "epoch=1-score=0.1.ckpt"]  # of which one is the last
     second = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score", save_top_k=2, save_last=True)
     fit(second, [0.2, 0.4], max_epochs=4, ckpt_path="last")
     assert len(names(tmp_path)) == 3
-    assert second.best_model_path == str(tmp_path / "1-0.1.ckpt")
+    assert second.best_model_path == str(tmp_path / "epoch=1-score=0.1.ckpt")
     assert read_checkpoint(second.last_model_path)["epoch"] == 3
 
 
 def test_a_run_that_goes_on_in_another_folder_leaves_the_first_folder_alone(fit, tmp_path):
     fit(ModelCheckpoint(tmp_path / "a", "{score}", monitor="score"), [0.2], max_epochs=1)
     second = ModelCheckpoint(tmp_path / "b", "{score}", monitor="score")
-    fit(second, [0.3, 0.1], max_epochs=3, ckpt_path=tmp_path / "a" / "0.2.ckpt")
-    assert names(tmp_path / "a") == ["0.2.ckpt"]
-    assert names(tmp_path / "b") == ["0.1.ckpt"]
-    assert second.best_model_path == str(tmp_path / "b" / "0.1.ckpt")
+    fit(second, [0.3, 0.1], max_epochs=3, ckpt_path=tmp_path / "a" / "score=0.2.ckpt")
+    assert names(tmp_path / "a") == ["score=0.2.ckpt"]
+    assert names(tmp_path / "b") == ["score=0.1.ckpt"]
+    assert second.best_model_path == str(tmp_path / "b" / "score=0.1.ckpt")
 
 
 def test_what_it_keeps_can_be_read_with_its_scores_as_tensors(fit, tmp_path):
@@ -266,14 +271,14 @@ def test_what_it_keeps_can_be_read_with_its_scores_as_tensors(fit, tmp_path):
     assert callback.current_score is None
     fit(callback, [0.3, 0.1], max_epochs=2)
     assert callback.best_model_score.item() == 0.1
-    assert callback.best_k_models == {str(tmp_path / "0.ckpt"): 0.3, str(tmp_path / "1.ckpt"): 0.1}
+    assert callback.best_k_models == {str(tmp_path / "epoch=0.ckpt"): 0.3, str(tmp_path / "epoch=1.ckpt"): 0.1}
     assert isinstance(callback.best_k_models[callback.best_model_path], torch.Tensor)
-    assert callback.kth_best_model_path == str(tmp_path / "0.ckpt")
+    assert callback.kth_best_model_path == str(tmp_path / "epoch=0.ckpt")
     taken_back = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
     taken_back.load_state_dict(callback.state_dict())
     assert taken_back.current_score == callback.current_score
     again = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=-1)
-    fit(again, [0.7], max_epochs=3, ckpt_path=tmp_path / "1.ckpt")
+    fit(again, [0.7], max_epochs=3, ckpt_path=tmp_path / "epoch=1.ckpt")
     assert (again.current_score.item(), again.kth_best_model_path) == (0.7, "")
     assert len(again.best_k_models) == 3
 
@@ -285,15 +290,13 @@ def test_its_arguments_can_be_read(tmp_path):
 
 
 def test_the_name_of_a_checkpoint_can_be_asked_for(tmp_path):
-    callback = ModelCheckpoint(filename="{epoch}-{score:.2f}", auto_insert_metric_name=True)
+    callback = ModelCheckpoint(filename="{epoch}-{score:.2f}")
     values = {"epoch": 3, "score": torch.tensor(0.25)}
     assert callback.format_checkpoint_name(values) == "epoch=3-score=0.25.ckpt"
     assert callback.format_checkpoint_name(values, "{epoch:02d}", ver=2) == "epoch=03-v2.ckpt"
-    callback = ModelCheckpoint(tmp_path, filename="{epoch}")
+    callback = ModelCheckpoint(tmp_path, filename="{epoch}", auto_insert_metric_name=False)
     assert callback.format_checkpoint_name(values) == str(tmp_path / "3.ckpt")
-    assert ModelCheckpoint(auto_insert_metric_name=True).format_checkpoint_name({"epoch": 1, "step": 2}) == (
-        "epoch=1-step=2.ckpt"
-    )
+    assert ModelCheckpoint().format_checkpoint_name({"epoch": 1, "step": 2}) == ("epoch=1-step=2.ckpt")
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -301,8 +304,8 @@ def test_each_save_is_told_with_its_value_where_that_is_asked_for(fit, tmp_path,
     callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", verbose=True, async_save=async_save)
     fit(callback, [0.5, 0.75, 0.25])
     assert caplog.messages == [
-        f"saved '{tmp_path / '0.ckpt'}': score = 0.5",
-        f"saved '{tmp_path / '2.ckpt'}': score = 0.25",
+        f"saved '{tmp_path / 'epoch=0.ckpt'}': score = 0.5",
+        f"saved '{tmp_path / 'epoch=2.ckpt'}': score = 0.25",
     ]
 
 
@@ -314,15 +317,19 @@ def test_two_that_differ_in_their_names_alone_need_a_state_key(fit, tmp_path):
         fit(both(tmp_path))
     fit(both(tmp_path, state_key="b"), max_epochs=1)
     again = both(tmp_path, state_key="b")
-    fit(again, max_epochs=2, ckpt_path=tmp_path / "b-0.ckpt")
-    assert names(tmp_path) == ["a-1.ckpt", "b-0.ckpt", "b-1.ckpt"]  # of which one is what the run began with
+    fit(again, max_epochs=2, ckpt_path=tmp_path / "b-epoch=0.ckpt")
+    assert names(tmp_path) == [
+        "a-epoch=1.ckpt",
+        "b-epoch=0.ckpt",
+        "b-epoch=1.ckpt",
+    ]  # of which one is what the run began with
 
 
 def test_two_of_them_work_side_by_side(fit, tmp_path):
     best = ModelCheckpoint(tmp_path, "best", monitor="score")
     often = ModelCheckpoint(tmp_path, "often-{step}", every_n_train_steps=3)
     trainer = fit([best, often], [0.1, 0.2, 0.3])
-    assert names(tmp_path) == ["best.ckpt", "often-6.ckpt"]
+    assert names(tmp_path) == ["best.ckpt", "often-step=6.ckpt"]
     assert set(read_checkpoint(tmp_path / "best.ckpt")["callbacks"]) == {
         callback.state_key for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)
     }
@@ -337,9 +344,9 @@ def test_all_ranks_follow_rank_0(quiet_trainer, loader, averaging, tmp_path, scr
     callback = ModelCheckpoint(tmp_path, "{step}", monitor="mine", every_n_train_steps=1, save_last=True)
     trainer = quiet_trainer(devices=2, strategy=averaging(), callbacks=callback, max_epochs=1)
     trainer.fit(Disagreeing(), loader())
-    assert names(tmp_path) == ["3.ckpt"]
+    assert names(tmp_path) == ["step=3.ckpt"]
     assert callback.last_model_path == callback.best_model_path
-    assert callback.best_model_path == str(tmp_path / "3.ckpt")
+    assert callback.best_model_path == str(tmp_path / "step=3.ckpt")
     assert callback.best_model_score == -2.0
 
 
@@ -352,7 +359,7 @@ def test_a_value_that_only_rank_0_has_hangs_nobody(quiet_trainer, loader, averag
 
     callback = ModelCheckpoint(tmp_path, "{step}", monitor="mine", every_n_train_steps=1)
     quiet_trainer(devices=2, strategy=averaging(), callbacks=callback, max_epochs=1).fit(OnlyZero(), loader())
-    assert names(tmp_path) == ["3.ckpt"]
+    assert names(tmp_path) == ["step=3.ckpt"]
 
 
 @pytest.mark.parametrize(
@@ -386,32 +393,32 @@ def test_a_second_fit_in_other_processes_brings_back_its_own_files(fit, averagin
 def test_it_can_be_pickled_before_and_after_a_fit(fit, tmp_path):
     callback = pickle.loads(pickle.dumps(ModelCheckpoint(tmp_path, "{score}", monitor="score")))
     fit(callback, [0.1, 0.2, 0.3])
-    assert pickle.loads(pickle.dumps(callback)).best_model_path == str(tmp_path / "0.1.ckpt")
+    assert pickle.loads(pickle.dumps(callback)).best_model_path == str(tmp_path / "score=0.1.ckpt")
 
 
 def test_a_link_to_the_last_one_writes_no_other_file(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=2, save_last="link")
     fit(callback, validates=False, max_epochs=4, plugins=[TorchCheckpointIO()])
-    assert names(tmp_path) == ["2.ckpt", "3.ckpt", "last.ckpt"]
-    assert (tmp_path / "last.ckpt").readlink() == Path("3.ckpt")
+    assert names(tmp_path) == ["epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"]
+    assert (tmp_path / "last.ckpt").readlink() == Path("epoch=3.ckpt")
     assert callback.last_model_path == str(tmp_path / "last.ckpt")
     again = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=2, save_last="link")
     fit(again, validates=False, max_epochs=5, plugins=[TorchCheckpointIO()], ckpt_path="last")
-    assert names(tmp_path) == ["3.ckpt", "4.ckpt", "last.ckpt"]
+    assert names(tmp_path) == ["epoch=3.ckpt", "epoch=4.ckpt", "last.ckpt"]
     assert read_checkpoint(again.last_model_path)["epoch"] == 4
 
 
 def test_what_a_process_of_the_same_number_left_does_not_hinder_a_link(fit, tmp_path):
     (tmp_path / f".last.ckpt.{os.getpid()}.tmp").symlink_to("gone.ckpt")
     fit(ModelCheckpoint(tmp_path, "{epoch}", save_last="link"), validates=False, plugins=[TorchCheckpointIO()])
-    assert names(tmp_path) == ["2.ckpt", "last.ckpt"]
-    assert (tmp_path / "last.ckpt").readlink() == Path("2.ckpt")
+    assert names(tmp_path) == ["epoch=2.ckpt", "last.ckpt"]
+    assert (tmp_path / "last.ckpt").readlink() == Path("epoch=2.ckpt")
 
 
 def test_a_link_leads_to_the_newest_that_is_kept(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=1, save_last="link")
     fit(callback, [0.1, 0.2, 0.3], plugins=[TorchCheckpointIO()])
-    assert names(tmp_path) == ["0.ckpt", "last.ckpt"]
+    assert names(tmp_path) == ["epoch=0.ckpt", "last.ckpt"]
     assert read_checkpoint(tmp_path / "last.ckpt")["epoch"] == 0
 
 
@@ -426,9 +433,9 @@ def test_what_others_call_last_is_not_replaced_by_a_link(fit, tmp_path):
 def test_folders_need_no_link_as_they_have_a_pointer(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_last="link")
     fit(callback, [0.1, 0.3, 0.05])
-    assert names(tmp_path) == ["2.ckpt"]
-    assert callback.last_model_path == str(tmp_path / "2.ckpt")
-    assert (tmp_path / "last").read_text() == "2.ckpt\n"
+    assert names(tmp_path) == ["epoch=2.ckpt"]
+    assert callback.last_model_path == str(tmp_path / "epoch=2.ckpt")
+    assert (tmp_path / "last").read_text() == "epoch=2.ckpt\n"
 
 
 def test_a_link_alone_saves_the_last_one_where_none_is_kept(fit, tmp_path):
@@ -476,8 +483,8 @@ def test_the_checkpoint_from_which_a_run_goes_on_is_not_removed(fit, tmp_path, p
     path = first.best_model_path
     second = ModelCheckpoint(tmp_path, "{epoch}", monitor="score")
     fit(second, [2, 1], plugins=plugins, ckpt_path=path if start == "its path" else "last")
-    assert sorted(second.best_k_models) == [str(tmp_path / "2.ckpt")]
-    assert {found.name for found in tmp_path.glob("*.ckpt")} == {"0.ckpt", "2.ckpt"}
+    assert sorted(second.best_k_models) == [str(tmp_path / "epoch=2.ckpt")]
+    assert {found.name for found in tmp_path.glob("*.ckpt")} == {"epoch=0.ckpt", "epoch=2.ckpt"}
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -499,8 +506,11 @@ def test_two_jobs_that_save_into_one_folder_at_once_have_files_of_their_own(fit,
     mine, other = checkpoint(), Other()
     fit([mine, other], max_epochs=3, plugins=plugins)
     names = [[Path(path).name for path in callback.best_k_models] for callback in (mine, other.callback)]
-    assert names == [["0.ckpt", "1-v1.ckpt", "2.ckpt"], ["0-v1.ckpt", "1.ckpt"]]
+    assert names == [["epoch=0.ckpt", "epoch=1-v1.ckpt", "epoch=2.ckpt"], ["epoch=0-v1.ckpt", "epoch=1.ckpt"]]
     steps = {path.name: read_checkpoint(path)["global_step"] for path in tmp_path.glob("*.ckpt")}
     lasts = {"last.ckpt": 6, "last-v1.ckpt": 4} if plugins == "torch" else {}
-    assert steps == {"0.ckpt": 2, "1-v1.ckpt": 4, "2.ckpt": 6, "0-v1.ckpt": 2, "1.ckpt": 4} | lasts
+    assert (
+        steps
+        == {"epoch=0.ckpt": 2, "epoch=1-v1.ckpt": 4, "epoch=2.ckpt": 6, "epoch=0-v1.ckpt": 2, "epoch=1.ckpt": 4} | lasts
+    )
     assert not list(tmp_path.glob(".dstrat-*"))

@@ -33,7 +33,7 @@ def test_several_processes_save_by_the_clock_of_rank_0(fit, averaging, tmp_path)
     slow = LambdaCallback(on_train_batch_end=pause_on_rank_1)
     began = time.monotonic()
     fit([callback, slow], validates=False, devices=2, strategy=averaging(), limit_train_batches=3, max_epochs=4)
-    steps = [int(name.removesuffix(".ckpt")) for name in names(tmp_path)]
+    steps = [int(name.removesuffix(".ckpt").removeprefix("step=")) for name in names(tmp_path)]
     assert 2 <= len(steps) <= time.monotonic() - began, steps
 
 
@@ -46,13 +46,13 @@ def test_nothing_is_saved_before_the_time_is_up(fit, tmp_path):
 def test_epochs_end_with_their_training_or_with_each_validation(fit, tmp_path, at_end, steps):
     callback = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, save_on_train_epoch_end=at_end)
     fit(callback, [0.1] * 4, limit_train_batches=4, val_check_interval=2, max_epochs=2)
-    assert names(tmp_path) == [f"{step}.ckpt" for step in steps]
+    assert names(tmp_path) == [f"step={step}.ckpt" for step in steps]
 
 
 def test_a_monitored_value_of_training_is_found_at_the_end_of_epochs(fit, tmp_path, scripted):
     callback = ModelCheckpoint(tmp_path, "{step}", monitor="train_score", save_on_train_epoch_end=True)
     fit(callback, module=scripted([0.1] * 3, train_scores=[0.3, 0.1, 0.2]))
-    assert names(tmp_path) == ["4.ckpt"]
+    assert names(tmp_path) == ["step=4.ckpt"]
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_a_time_that_is_none_is_refused():
 def test_a_number_of_0_saves_never(fit, tmp_path, times, steps):
     callback = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, save_last=False, **times)
     fit(callback, validates=False, limit_train_batches=4, max_epochs=2)
-    assert names(tmp_path) == [f"{step}.ckpt" for step in steps]
+    assert names(tmp_path) == [f"step={step}.ckpt" for step in steps]

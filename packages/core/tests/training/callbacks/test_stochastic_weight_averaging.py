@@ -92,7 +92,7 @@ def test_a_run_that_goes_on_ends_with_the_same_weights(train, scheduled, tmp_pat
 
     options = {"enable_checkpointing": True, "max_epochs": 4}
     expected, average = train(make(), save("whole"), module=scheduled(), **options)
-    path = tmp_path / "whole" / f"{steps}.ckpt"
+    path = tmp_path / "whole" / f"step={steps}.ckpt"
     record, weight = train(make(), save("again"), module=scheduled(), ckpt_path=path, **options)
     assert record.rates == expected.rates[steps:]
     assert torch.equal(weight, average)

@@ -162,7 +162,7 @@ def test_a_run_that_goes_on_ends_with_the_same_average(train, tmp_path, make, ba
     options = {"enable_checkpointing": True, "accumulate_grad_batches": batches}
     _, expected = train(make(), save("whole"), max_epochs=4, **options)
     record, weight = train(make(), save("a"), max_epochs=2, **options)
-    path = tmp_path / "a" / f"{6 // batches}.ckpt"
+    path = tmp_path / "a" / f"step={6 // batches}.ckpt"
     saved = read_checkpoint(path)
     assert torch.equal(saved["state_dict"]["layer.weight"], weight)
     assert torch.equal(saved["current_model_state"]["layer.weight"], record.steps[-1])

@@ -185,11 +185,11 @@ def test_a_trainer_writes_to_it_and_sends_checkpoints(tmp_path, line, loader, cl
     assert [step for step, _ in values(client, logger, "val_loss")] == [6, 12]
     assert client.get_run(logger.version).info.status == "FINISHED"
     sent = {item.path for item in client.list_artifacts(logger.version, "checkpoints")}
-    every = {f"checkpoints/best-{epoch}.ckpt" for epoch in (0, 1)}
-    assert sent == {False: set(), True: {"checkpoints/best-1.ckpt"}, "all": every}[log_model]
+    every = {f"checkpoints/best-epoch={epoch}.ckpt" for epoch in (0, 1)}
+    assert sent == {False: set(), True: {"checkpoints/best-epoch=1.ckpt"}, "all": every}[log_model]
     assert client.get_experiment_by_name("dstrat_logs").artifact_location == (tmp_path / "mlartifacts").as_uri()
     best = client.get_run(logger.version).data.tags.get("best_checkpoint")
-    assert best == ("best-1.ckpt" if log_model else None)
+    assert best == ("best-epoch=1.ckpt" if log_model else None)
 
 
 def test_a_prefix_tensors_images_and_texts_are_written(tmp_path, client, monkeypatch):

@@ -104,7 +104,7 @@ def test_all_are_those_that_a_model_checkpoint_saves_also_the_worse_and_the_repl
     trainer.fit(line, loader(), loader())
     expected = []
     for epoch in range(3):
-        expected.append((f"{epoch}.ckpt", ["latest", "best"] if epoch == 0 else ["latest"]))
+        expected.append((f"epoch={epoch}.ckpt", ["latest", "best"] if epoch == 0 else ["latest"]))
         expected += [("last.ckpt", ["latest"])] if save_last is True else []
     assert [(name, names) for name, _, names in sent] == expected
     lasts = [content for name, content, _ in sent if name == "last.ckpt"]

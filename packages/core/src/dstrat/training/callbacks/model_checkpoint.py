@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
-DEFAULT_NAME = "epoch={epoch}-step={step}"
+DEFAULT_NAME = "{epoch}-{step}"
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class ModelCheckpoint(Callback):
     Args:
         dirpath: The folder, or its URL in a store that fsspec supports (``"s3://bucket/folder"``); by default
             ``checkpoints`` in the run's log folder, or in ``default_root_dir`` without a logger or if that is a URL.
-        filename: A template without extension, such as ``"{epoch}-{val_loss:.3f}"``, with ``epoch``, ``step`` and
-            logged names.
+        filename: A template without extension, such as ``"{epoch}-{val_loss:.3f}"``, which gives
+            ``epoch=3-val_loss=0.250``, with ``epoch``, ``step`` and logged names.
         monitor: The logged value that ranks checkpoints; None ranks by age, with the latest as the best.
         mode: Whether the smallest (``"min"``) or the largest (``"max"``) monitored value is the best.
         save_top_k: Number of checkpoints to retain; -1 is all, 0 none.
@@ -74,7 +74,8 @@ class ModelCheckpoint(Callback):
         async_save: Whether to write checkpoints in the background, from a copy.  At most one save is in flight; its
             error is raised at a later step, and the end of the fit waits for it.  This applies to all saves of the run.
         verbose: Whether to log each save, with the monitored value.
-        auto_insert_metric_name: Whether names are inserted into the template: ``"{epoch}"`` is ``epoch=3``, not ``3``.
+        auto_insert_metric_name: Whether ``name=`` is inserted before each value of the template: ``"{epoch}"`` is
+            ``epoch=3``, not ``3``.
         enable_version_counter: Must be True, since checkpoints are never overwritten.
         state_key: Key of the callback's state in checkpoints; by default made of ``monitor``, ``mode`` and the
             intervals.  Two callbacks that have these in common need different keys.
@@ -101,7 +102,7 @@ class ModelCheckpoint(Callback):
         save_on_exception: bool = False,
         save_weights_only: bool = False,
         mode: Mode = "min",
-        auto_insert_metric_name: bool = False,
+        auto_insert_metric_name: bool = True,
         every_n_train_steps: int | None = None,
         train_time_interval: Duration | None = None,
         every_n_epochs: int | None = None,
@@ -125,8 +126,8 @@ class ModelCheckpoint(Callback):
         self._times = SavingTimes(every_n_epochs, every_n_train_steps, train_time_interval, save_on_train_epoch_end)
         self._requested_dirpath = None if dirpath is None else as_path(dirpath).absolute()
         self.dirpath = self._requested_dirpath
-        shows_names = auto_insert_metric_name and filename is not None
-        self._name = CheckpointName(DEFAULT_NAME if filename is None else filename, shows_names=shows_names)
+        template = DEFAULT_NAME if filename is None else filename
+        self._name = CheckpointName(template, shows_names=auto_insert_metric_name)
         self.monitor, self.mode = monitor, mode
         self.save_top_k, self.save_last, self.save_weights_only = save_top_k, save_last, save_weights_only
         self.save_on_exception, self.async_save, self.verbose = save_on_exception, async_save, verbose
