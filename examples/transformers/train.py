@@ -29,7 +29,7 @@ from dstrat_transformers import GenerationCallback, HFModule, PretrainedCheckpoi
 
 SIZES: dict[bool, dict[str, int]] = {
     # 20 million parameters, and --small
-    False: {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
+    False: {"hidden_size": 384, "intermediate_size": 960, "num_hidden_layers": 10, "num_attention_heads": 6},
     True: {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 VOCABULARY = {False: 8192, True: 512}

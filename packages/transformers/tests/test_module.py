@@ -74,6 +74,35 @@ def test_an_architecture_trains_sharded_as_in_a_loop_by_hand(tmp_path, name):
     assert json.loads((tmp_path / "losses.json").read_text())["losses"] == pytest.approx(by_hand, abs=2e-6)
 
 
+def test_a_batch_without_labels_counts_nothing(tmp_path):
+    """The second step has no labels, and the third none on the last of two ranks, which has every other row."""
+    rows = small.rows(24)
+    for index in (*range(8, 16), 17, 19, 21, 23):
+        rows[index]["labels"][:] = small.IGNORED
+    seen = []
+    for strategy, devices in (("auto", 1), ("ddp_fork", 2)):
+        path = tmp_path / f"{devices}.json"
+        loaders = [DataLoader(rows, batch_size=small.GLOBAL_BATCH // devices) for _ in range(2)]
+        module = HFModule(small.llama(), scheduler=None, learning_rate=1e-2)
+        options = {**QUIET, "max_epochs": 1, "enable_checkpointing": False, "callbacks": small.Losses(path)}
+        Trainer(strategy=strategy, devices=devices, **options).fit(module, *loaders)
+        seen.append(json.loads(path.read_text()))
+    one, two = seen
+    assert one["losses"][1] == 0
+    assert all(math.isfinite(value) for value in one["losses"] + one["val"])
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-6)
+    assert two["val"] == pytest.approx(one["val"], abs=1e-6)
+
+
+def test_an_evaluation_without_labels_is_nan_with_a_warning(caplog):
+    rows = small.rows(8)
+    for row in rows:
+        row["labels"][:] = small.IGNORED
+    (values,) = Trainer(**QUIET).validate(HFModule(small.llama()), DataLoader(rows, batch_size=4), verbose=False)
+    assert math.isnan(values["val_loss"])
+    assert "val_loss is nan: every label of this evaluation is -100" in caplog.text
+
+
 def loop_by_hand(cls, config, rows):
     """The losses of four samples in each step, with AdamW and a linear schedule, as users of transformers write it."""
     torch.manual_seed(0)

@@ -70,13 +70,13 @@ def test_a_model_that_is_made_sharded_has_the_first_values_of_one_device(tmp_pat
     assert seen["losses"] == pytest.approx(reference["losses"], abs=EXACT[alias])
 
 
-@pytest.mark.parametrize("alias", ["ddp", "fsdp", "model_parallel", "deepspeed_stage_2"])
+@pytest.mark.parametrize("alias", ["ddp", "fsdp", "model_parallel", "deepspeed_stage_2", "deepspeed_stage_3"])
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path, alias):
     options: dict[str, Any] = {"devices": 2, "shuffle": True}
     checkpoints = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     saving = {"callbacks": [checkpoints], "trainer_options": {"enable_checkpointing": True}}
     full = small.train(tmp_path / "full", strategy(alias), **saving, **options)
-    rest = small.train(tmp_path / "rest", strategy(alias), ckpt_path=tmp_path / "4.ckpt", **options)
+    rest = small.train(tmp_path / "rest", strategy(alias), ckpt_path=tmp_path / "step=4.ckpt", **options)
     assert rest["losses"] == full["losses"][4:]
     assert rest["rates"] == full["rates"][4:]
     models = [LlamaForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("full", "rest")]

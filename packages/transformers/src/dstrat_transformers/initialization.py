@@ -15,6 +15,7 @@ from dstrat_transformers.models import blocks, is_peft, is_pretrained_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import Tensor
     from torch.nn import Module, Parameter
 
 
@@ -35,17 +36,23 @@ def make_model(factory: Callable[[], Module]) -> Module:
     model = factory()
     if not isinstance(model, nn.Module):
         raise MisuseError(f"the function for the model returned a {type(model).__name__}: return a model")
-    is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+    is_on_meta = any(parameter.is_meta for layer in model.modules() for parameter in direct_parameters(layer).values())
     # from_pretrained leaves a model in evaluation mode, and constructors in training mode.
     has_values = is_peft(model) or not model.training
     if has_values and is_on_meta:
         raise MisuseError(
             f"the values that the function for {type(model).__name__} has loaded are lost where parameters are made "
-            "sharded: pass the model itself to HFModule, or a function that makes it from its config"
+            "sharded: pass the model itself to HFModule, or functools.partial(SomeModel.from_pretrained, name)"
         )
     if is_pretrained_model(model) and not has_values:
         initialize(model, seed)
     return model
+
+
+def direct_parameters(layer: Module) -> dict[str, Any]:
+    """Return a layer's own parameters by name, without those of its children."""
+    # Not by a look-up: in it DeepSpeed's strategy gathers a parameter until the model is made.
+    return {name: value for name, value in dict.items(layer._parameters) if value is not None}  # noqa: SLF001
 
 
 def initialize(model: Module, seed: int) -> None:
@@ -60,9 +67,9 @@ def initialize(model: Module, seed: int) -> None:
     """
     first_values = FirstValues(model, seed)
     for layer in model.modules():
-        if any(parameter.is_meta for parameter in layer.parameters(recurse=False)):
+        if any(parameter.is_meta for parameter in direct_parameters(layer).values()):
             layer.reset_parameters = partial(first_values.fill, layer)  # type: ignore[assignment]  # strategies call it
-        elif any(True for _ in layer.parameters(recurse=False)):
+        elif direct_parameters(layer):
             first_values.fill(layer)
 
 
@@ -93,12 +100,11 @@ class FirstValues:
     def fill(self, layer: Module) -> None:
         """Copy the values of a layer of the model into its own parameters."""
         twin = self._copies[id(layer)]
-        for name in [name for name, _ in twin.named_parameters(recurse=False)]:
+        for name in direct_parameters(twin):
             unit = self._units[id(twin), name]
             if self._current is not unit:
                 self._compute(unit)
-            with torch.no_grad():
-                getattr(layer, name).copy_(getattr(twin, name))
+            assign(layer, name, getattr(twin, name))
 
     def _compute(self, unit: Module) -> None:
         """Compute the values of a unit, and free those of the one before."""
@@ -126,6 +132,31 @@ class FirstValues:
                 self._owners[id(moved)] = owners
                 for owner, name in owners:
                     owner.register_parameter(name, moved)
+
+
+@torch.no_grad()
+def assign(layer: Module, name: str, value: Tensor) -> None:
+    """Copy a value, which is the same on all ranks, into a parameter of a layer; collective where that is sharded."""
+    parameter = direct_parameters(layer)[name]
+    if getattr(getattr(parameter, "ds_status", None), "name", "") == "NOT_AVAILABLE":
+        parameter.all_gather(param_list=[parameter])
+        parameter.data.copy_(value)
+        parameter.partition(param_list=[parameter], has_been_updated=True)
+    else:
+        parameter.data.copy_(value)
+
+
+def names_of_parameters(model: Module) -> dict[tuple[int, str], tuple[list[str], torch.Size]]:
+    """Return the names in the state dict of each layer's parameters, shared ones with all of theirs, and the shape."""
+    skeleton = _skeleton(model)
+    layers = dict(zip(map(id, skeleton.modules()), model.modules(), strict=True))
+    prefixes = {id(layer): f"{path}." if path else "" for path, layer in skeleton.named_modules()}
+    names: dict[tuple[int, str], tuple[list[str], torch.Size]] = {}
+    for owners in _owners(skeleton).values():
+        aliases = [prefixes[id(layer)] + name for layer, name in owners]
+        for layer, name in owners:
+            names[id(layers[id(layer)]), name] = aliases, getattr(layer, name).shape
+    return names
 
 
 Path = tuple[nn.Module, ...]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dstrat import TrainModule
 from dstrat.errors import MisuseError, RequestError
 from dstrat_transformers.initialization import make_model
-from dstrat_transformers.models import base_model, blocks, count_labels, is_peft
+from dstrat_transformers.models import IGNORED_LABEL, base_model, blocks, count_labels, is_peft
 from dstrat_transformers.optimization import make_optimizer, make_scheduler, scheduler_config
+from dstrat_transformers.pretrained import is_from_pretrained, load_pretrained
 from dstrat_transformers.saving import DEFAULT_SHARD_SIZE, save_pretrained
 from dstrat_transformers.tensor_parallel import parallelize
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.strategy import Strategy
 
+_logger = logging.getLogger(__name__)
+
 _TENSOR_PARALLEL = "tensor_parallel"
 
 
@@ -36,9 +41,11 @@ class HFModule(TrainModule):
     counts by the number of its labels, so that padding does not change the result.
 
     The model is an object, such as of ``from_pretrained``, which each process has once in full before it is sharded;
-    or a function that makes a new one from its config, so that it is made sharded where the strategy can do that::
+    or a function that makes it, so that it is made sharded where the strategy can do that: a new one from its config,
+    or one with weights, which each process reads layer by layer::
 
         HFModule(partial(LlamaForCausalLM, config), scheduler="cosine", warmup_steps=0.1)
+        HFModule(partial(LlamaForCausalLM.from_pretrained, "my-model"))
 
     Args:
         model: The model, or a function that returns it.  A model in evaluation mode, as ``from_pretrained`` leaves it,
@@ -96,6 +103,7 @@ class HFModule(TrainModule):
         self.gradient_checkpointing = gradient_checkpointing
         self.tensor_parallel_plan = tensor_parallel_plan
         self._strategy: Strategy | None = None
+        self._has_labels = False
         if self.model is not None:
             self._take_model()
 
@@ -117,11 +125,13 @@ class HFModule(TrainModule):
         """
         self._strategy = strategy
         if self.model is None and self._factory is not None:
-            self.model = make_model(self._factory)
+            make = load_pretrained if is_from_pretrained(self._factory) else make_model
+            self.model = make(self._factory)
             self._take_model()
         mesh = _tensor_parallel_mesh(strategy)
-        is_split = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
-        if mesh is not None and mesh.size() > 1 and not is_split:
+        if mesh is None or mesh.size() == 1:
+            return
+        if not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             parallelize(self.model, mesh, self.tensor_parallel_plan)
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002 - the known name
@@ -152,6 +162,8 @@ class HFModule(TrainModule):
     def loss(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the loss of a training batch, by whose mean over all processes each label counts the same.
 
+        That of a batch without labels, where all are -100, is 0, and so are its gradients.
+
         Args:
             batch: Arguments of the model, with labels.
 
@@ -159,14 +171,17 @@ class HFModule(TrainModule):
             MisuseError: The model returns no loss.
         """
         loss: Tensor = self._output(batch).loss
-        strategy = self._strategy
-        if strategy is None or strategy.world_size == 1:
-            return loss
         labels = count_labels(self.model, batch)
         if labels is None:
             return loss
+        # The mean of no labels is nan, and their gradients are 0.
+        loss = torch.where(labels > 0, loss, torch.zeros_like(loss))
+        strategy = self._strategy
+        if strategy is None or strategy.world_size == 1:
+            return loss
         count = labels.to(loss.dtype)
-        weighted: Tensor = loss * (count / strategy.reduce(count.clone(), reduce_op="mean"))
+        mean = strategy.reduce(count.clone(), reduce_op="mean").clamp(min=1 / strategy.world_size)
+        weighted: Tensor = loss * (count / mean)
         return weighted
 
     def _output(self, batch: Mapping[str, Any]) -> Any:
@@ -201,9 +216,37 @@ class HFModule(TrainModule):
         output = self._output(batch)
         labels = count_labels(self.model, batch)
         weight = None if labels is None else float(labels)
-        self.log(f"{prefix}_loss", output.loss, batch_size=weight, prog_bar=True)
+        has_labels = weight != 0
+        self._has_labels = self._has_labels or has_labels
+        values = {"loss": output.loss if has_labels else 0.0}
         for name, metric in self.metrics.items():
-            self.log(f"{prefix}_{name}", metric(output, batch), batch_size=weight)
+            values[name] = metric(output, batch) if has_labels else 0.0  # with the weight 0
+        for name, value in values.items():
+            self.log(f"{prefix}_{name}", value, batch_size=weight, prog_bar=name == "loss")
+
+    def on_validation_epoch_start(self) -> None:
+        self._has_labels = False
+
+    def on_test_epoch_start(self) -> None:
+        self._has_labels = False
+
+    def on_validation_epoch_end(self) -> None:
+        self._check_labels("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._check_labels("test")
+
+    def _check_labels(self, prefix: str) -> None:
+        """Log a warning where no process has had a label, as the mean of nothing is nan; collective."""
+        strategy = self.trainer.strategy
+        has_labels = torch.tensor(float(self._has_labels), device=strategy.root_device)
+        if float(strategy.reduce(has_labels, reduce_op="sum")) == 0 and strategy.is_global_zero:
+            _logger.warning(
+                "%s_loss is nan: every label of this evaluation is %d; check the collator, and whether the prompt "
+                "alone fills the sequences",
+                prefix,
+                IGNORED_LABEL,
+            )
 
     # Optimization
 

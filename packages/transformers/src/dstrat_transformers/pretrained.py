@@ -1,0 +1,194 @@
+"""Weights of ``from_pretrained``, read layer by layer into a model that is made sharded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dstrat.errors import MisuseError
+from dstrat_transformers.initialization import assign, direct_parameters, names_of_parameters
+from dstrat_transformers.models import is_pretrained_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+    from torch.nn import Module
+
+_logger = logging.getLogger(__name__)
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DOWNLOAD = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
+_POSSIBLE = {*_DOWNLOAD, "dtype", "attn_implementation", "config"}
+_ALTERNATIVE = "pass the model itself to HFModule, which each process then holds once in full before it is sharded"
+
+
+def is_from_pretrained(factory: Callable[[], Module]) -> bool:
+    """Return whether a function is ``partial(SomeModel.from_pretrained, "name")``."""
+    function = factory.func if isinstance(factory, partial) else None
+    return getattr(function, "__name__", "") == "from_pretrained" and isinstance(
+        getattr(function, "__self__", None), type
+    )
+
+
+def load_pretrained(factory: Any) -> Module:
+    """Return a model with its weights, of which each process reads one layer at a time where the strategy shards it.
+
+    Args:
+        factory: ``partial(SomeModel.from_pretrained, "name", ...)``.
+
+    Raises:
+        MisuseError: The files have other tensors than the model, or an argument is not possible here.
+    """
+    parameter = direct_parameters(nn.Linear(1, 1))["weight"]
+    if not (parameter.is_meta or hasattr(parameter, "ds_id")):  # layers are made whole, with memory
+        model: Module = factory()
+        return model
+    (name, *more), kwargs = factory.args, dict(factory.keywords)
+    if more or (unknown := sorted(kwargs.keys() - _POSSIBLE)):
+        refused = ", ".join(unknown) if not more else "more than the name"
+        raise MisuseError(
+            f"from_pretrained with {refused} is not possible where parameters are made sharded: {_ALTERNATIVE}"
+        )
+    download = {key: kwargs.pop(key) for key in _DOWNLOAD if key in kwargs}
+    weights = PretrainedWeights(name, download)
+    model = _make(factory.func.__self__, name, kwargs, download, weights)
+    weights.fill_model(model)
+    return model
+
+
+def _make(cls: Any, name: Any, kwargs: dict[str, Any], download: Mapping[str, Any], weights: PretrainedWeights) -> Any:
+    """Return the model without its weights."""
+    from transformers import AutoConfig
+
+    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(name, **download)
+    if getattr(config, "quantization_config", None) is not None:
+        raise MisuseError(f"{str(name)!r} is quantized, and cannot be made sharded: {_ALTERNATIVE}")
+    config.name_or_path = str(name)
+    if kwargs.get("dtype", "auto") in ("auto", None):
+        kwargs["dtype"] = config.dtype or weights.dtype
+    make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+    model = make(config, **kwargs)
+    if not is_pretrained_model(model):
+        raise MisuseError(f"{cls.__name__} made a {type(model).__name__}, which is no PreTrainedModel: {_ALTERNATIVE}")
+    if model._get_dtype_plan(kwargs["dtype"]):  # noqa: SLF001 - some layers are to have another dtype than the rest
+        raise MisuseError(
+            f"{type(model).__name__} in {kwargs['dtype']} has layers of another dtype, and cannot be made sharded: "
+            f"{_ALTERNATIVE}; or load it with dtype=torch.float32"
+        )
+    if model.can_generate():
+        _load_generation_config(model, name, download)
+    return model
+
+
+def _load_generation_config(model: Any, name: Any, download: Mapping[str, Any]) -> None:
+    from transformers import GenerationConfig
+
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(name, **download)
+    except OSError:
+        _logger.info("%s has no generation_config.json: it generates by its config", name)
+
+
+class PretrainedWeights:
+    """Files of safetensors in a folder, or on the Hub, of which tensors are read one by one.
+
+    Args:
+        name: The folder, or the name on the Hub.
+        download: Arguments of ``from_pretrained`` for the Hub.
+
+    Attributes:
+        name: The folder or name.
+
+    Raises:
+        MisuseError: There are no such files.
+    """
+
+    def __init__(self, name: Any, download: Mapping[str, Any]) -> None:
+        from transformers.utils import cached_file
+
+        def find(file: str) -> Any:
+            return cached_file(name, file, _raise_exceptions_for_missing_entries=False, **download)
+
+        self.name = str(name)
+        index = find(_INDEX)
+        if index is not None:
+            with open(index, encoding="utf-8") as stream:  # noqa: PTH123 - a str of transformers
+                by_key = json.load(stream)["weight_map"]
+            paths = {file: find(file) for file in set(by_key.values())}
+            self._paths = {key: paths[file] for key, file in by_key.items()}
+            return
+        path = find(_WEIGHTS)
+        if path is None:
+            raise MisuseError(f"{self.name!r} has no {_WEIGHTS} and no {_INDEX}: {_ALTERNATIVE}")
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            self._paths = dict.fromkeys(file.keys(), path)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first tensor that has floating point, as ``from_pretrained`` takes it."""
+        tensors = (self.read(key) for key in self._paths)
+        return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+
+    def read(self, key: str) -> Tensor:
+        """Return one tensor, on the CPU."""
+        from safetensors import safe_open
+
+        with safe_open(self._paths[key], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+            return tensor
+
+    def fill_model(self, model: Module) -> None:
+        """Give a model its weights: now, or when a strategy shards the layers that have no memory yet.
+
+        Raises:
+            MisuseError: The files have other tensors than the model.
+        """
+        names = names_of_parameters(model)
+        keys = self._matched(model, names)
+        for layer in model.modules():
+            parameters = direct_parameters(layer)
+            of_layer = {name: keys[id(layer), name] for name in parameters}
+            if any(parameter.is_meta for parameter in parameters.values()):
+                layer.reset_parameters = partial(self._fill, layer, of_layer)  # type: ignore[assignment]  # strategies call it
+            else:
+                self._fill(layer, of_layer)
+        for key, buffer in model.named_buffers():
+            if key in self._paths:
+                buffer.data.copy_(self.read(key))
+
+    def _matched(self, model: Module, names: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], str]:
+        """Return the key of each parameter in the files; of one that layers share, the key that is there."""
+        from safetensors import safe_open
+
+        with ExitStack() as stack:
+            files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in set(self._paths.values())}
+            shapes = {key: tuple(files[path].get_slice(key).get_shape()) for key, path in self._paths.items()}
+        keys: dict[tuple[int, str], str] = {}
+        for owner, (aliases, shape) in names.items():
+            key = next((alias for alias in aliases if shapes.get(alias) == tuple(shape)), None)
+            if key is None:
+                raise MisuseError(
+                    f"{self.name!r} has no tensor {aliases[0]!r} of shape {tuple(shape)} for {type(model).__name__}, "
+                    f"and it cannot be made sharded: {_ALTERNATIVE}"
+                )
+            keys[owner] = key
+        buffers = {key for key, _ in model.named_buffers()}
+        known = {alias for aliases, _ in names.values() for alias in aliases}
+        if unused := sorted(self._paths.keys() - known - buffers):
+            _logger.warning("%s has tensors that %s has not: %s", self.name, type(model).__name__, ", ".join(unused))
+        return keys
+
+    @torch.no_grad()
+    def _fill(self, layer: Module, keys: Mapping[str, str]) -> None:
+        for name, key in keys.items():
+            assign(layer, name, self.read(key))

@@ -1,0 +1,108 @@
+"""Weights of from_pretrained in a model that is made sharded: read layer by layer, the same values, clear errors."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="this environment has no transformers: nox -s neighbours has")
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from dstrat.errors import MisuseError
+from dstrat_fsdp.parameters import materialize, parameters_on_meta
+from dstrat_transformers.pretrained import PretrainedWeights, load_pretrained
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import small
+from test_module import architectures
+from test_strategies import strategy
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("llama")]
+
+
+def load_without_memory(factory):
+    with parameters_on_meta():
+        model = load_pretrained(factory)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    materialize(model, torch.device("cpu"), lambda layer, name: None)
+    return model
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "10KB"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_a_model_without_memory_gets_the_weights_of_from_pretrained(tmp_path, name, max_shard_size):
+    cls, config, _ = architectures()[name]
+    cls(config).save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    expected = cls.from_pretrained(tmp_path)
+    values = dict(load_without_memory(partial(cls.from_pretrained, tmp_path)).named_parameters())
+    for parameter_name, value in expected.named_parameters():  # of shared ones the first, which strategies tie again
+        assert torch.equal(values[parameter_name], value), parameter_name
+
+
+def test_dtype_and_config_of_generation_are_those_of_from_pretrained(tmp_path):
+    model = small.llama().to(torch.bfloat16)
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path)
+    for options in ({}, {"dtype": torch.float32}):
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+        loaded = load_without_memory(partial(AutoModelForCausalLM.from_pretrained, tmp_path, **options))
+        assert loaded.dtype == expected.dtype
+        assert torch.equal(loaded.model.embed_tokens.weight, expected.model.embed_tokens.weight)
+        assert loaded.generation_config.max_new_tokens == 7
+
+
+@pytest.mark.parametrize("alias", ["ddp", "fsdp", "model_parallel", "deepspeed_stage_3"])
+def test_a_run_from_a_function_is_that_from_the_loaded_model(tmp_path, alias):
+    small.llama().save_pretrained(tmp_path / "weights")
+    factory = partial(LlamaForCausalLM.from_pretrained, tmp_path / "weights")
+    expected = small.train(tmp_path / "whole", model=factory())
+    seen = small.train(tmp_path / "sharded", strategy(alias), 2, model=factory)
+    assert seen["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert seen["val"] == pytest.approx(expected["val"], abs=1e-5)
+
+
+def test_each_layer_is_read_when_it_is_sharded_and_not_before(tmp_path, monkeypatch):
+    small.llama().save_pretrained(tmp_path)
+    read = []
+    read_one = PretrainedWeights.read
+    monkeypatch.setattr(PretrainedWeights, "read", lambda self, key: read.append(key) or read_one(self, key))
+    with parameters_on_meta():
+        model = load_pretrained(partial(LlamaForCausalLM.from_pretrained, tmp_path))
+    assert read == []
+    materialize(model, torch.device("cpu"), lambda layer, name: None)
+    assert sorted(read) == sorted(dict(small.llama().named_parameters()))  # each once
+
+
+def test_what_cannot_be_made_sharded_is_an_error_that_says_so(tmp_path):
+    small.llama().model.save_pretrained(tmp_path / "base")
+    small.llama().save_pretrained(tmp_path / "whole")
+    (tmp_path / "empty").mkdir()
+    small.config().save_pretrained(tmp_path / "empty")
+    vit, vit_config, _ = architectures()["vit"]  # its layers have other names in files
+    vit(vit_config).save_pretrained(tmp_path / "renamed")
+    with parameters_on_meta():
+        for folder, options, message in (
+            ("base", {}, r"has no tensor 'model.embed_tokens.weight' of shape \(64, 32\) for LlamaForCausalLM"),
+            ("whole", {"device_map": "auto"}, "from_pretrained with device_map is not possible"),
+            ("renamed", {}, r"has no tensor 'vit.layers.0.attention.q_proj.weight'"),
+            ("empty", {}, "has no model.safetensors and no model.safetensors.index.json"),
+        ):
+            cls = vit if folder == "renamed" else LlamaForCausalLM
+            factory = partial(cls.from_pretrained, tmp_path / folder, **options)
+            with pytest.raises(MisuseError, match=message):
+                load_pretrained(factory)
+
+
+def test_outside_of_sharding_it_is_from_pretrained_itself(tmp_path):
+    small.llama().model.save_pretrained(tmp_path)  # without a head, which is made anew
+    model = load_pretrained(
+        partial(transformers.LlamaForSequenceClassification.from_pretrained, tmp_path, num_labels=3)
+    )
+    assert model.score.weight.shape[0] == 3
