@@ -10,7 +10,8 @@ For example::
     python examples/transformers/train.py --strategy fsdp --devices 2 --own-loop
 
 The model has 20 million parameters; with ``--small`` it has 100,000, which a laptop trains in seconds.  At the end
-``<out>/model`` is a folder for ``AutoModelForCausalLM.from_pretrained``, whichever strategy has trained it.
+``<out>/model`` is a folder for ``AutoModelForCausalLM.from_pretrained``, whichever strategy has trained it.  On two
+processes all strategies have the same losses; one device shuffles the data in another order, and has others.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def train_by_hand(loop: dstrat.OwnLoop, training: Any, options: argparse.Namespa
             loop.step()
             loop.schedulers[0].step()
             if loop.steps_done % 10 == 0:
-                loop.print(f"step {loop.steps_done}: loss {float(loop.all_reduce(loss)):.4f}")
+                loop.print(f"step {loop.steps_done}: loss {float(loop.all_reduce(loss.detach())):.4f}")
             if loop.steps_done == options.steps:
                 break
     save_pretrained(module, options.out / "model", strategy=loop.strategy)
