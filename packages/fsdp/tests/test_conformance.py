@@ -43,6 +43,9 @@ class TestModelParallel(StrategySuite):
     options: ClassVar = {"tensor_parallel_size": 2}
     configure_model = staticmethod(split_first_layer)
     world_sizes = (2,)
+    expected_failures: ClassVar = {
+        "test_a_checkpoint_goes_on_on_another_number_of_ranks": "one rank cannot share a layer; four can, as below",
+    }
 
 
 class TestModelParallelOnFourRanks(StrategySuite):
