@@ -118,7 +118,7 @@ nox.options.sessions = [
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
-ADAPTERS = ("lightning", "transformers")  # packages for other libraries, which are in the session neighbours
+ADAPTERS = ("lightning", "ray", "transformers")  # packages for other libraries, which are in the session neighbours
 DEFAULT = "not variant and not neighbours and not (builds and slow) and not (clusters and slow)"
 COMPILED = "dstrat_fsdp.strategy, torch._dynamo"  # by one import; pip would compile everything
 WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
@@ -427,7 +427,7 @@ def builds(session: nox.Session) -> None:
 
 @nox.session
 def clusters(session: nox.Session) -> None:
-    """Jobs on SLURM, Open MPI, torchrun and hosts in network namespaces, all on this machine (minutes).
+    """Jobs on SLURM, Open MPI, torchrun, Ray and hosts in network namespaces, all on this machine (minutes).
 
     What is not installed is skipped, with the command that installs it.  Other arguments go to pytest.
     """

@@ -45,6 +45,7 @@ CLEAN = (
     "dstrat_hpu",
     "dstrat_ipu",
     "dstrat_lightning",
+    "dstrat_ray",
     "dstrat_torchao",
     "dstrat_transformers",
     "dstrat_xla",

@@ -59,6 +59,7 @@ BAD = {
     # Where its package is installed beside the tests, the message says that they have disabled it.
     "a strategy that is not in the catalog": ({"strategy": "hivemind"}, {}, NotInstalledError, "dstrat-hivemind"),
     "an accelerator that is not in the catalog": ({"accelerator": "hpu"}, {}, NotInstalledError, "dstrat-hpu"),
+    "a launcher that is not in the catalog": ({"plugins": "ray"}, {}, NotInstalledError, "dstrat-ray"),
     "a precision of nobody": (
         {"precision": 8},
         {},

@@ -57,6 +57,14 @@ _ACCELERATORS = {
     "xla": "dstrat-xla",
 }
 
+_CLUSTER_ENVIRONMENTS = {
+    "ray_train": "dstrat-ray",
+}
+
+_LAUNCHERS = {
+    "ray": "dstrat-ray",
+}
+
 _PRECISIONS = {
     "float8": "dstrat-torchao",
     "float8-rowwise": "dstrat-torchao",
@@ -171,6 +179,8 @@ _STRATEGY_CLASSES = {
 
 KNOWN: Mapping[Kind, Mapping[str, str]] = {
     "accelerator": _ACCELERATORS,
+    "cluster_environment": _CLUSTER_ENVIRONMENTS,
+    "launcher": _LAUNCHERS,
     "precision": _PRECISIONS,
     "strategy": _STRATEGIES,
 }
