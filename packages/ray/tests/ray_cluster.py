@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends none from tests
 ray = pytest.importorskip("ray", reason="needs Ray: nox -s neighbours")
 
 from ray.cluster_utils import Cluster  # noqa: E402

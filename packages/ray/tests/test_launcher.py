@@ -16,6 +16,7 @@ from packages.ray.tests.ray_cluster import OPTIONS, Line, loader, ray, two_machi
 
 from dstrat import Trainer
 from dstrat.errors import LaunchError, RankFailedError, RequestError
+from dstrat.launch.job import JOB_VARIABLE
 from dstrat.launch.progress import has_ended
 from dstrat.testing import LauncherSuite, PluginSuite
 from dstrat_ray import RayLauncher
@@ -83,6 +84,20 @@ def test_ranks_are_counted_machine_by_machine_and_see_its_gpus(cluster, tmp_path
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
 
 
+def test_failed_job_leaves_no_folder_and_no_placement_group(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("DSTRAT_STOP_SECONDS", "7")
+    monkeypatch.setenv("API_TOKEN", "secret")
+    with pytest.raises(RankFailedError, match=f"{tmp_path}/dstrat-job-.* 7 None"):  # only dstrat's variables are sent
+        launcher(runtime_env={"env_vars": {"TMPDIR": str(tmp_path)}}).launch(raise_facts)
+    assert not list(tmp_path.glob("dstrat-job-*"))
+    assert {group["state"] for group in ray.util.placement_group_table().values()} == {"REMOVED"}
+
+
+def raise_facts():
+    names = (JOB_VARIABLE, "DSTRAT_STOP_SECONDS", "API_TOKEN")
+    raise ValueError(" ".join(str(os.environ.get(name)) for name in names))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=SLOW)])
 def test_training_on_two_machines_equals_one_device(cluster, strategy, tmp_path):
     module = Line()
@@ -148,6 +163,8 @@ class FailingLine(Line):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.clusters
+@pytest.mark.slow
 def test_failing_rank_of_a_training_is_named_while_its_peer_waits(cluster, tmp_path):
     trainer = Trainer(strategy="ddp", devices=1, num_nodes=2, plugins="ray", default_root_dir=tmp_path, **OPTIONS)
     with pytest.raises(RankFailedError, match="rank 1 of 2 failed: ValueError: no sample") as failed:
@@ -201,6 +218,8 @@ def waiting(tmp_path):
         program.communicate()
 
 
+@pytest.mark.clusters
+@pytest.mark.slow
 def test_actors_end_with_the_program_that_was_killed(cluster, waiting):
     program, ranks = waiting
     program.kill()
@@ -235,8 +254,8 @@ def test_too_few_machines_are_refused_at_once(cluster):
 
 
 def test_gpus_that_the_cluster_lacks_are_refused(cluster):
-    with pytest.raises(LaunchError, match=r"needs 1 machine with 2 CPUs and 4 GPUs for 2 ranks each"):
-        launcher(gpus_per_rank=2).launch(describe)
+    with pytest.raises(LaunchError, match=r"needs 1 machine with 1.5 CPUs and 3 GPUs for 3 ranks each"):
+        launcher(processes_per_node=3, cpus_per_rank=0.5, gpus_per_rank=1).launch(describe)
 
 
 def test_resources_in_use_are_waited_for_and_then_refused(cluster):
@@ -261,8 +280,16 @@ def test_actor_that_cannot_start_says_why(cluster):
 
 
 def test_argument_that_cannot_be_pickled_is_named(cluster):
-    with pytest.raises(LaunchError, match=r"sends the function and its arguments to actors, and argument 0 \(\w+\)"):
-        launcher().launch(print, threading.Lock())
+    def print_later(lock):  # which Ray's pickler sends, unlike that of Python
+        print(lock)
+
+    with pytest.raises(LaunchError, match=r"sends the function and its arguments to actors, and argument 0 \(lock\)"):
+        launcher().launch(print_later, threading.Lock())
+
+
+def test_another_address_than_that_of_the_connection_is_refused(cluster):
+    with pytest.raises(LaunchError, match=r"address='10.0.0.1:6379'\) is another cluster than '.*: leave the address"):
+        launcher(address="10.0.0.1:6379").launch(describe)
 
 
 def test_without_a_cluster_the_error_says_how_to_start_one(tmp_path):
@@ -279,11 +306,23 @@ def test_without_a_cluster_the_error_says_how_to_start_one(tmp_path):
         timeout=120,
     )
     assert (
-        "launcher 'ray' finds no Ray cluster at address '127.0.0.1:9': start one with `ray start --head`" in done.stderr
-    )
+        "launcher 'ray' cannot connect to a Ray cluster at address '127.0.0.1:9' ([Errno 111] Connection refused): "
+        "start one with `ray start --head`"
+    ) in done.stderr
 
 
-@pytest.mark.parametrize("options", [{"cpus_per_rank": 0}, {"gpus_per_rank": -1}, {"timeout": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cpus_per_rank": 0},
+        {"cpus_per_rank": float("nan")},
+        {"gpus_per_rank": -1},
+        {"gpus_per_rank": 0.5},
+        {"gpus_per_rank": 2},
+        {"timeout": 0},
+        {"timeout": float("inf")},
+    ],
+)
 def test_arguments_out_of_range_are_refused(options):
-    with pytest.raises(RequestError, match=r"needs some CPU and some seconds"):
+    with pytest.raises(RequestError, match=r"needs some CPU, some seconds, and no or one GPU"):
         RayLauncher(**options)

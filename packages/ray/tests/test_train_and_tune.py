@@ -20,6 +20,8 @@ from ray.train.torch import TorchTrainer
 
 from dstrat import Trainer, TrainModule
 from dstrat.errors import ClusterError, MisuseError, RequestError
+from dstrat.plugins.catalog import get_catalog
+from dstrat.resolve.cluster import choose_cluster
 from dstrat_ray import RayReportCallback, RayTrainEnvironment, latest_checkpoint
 
 pytestmark = [
@@ -212,6 +214,12 @@ WORKER = {
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
 }
+
+
+def test_ranks_of_torchrun_in_an_actor_are_those_of_torchrun():
+    in_actor = {**WORKER, "TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "1"}
+    for environ, name in ((WORKER, "ray_train"), (in_actor, "torchelastic")):
+        assert choose_cluster(None, get_catalog(), environ).name == name
 
 
 def test_placement_that_does_not_fit_says_how_to_start():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import socket
 import time
@@ -49,7 +50,7 @@ class RayLauncher(Launcher):
         address: Address of the Ray cluster; by default that of ``ray.init()`` in this program, of ``RAY_ADDRESS``, or
             of the cluster that this machine belongs to.
         cpus_per_rank: Number of CPUs that Ray reserves for a rank.
-        gpus_per_rank: Number of GPUs that Ray reserves for a rank; a rank sees those of all ranks on its machine.
+        gpus_per_rank: Number of GPUs that Ray reserves for a rank, 0 or 1; a rank sees those of its machine's ranks.
         runtime_env: Ray's runtime environment of the actors, such as ``{"working_dir": "."}``.
         timeout: Seconds to wait until the resources are free and all actors have started.
         autoscaling: Whether the cluster adds machines by itself, so that those that it lacks are waited for.
@@ -63,15 +64,16 @@ class RayLauncher(Launcher):
         *,
         address: str | None = None,
         cpus_per_rank: float = 1,
-        gpus_per_rank: float = 0,
+        gpus_per_rank: int = 0,
         runtime_env: Mapping[str, Any] | None = None,
         timeout: float = 60.0,
         autoscaling: bool = False,
     ) -> None:
-        if not cpus_per_rank > 0 or gpus_per_rank < 0 or not timeout > 0:
+        # A rank has one device: with a share of a GPU, or several, local ranks would not be indices of GPUs.
+        if not 0 < cpus_per_rank < math.inf or gpus_per_rank not in (0, 1) or not 0 < timeout < math.inf:
             raise RequestError(
                 f"RayLauncher(cpus_per_rank={cpus_per_rank!r}, gpus_per_rank={gpus_per_rank!r}, timeout={timeout!r}) "
-                "needs some CPU and some seconds, and no negative number: give cpus_per_rank=1, gpus_per_rank=0 or 1"
+                "needs some CPU, some seconds, and no or one GPU: give cpus_per_rank=1, gpus_per_rank=0 or 1"
             )
         self.address = address
         self.cpus_per_rank, self.gpus_per_rank = cpus_per_rank, gpus_per_rank
@@ -95,7 +97,7 @@ class RayLauncher(Launcher):
                     return cast("T", _load(result_of_ranks(outcomes, len(tasks))))
                 finally:
                     _kill(ranks)
-                    _remove_folders({rank.host.node_id for rank in ranks}, tasks[0])
+                    _remove_folders({rank.host.node_id for rank in ranks}, tasks[0], self._options)
 
     # Resources
 
@@ -165,12 +167,12 @@ class RayLauncher(Launcher):
 
     def _start_actor(self, group: Any, node_rank: int) -> Any:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=node_rank)
-        options = {"runtime_env": self.runtime_env} if self.runtime_env else {}
-        return (
-            ray.remote(RankActor)
-            .options(num_cpus=self.cpus_per_rank, num_gpus=self.gpus_per_rank, scheduling_strategy=strategy, **options)
-            .remote()
-        )
+        resources = {"num_cpus": self.cpus_per_rank, "num_gpus": self.gpus_per_rank}
+        return ray.remote(RankActor).options(scheduling_strategy=strategy, **resources, **self._options).remote()
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"runtime_env": self.runtime_env} if self.runtime_env else {}  # an empty one would replace ray.init's
 
     def _hosts(self, actors: Sequence[Any], deadline: float) -> list[_Host]:
         """Return the machine of each actor, when all actors have started."""
@@ -200,6 +202,12 @@ def _connection(address: str | None) -> Iterator[None]:
         LaunchError: There is no cluster.
     """
     if ray.is_initialized():
+        connected = ray.get_runtime_context().gcs_address
+        if address not in (None, "auto", connected):
+            raise LaunchError(
+                f"RayLauncher(address={address!r}) is another cluster than {connected!r}, to which this program is "
+                "connected: leave the address out, or call ray.shutdown() before"
+            )
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
@@ -208,8 +216,8 @@ def _connection(address: str | None) -> Iterator[None]:
         ray.init(address=address, logging_level=logging.WARNING)
     except (OSError, ValueError, RuntimeError) as error:
         raise LaunchError(
-            f"launcher 'ray' finds no Ray cluster at address {address!r}: start one with `ray start --head`, set "
-            "RAY_ADDRESS, or call ray.init() before, which starts one on this machine"
+            f"launcher 'ray' cannot connect to a Ray cluster at address {address!r} ({str(error).strip()}): start one "
+            "with `ray start --head`, set RAY_ADDRESS, or call ray.init() before, which starts one on this machine"
         ) from error
     try:
         yield
@@ -270,8 +278,9 @@ def _dump_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
             **kwargs,
         }
         raise LaunchError(
-            f"launcher 'ray' sends the function and its arguments to actors, and {describe_unpicklable(objects)} "
-            f"cannot be pickled ({error}): make it where it is used"
+            "launcher 'ray' sends the function and its arguments to actors, and "
+            f"{describe_unpicklable(objects, dumps=ray.cloudpickle.dumps)} cannot be pickled ({error}): "
+            "make it where it is used"
         ) from error
 
 
@@ -310,16 +319,19 @@ class _Rank:
 class RankActor:
     """Process of a rank; its name is what Ray shows before each line of output."""
 
+    def __init__(self) -> None:
+        # Bound until the end of the process, so that no other program gets the port; torch can listen on it as well.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("", 0))
+
     def host(self) -> _Host:
         """Return the machine of this actor."""
         context = ray.get_runtime_context()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
         return _Host(
             node_id=context.get_node_id(),
             address=ray.util.get_node_ip_address(),
-            port=port,
+            port=self._reserved.getsockname()[1],
             gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
         )
 
@@ -387,16 +399,29 @@ def _kill(ranks: Sequence[_Rank]) -> None:
         ray.kill(rank.actor)
 
 
-def _remove_folders(node_ids: set[str], task: RankTask) -> None:
-    """Remove the job's folder on each machine that is alive."""
+def _remove_folders(node_ids: set[str], task: RankTask, options: Mapping[str, Any]) -> None:
+    """Remove the job's folder on each machine that is alive, in the runtime environment of the actors."""
     remove = ray.remote(num_cpus=0)(remove_job_folder)
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    removals = [
-        remove.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(task)
-        for node_id in sorted(node_ids & alive)
-    ]
-    if removals:
-        _, unfinished = ray.wait(removals, num_returns=len(removals), timeout=_CLEANUP_SECONDS)
-        for removal in unfinished:
-            ray.cancel(removal, force=True)
-            _log.warning("the folder %s of temporary files remains on a machine of the Ray cluster", task.folder)
+    removals = {}
+    for node in ray.nodes():
+        if node["Alive"] and node["NodeID"] in node_ids:
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            removal = remove.options(scheduling_strategy=strategy, **options).remote(task)
+            removals[removal] = node["NodeManagerAddress"]
+    if not removals:
+        return
+    _, unfinished = ray.wait(list(removals), num_returns=len(removals), timeout=_CLEANUP_SECONDS)
+    for removal, address in removals.items():
+        if error := _error_of(removal, is_finished=removal not in unfinished):  # must not hide the error of a rank
+            _log.warning("the folder %s for temporary files remains on %s (%s)", task.folder, address, error)
+
+
+def _error_of(removal: Any, *, is_finished: bool) -> str:
+    if not is_finished:
+        ray.cancel(removal, force=True)
+        return f"not removed within {_CLEANUP_SECONDS:g} s"
+    try:
+        ray.get(removal)
+    except RayError as error:
+        return str(error).strip()
+    return ""

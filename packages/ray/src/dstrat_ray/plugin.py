@@ -11,13 +11,14 @@ _LAUNCHER = Component(
     summary="one actor of a Ray cluster for each rank, on one or several machines",
     requires=("ray>=2.51",),  # the aliases are listed without it, where a distribution was installed without it
 )
-# Nearer to the process than torchrun's variables, as a worker may inherit those; ranks of the launcher are local's.
+# After torchelastic: torchrun in an actor, as TorchX starts it, hands Ray's variables down to its ranks.  Before
+# Kubeflow's and plain variables, which a worker has as well.
 _RAY_TRAIN = Component(
     kind="cluster_environment",
     alias="ray_train",
     target="dstrat_ray.cluster:RayTrainEnvironment",
     summary="workers that Ray Train started",
-    auto=75,
+    auto=65,
 )
 
 

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 from dstrat.errors import LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 JOB_VARIABLE = "DSTRAT_JOB"
@@ -243,16 +243,17 @@ def _read(file: IO[bytes]) -> Any:
     return pickle.load(file)  # noqa: S301 - our own process wrote it into a folder that only we can read
 
 
-def describe_unpicklable(objects: Mapping[str, object]) -> str:
+def describe_unpicklable(objects: Mapping[str, object], dumps: Callable[[Any], bytes] = pickle.dumps) -> str:
     """Return a description of the innermost object that cannot be pickled, such as ``module.loss (function)``.
 
     Args:
         objects: Objects by the names that users know, at least one of which cannot be pickled.
+        dumps: The pickler that was used.
     """
     path, innermost = "", None
     children: Iterable[tuple[str, object]] = objects.items()
     for _ in range(_MAX_DEPTH):
-        failing = next(((name, child) for name, child in children if not _can_pickle(child)), None)
+        failing = next(((name, child) for name, child in children if not _can_pickle(child, dumps)), None)
         if failing is None:
             break
         path, innermost = path + failing[0], failing[1]
@@ -273,9 +274,9 @@ def _children_of(payload: object) -> Iterator[tuple[str, object]]:
         yield from ((f".{key}", value) for key, value in getattr(payload, "__dict__", {}).items())
 
 
-def _can_pickle(payload: object) -> bool:
+def _can_pickle(payload: object, dumps: Callable[[Any], bytes]) -> bool:
     try:
-        pickle.dumps(payload)
+        dumps(payload)
     except Exception:  # noqa: BLE001 - __reduce__ and __getstate__ of any class may raise anything
         return False
     return True
