@@ -175,7 +175,9 @@ def neighbours_environment() -> Path:
     editable = [f"--editable={package.relative_to(ROOT)}" for package in tested]
     beside = ("--no-build-isolation", "--constraint=constraints.txt", *editable, *requirements)
     inputs = (CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in tested))
-    compiled = f"{COMPILED}, datasets, hydra, lightning.pytorch, peft, pytest, pytorch_lightning, transformers"
+    compiled = (
+        f"{COMPILED}, datasets, hydra, lightning.pytorch, peft, pytest, pytorch_lightning, ray.tune, transformers"
+    )
     return environment("neighbours", BUILD_TOOLS, beside, pip=bootstrap() / "pip", inputs=inputs, first_import=compiled)
 
 
@@ -352,11 +354,15 @@ def simulator_of_hpu(session: nox.Session, programs: Path) -> str:
 @nox.session
 def neighbours(session: nox.Session) -> None:
     """Train beside packages that users have installed too, in an environment that has them: hydra, lightning ..."""
-    programs = neighbours_environment()
     folders = [ROOT / "tests" / "neighbours", *(ROOT / "packages" / name / "tests" for name in ADAPTERS)]
     arguments = pytest_arguments(session, *folders, by_default=workers("loadgroup", more=1))
-    options = ("--noconftest", "-p", "tests.neighbours.plain_environment", "-m", "not variant")
-    run(session, programs, "python", "-m", "pytest", *options, *arguments, OMP_NUM_THREADS="1")
+    run_beside_others(session, "-m", "not variant and not (clusters and slow)", *arguments)
+
+
+def run_beside_others(session: nox.Session, *arguments: str) -> None:
+    """Run pytest in the environment that has what users install beside dstrat."""
+    options = ("--noconftest", "-p", "tests.neighbours.plain_environment")
+    run(session, neighbours_environment(), "python", "-m", "pytest", *options, *arguments, OMP_NUM_THREADS="1")
 
 
 @nox.session
@@ -433,6 +439,8 @@ def clusters(session: nox.Session) -> None:
     """
     arguments = pytest_arguments(session, ROOT / "tests" / "clusters", by_default=())
     run(session, workspace(), "pytest", "-m", "clusters", *arguments, OMP_NUM_THREADS="1")
+    if not session.posargs:  # Ray Train and Tune are among what users install too
+        run_beside_others(session, "-m", "clusters", str(ROOT / "packages" / "ray" / "tests"))
 
 
 def pytest_arguments(session: nox.Session, *tests: Path, by_default: Sequence[str]) -> list[str]:

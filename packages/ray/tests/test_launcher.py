@@ -133,6 +133,8 @@ print("trained", trainer.global_step, type(net).__module__)
 """
 
 
+@pytest.mark.clusters
+@pytest.mark.slow
 def test_script_trains_modules_that_it_defines_itself(cluster, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -30,8 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # Ray's own, in this process
 ]
 
-SLOW = [pytest.mark.clusters, pytest.mark.slow]
-
 
 @pytest.fixture(scope="module")
 def cluster():
@@ -60,7 +58,9 @@ def run_workers(function, config, tmp_path, **run):
     ).fit()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=SLOW)])
+@pytest.mark.clusters
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_strategies_train_in_workers_of_ray_train(cluster, strategy, tmp_path):
     result = run_workers(fit_lines, {"strategy": strategy}, tmp_path)
     ranks = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in (0, 1)]
@@ -95,6 +95,8 @@ def fit_and_fail_once(config):
         torch.save(module.layer.weight.detach(), Path(config["folder"], "weights.pt"))
 
 
+@pytest.mark.clusters
+@pytest.mark.slow
 def test_workers_that_ray_restarts_continue_from_the_latest_report(cluster, tmp_path):
     result = run_workers(
         fit_and_fail_once,
@@ -146,6 +148,8 @@ def run_example(config):
     train_func(config)
 
 
+@pytest.mark.clusters
+@pytest.mark.slow
 def test_pytorch_example_of_ray_gets_the_same_weights_with_a_trainer(cluster, tmp_path):
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     example = run_workers(run_example, {"lr": 1e-2, "batch_size": 4, "epochs": 3}, theirs)
