@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends none from tests
 ray = pytest.importorskip("ray", reason="needs Ray: nox -s neighbours")
 
-from ray.cluster_utils import Cluster  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402 - skipped before, where Ray is missing
 
-from dstrat import Trainer, TrainModule  # noqa: E402
+from dstrat import Trainer, TrainModule  # noqa: E402 - as above
 
 CPUS = 2  # of each machine
 OPTIONS = {

@@ -192,7 +192,7 @@ def test_trials_of_ray_tune_report_values_and_checkpoints(cluster, tmp_path):
 # What cannot run
 
 
-def test_callback_outside_of_ray_is_refused(tmp_path):
+def test_callback_outside_of_ray_is_refused(tmp_path, recwarn):
     trainer = Trainer(
         strategy="single_device", devices=1, callbacks=[RayReportCallback()], default_root_dir=tmp_path, **OPTIONS
     )
@@ -200,6 +200,7 @@ def test_callback_outside_of_ray_is_refused(tmp_path):
         trainer.fit(Line(), loader(1))
     with pytest.raises(MisuseError, match="neither a worker of Ray Train nor a trial"):
         latest_checkpoint()
+    assert not [warning for warning in recwarn if "get_trial_id" in str(warning.message)]
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True])

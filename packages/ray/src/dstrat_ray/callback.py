@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -125,8 +126,10 @@ def _session() -> Literal["train", "tune"] | None:
     import ray.train
     import ray.tune
 
-    if ray.tune.get_context().get_trial_id() is not None:
-        return "tune"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray warns where there is no trial, which is what is asked
+        if ray.tune.get_context().get_trial_id() is not None:
+            return "tune"
     try:
         ray.train.get_context().get_world_size()
     except RuntimeError:  # the documented way to ask

@@ -271,7 +271,7 @@ def _load(content: bytes) -> Any:
 def _dump_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     try:
         return _dump(partial(_dumped_result, partial(function, *args, **kwargs)))
-    except Exception as error:
+    except Exception as error:  # __reduce__ and __getstate__ of any class may raise anything
         objects = {
             "the function": function,
             **{f"argument {index}": value for index, value in enumerate(args)},

@@ -6,6 +6,7 @@ import json
 import logging
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,8 +121,7 @@ class PretrainedWeights:
         self.name = str(name)
         index = find(_INDEX)
         if index is not None:
-            with open(index, encoding="utf-8") as stream:  # noqa: PTH123 - a str of transformers
-                by_key = json.load(stream)["weight_map"]
+            by_key = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
             paths = {file: find(file) for file in set(by_key.values())}
             self._paths = {key: paths[file] for key, file in by_key.items()}
             return

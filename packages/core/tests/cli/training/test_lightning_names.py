@@ -137,6 +137,12 @@ def test_a_class_without_a_counterpart_says_what_to_write(name):
         translate(f"lightning.pytorch.plugins.{name}")
 
 
+@pytest.mark.parametrize("name", ["DeepSpeedPrecision", "FSDPPrecision", "XLABf16Precision"])
+def test_a_precision_of_one_strategy_of_lightning_says_what_to_write(name):
+    with pytest.raises(RequestError, match="has no counterpart in dstrat: write precision: bf16-mixed or another flag"):
+        translate(f"lightning.pytorch.plugins.{name}")
+
+
 def test_an_unknown_class_has_the_nearest_name(refused):
     path = "lightning.pytorch.callbacks.ModelChekpoint"
     assert f"class '{path}' has no counterpart in dstrat; did you mean 'ModelCheckpoint'?" in refused(

@@ -21,15 +21,16 @@ RENAMED = {
 """Classes that have another name here."""
 
 INSTEAD = {
-    "DeepSpeedPrecision": "write precision: bf16-mixed or another flag",
     "DoublePrecision": "write precision: 64-true",
-    "FSDPPrecision": "write precision: bf16-mixed or another flag",
     "HalfPrecision": "write precision: 16-true or bf16-true",
     "LayerSync": "write sync_batchnorm: true",
     "PassThroughProfiler": "write profiler: null",
     "TorchSyncBatchNorm": "write sync_batchnorm: true",
 }
 """Classes without a counterpart, and what to write."""
+
+PRECISION_INSTEAD = "write precision: bf16-mixed or another flag"
+"""What to write for a precision of Lightning that belongs to one strategy."""
 
 _HOMES = ("callbacks", "loggers", "profilers", "strategies", "accelerators", "plugins", "plugins.precision")
 _MORE_HOMES = ("plugins.io", "plugins.environments", "cli")
@@ -86,8 +87,9 @@ def _class_path(text: str) -> str:
         if hasattr(home, name):
             _translated[text] = f"{home.__name__}.{name}"
             return _translated[text]
-    if name in INSTEAD:
-        raise RequestError(f"class {text!r} has no counterpart in dstrat: {INSTEAD[name]}")
+    instead = INSTEAD.get(name) or (PRECISION_INSTEAD if name.endswith("Precision") else None)
+    if instead is not None:
+        raise RequestError(f"class {text!r} has no counterpart in dstrat: {instead}")
     near = nearest(name, [other for home in homes for other in dir(home) if other[:1].isupper()])
     meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ":"
     raise RequestError(

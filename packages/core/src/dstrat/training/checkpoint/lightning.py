@@ -58,7 +58,7 @@ class LightningFileIO(CheckpointIO):
         checkpoint = converted(source, str(path)).checkpoint
         checkpoint.pop("optimizers", None)
         if source.get("optimizer_states"):
-            # By numbers, which each strategy divides as it needs; Lightning's FSDP has names there.
+            # By numbers, which each strategy divides as it needs; some strategies of Lightning write names.
             states = source["optimizer_states"]
             checkpoint["optimizer_states"] = [
                 number_parameters(state) if _is_named(state) else state for state in states

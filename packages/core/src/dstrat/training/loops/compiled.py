@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError
 from dstrat.training.hooks import overrides
+from dstrat.training.loops.optimization import with_divided_loss
 from dstrat.training.loops.steps import bind_step
 from dstrat.training.module.train_module import TrainModule
 
@@ -42,9 +43,10 @@ class CompiledOptimization:
         self.optimizers = trainer.strategy.optimizers
         self._training_step = trainer.profiled("training_step", bind_step(trainer.strategy, module, "training_step"))
         self._loop, self._steps = trainer.fit_loop, compiled.optimizer_steps
+        self._accumulate = trainer.accumulate_grad_batches
 
     def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - within the call
-        """Train on the batches of one call; return the result of ``training_step``.
+        """Train on the batches of one call; return the result of ``training_step``, with the loss divided as elsewhere.
 
         Args:
             arguments: The arguments of ``training_step``.
@@ -53,7 +55,7 @@ class CompiledOptimization:
         """
         outputs = self._training_step(*arguments)
         self._loop.global_step += self._steps
-        return outputs
+        return with_divided_loss(outputs, self._accumulate)
 
     def check_position(self, trainer: Trainer) -> None:
         """Check that a training can be resumed at the checkpoint's position.

@@ -246,7 +246,6 @@ class FitLoop(Position):
         self._takes_index = count_arguments(self._module.training_step) > 1
         is_compiled = isinstance(self._optimization, CompiledOptimization)
         self._accumulate = 1 if is_compiled else trainer.accumulate_grad_batches
-        self._accumulated_in_call = trainer.accumulate_grad_batches if is_compiled else 1
         self._batches_per_item = self.data.batches_per_item
         self._batch_end = trainer.context.hooks.of("on_train_batch_end")
         self._publishes = bool(trainer.log_every_n_steps and (trainer.loggers or trainer.world_size > 1))
@@ -273,7 +272,7 @@ class FitLoop(Position):
         if self._batch_end:
             self.phase = "batch_end"
             if batch is not None:
-                outputs = _outputs_for_hooks(outputs, self._accumulated_in_call)
+                outputs = _outputs_for_hooks(outputs)
             for hook in self._batch_end:
                 hook(outputs, batch, batch_idx)
 
@@ -448,20 +447,17 @@ class FitLoop(Position):
             self.data.loader = None  # configure_optimizers may have asked for its length already
 
 
-def _outputs_for_hooks(outputs: Any, accumulated_in_call: int) -> Any:
+def _outputs_for_hooks(outputs: Any) -> Any:
     """Return the result of ``training_step`` in the shape that hooks get in Lightning: a dict with the loss.
 
-    The tensors have no autograd graph, so that its memory is freed.  The loss of a compiled step is the mean of the
-    batches that the step accumulates, and is divided here by their number, as elsewhere before the backward pass.  What
-    a step in manual optimization returns may be no dict.
+    The tensors have no autograd graph, so that its memory is freed.  What a step in manual optimization returns may be
+    no dict.
     """
     if outputs is None:
         return {}
-    is_loss = isinstance(outputs, Tensor)
-    detached = {"loss": outputs.detach()} if is_loss else apply_to_tensors(outputs, Tensor.detach)
-    if accumulated_in_call > 1:
-        detached = {**detached, "loss": detached["loss"] / accumulated_in_call}
-    return detached
+    if isinstance(outputs, Tensor):
+        return {"loss": outputs.detach()}
+    return apply_to_tensors(outputs, Tensor.detach)
 
 
 def _warn_of_evaluation_mode(module: TrainModule) -> None:

@@ -212,11 +212,9 @@ class AutomaticOptimization:
                 f"{type(self._optimizer).__name__} computes the loss of a batch several times in one step, which "
                 "cannot be combined with accumulate_grad_batches: leave that out"
             )
-        self._outputs = self._training_step(*self._arguments)
+        # Divided once, for hooks too: a lazy backend compiles each operation.
+        self._outputs = with_divided_loss(self._training_step(*self._arguments), self._group_size)
         loss = self._loss(self._outputs)
-        if self._group_size > 1:
-            loss = loss / self._group_size  # once: hooks get it too, and a lazy backend compiles each operation
-            self._outputs = loss if isinstance(self._outputs, Tensor) else {**self._outputs, "loss": loss}
         for hook in self._before_backward:
             hook(loss)
         self.is_in_backward = True
@@ -261,6 +259,22 @@ class AutomaticOptimization:
                 gradient_clip_val=trainer.gradient_clip_val,
                 gradient_clip_algorithm=trainer.gradient_clip_algorithm,
             )
+
+
+def with_divided_loss(outputs: Any, group_size: int) -> Any:
+    """Return the result of ``training_step`` with its loss, if there is one, divided.
+
+    Args:
+        outputs: The result.
+        group_size: Number of batches whose gradients make up one optimizer step.
+    """
+    if group_size == 1:
+        return outputs
+    if isinstance(outputs, Tensor):
+        return outputs / group_size
+    if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
+        return {**outputs, "loss": outputs["loss"] / group_size}
+    return outputs
 
 
 def _only(optimizers: list[Optimizer]) -> Optimizer:
