@@ -55,7 +55,7 @@ class CompiledOptimization:
         """
         outputs = self._training_step(*arguments)
         self._loop.global_step += self._steps
-        return with_divided_loss(outputs, self._accumulate)
+        return with_divided_loss(outputs, self._accumulate) if self._accumulate > 1 else outputs
 
     def check_position(self, trainer: Trainer) -> None:
         """Check that a training can be resumed at the checkpoint's position.

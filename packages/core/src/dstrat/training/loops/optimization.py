@@ -212,8 +212,9 @@ class AutomaticOptimization:
                 f"{type(self._optimizer).__name__} computes the loss of a batch several times in one step, which "
                 "cannot be combined with accumulate_grad_batches: leave that out"
             )
-        # Divided once, for hooks too: a lazy backend compiles each operation.
-        self._outputs = with_divided_loss(self._training_step(*self._arguments), self._group_size)
+        self._outputs = self._training_step(*self._arguments)
+        if self._group_size > 1:  # divided once, for hooks too: a lazy backend compiles each operation
+            self._outputs = with_divided_loss(self._outputs, self._group_size)
         loss = self._loss(self._outputs)
         for hook in self._before_backward:
             hook(loss)
@@ -268,8 +269,6 @@ def with_divided_loss(outputs: Any, group_size: int) -> Any:
         outputs: The result.
         group_size: Number of batches whose gradients make up one optimizer step.
     """
-    if group_size == 1:
-        return outputs
     if isinstance(outputs, Tensor):
         return outputs / group_size
     if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
