@@ -91,7 +91,8 @@ def index_from_json(value: Any, sizes: Mapping[str, int]) -> dict[str, TensorEnt
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"its structure is wrong ({error!r:.80})") from error
     for name, entry in entries.items():
-        _check_shared(name, entry, entries)
+        if entry.same_as is not None:
+            _check_alias(name, entry, entry.same_as, entries)
     _check_bytes(entries, sizes)
     return entries
 
@@ -166,12 +167,10 @@ def _extent(piece: Piece, dimension: int) -> tuple[int, int]:
     return piece.starts[dimension], piece.shape[dimension]
 
 
-def _check_shared(name: str, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> None:
-    if entry.same_as is None:
-        return
-    other = entries.get(entry.same_as)
+def _check_alias(name: str, entry: TensorEntry, same_as: str, entries: Mapping[str, TensorEntry]) -> None:
+    other = entries.get(same_as)
     if other is None or other.same_as is not None or (other.dtype, other.shape) != (entry.dtype, entry.shape):
-        raise ValueError(f"tensor {name[:200]!r} is said to be the same as {entry.same_as[:200]!r}, which it cannot be")
+        raise ValueError(f"tensor {name[:200]!r} is said to be the same as {same_as[:200]!r}, which it cannot be")
 
 
 def _check_bytes(entries: Mapping[str, TensorEntry], sizes: Mapping[str, int]) -> None:

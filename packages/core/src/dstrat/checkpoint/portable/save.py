@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import importlib.metadata
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,19 +183,25 @@ def _complete(prepared: Prepared, folder: CheckpointPath, reports: list[dict[str
 
 def _index(reports: list[dict[str, Any]]) -> dict[str, Any]:
     pieces: dict[str, list[Piece]] = {}
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, Any] = {}
     for rank, report in enumerate(reports):
-        for name, (dtype, shape, same_as) in report["entries"].items():
-            entries.setdefault(name, TensorEntry(dtype=dtype, shape=tuple(shape), same_as=same_as))
+        file = rank_file(rank, "safetensors")
+        for name, facts in report["entries"].items():
+            entries.setdefault(name, facts)
         for name, stored in report["pieces"].items():
             pieces.setdefault(name, []).extend(
-                Piece(file=rank_file(rank, "safetensors"), begin=begin, starts=tuple(starts), shape=tuple(shape))
+                Piece(file=file, begin=begin, starts=tuple(starts), shape=tuple(shape))
                 for begin, starts, shape in stored
             )
     return index_to_json(
         {
-            name: replace(entry, pieces=tuple(sorted(pieces.get(name, ()), key=lambda piece: piece.starts)))
-            for name, entry in entries.items()
+            name: TensorEntry(
+                dtype=dtype,
+                shape=tuple(shape),
+                same_as=same_as,
+                pieces=tuple(sorted(pieces.get(name, ()), key=attrgetter("starts"))),
+            )
+            for name, (dtype, shape, same_as) in entries.items()
         }
     )
 

@@ -52,7 +52,7 @@ def check_kind(tensor: Tensor | FlatShard, name: str) -> None:
         tensor = tensor.local
     kind = type(tensor)
     reason = None
-    if not is_distributed(tensor) and kind not in (Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)):
+    if kind not in (Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)) and not is_distributed(tensor):
         reason = f"is a {kind.__module__}.{kind.__qualname__}"
     elif tensor.layout != torch.strided:
         reason = f"has the layout {tensor.layout}"

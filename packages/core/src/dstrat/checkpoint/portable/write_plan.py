@@ -22,7 +22,7 @@ from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -64,11 +64,11 @@ def make_write_plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Te
         payloads = [
             Payload(name, box)
             for name, tensor in rank_tensors.items()
-            if _is_stored(entries[name])
+            if entries[name].same_as is None
             for box in local_boxes(tensor)
         ]
-        payloads += _sharded_payloads(tensors, entries, leaders)
         shared = {name: entries[name] for name, tensor in tensors.items() if not is_sharded(tensor)}
+        payloads += _sharded_payloads(tensors, entries, shared, leaders)
     all_ranks = _exchange_entries(shared, sum(payload.num_bytes for payload in payloads), ranks)
     payloads += [Payload(name, box) for name, box in _assigned_boxes(tensors, all_ranks, ranks)]
     return WritePlan(payloads=payloads, entries=entries)
@@ -94,18 +94,15 @@ def _memory_key(tensor: Any, name: str) -> Any:
     """Return a value that is equal for two tensors if they are the same elements of the same memory."""
     if isinstance(tensor, FlatShard):
         return id(tensor)
-    local = tensor.to_local() if is_distributed(tensor) else tensor
+    distributed = is_distributed(tensor)
+    local = tensor.to_local() if distributed else tensor
     if local.numel() == 0:  # empty tensors all have the address 0
         return name
-    placements = tensor.placements if is_distributed(tensor) else None
+    placements = tensor.placements if distributed else None
     view = (local.stride(), local.is_conj(), local.is_neg())
     # Tensors of some backends have the address 0, which would make all tensors of one shape equal.
     address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())  # noqa: SLF001 - no other id
     return tensor.dtype, tensor.shape, local.device, address, view, placements
-
-
-def _is_stored(entry: TensorEntry) -> bool:
-    return entry.same_as is None
 
 
 def _leaders(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, int]:
@@ -127,11 +124,11 @@ def _leaders(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, int]:
 
 
 def _sharded_payloads(
-    tensors: Mapping[str, Any], entries: Mapping[str, TensorEntry], leaders: Mapping[str, int]
+    tensors: Mapping[str, Any], entries: Mapping[str, TensorEntry], shared: Container[str], leaders: Mapping[str, int]
 ) -> Iterable[Payload]:
     """Yield the shards that this rank writes; the ranks that hold equal shards take turns from tensor to tensor."""
     for turn, (name, tensor) in enumerate(tensors.items()):
-        if not is_sharded(tensor) or not _is_stored(entries[name]):
+        if name in shared or entries[name].same_as is not None:
             continue
         if isinstance(tensor, FlatShard):
             yield from (Payload(name, box) for box in local_boxes(tensor, name))
@@ -217,7 +214,7 @@ def _assigned_boxes(
     boxes = [
         (num_bytes, name, first, count)
         for name, entry in all_ranks.entries.items()
-        if _is_stored(entry) and entry.num_bytes
+        if entry.same_as is None and entry.num_bytes
         for first, count, num_bytes in _rows(entry, len(all_ranks.holders[name]))
     ]
     loads = list(all_ranks.loads)
@@ -252,8 +249,9 @@ def _box(tensor: Tensor, first: int, count: int) -> LocalBox:
 def _rows(entry: TensorEntry, num_holders: int) -> Iterable[tuple[int, int, int]]:
     """Yield the first row, the number of rows and the bytes of each box that a tensor is written in."""
     rows = entry.shape[0] if entry.shape else 1
-    boxes = max(1, min(num_holders, rows, entry.num_bytes // _SPLIT_SIZE))
+    num_bytes = entry.num_bytes
+    boxes = max(1, min(num_holders, rows, num_bytes // _SPLIT_SIZE))
     step = -(-rows // boxes)
     for first in range(0, rows, step):
         count = min(step, rows - first)
-        yield first, count, entry.num_bytes // rows * count
+        yield first, count, num_bytes // rows * count
