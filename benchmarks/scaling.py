@@ -49,7 +49,7 @@ def measure(settings: Settings) -> Iterator[Figure]:
         unit="ms",
         note="measured, in one process that has the messages of 1,024",
     )
-    yield _start(largest)
+    yield from _start(largest)
 
 
 def coordination(num_ranks: int) -> dict[str, Any]:
@@ -81,31 +81,37 @@ def extrapolate(sizes: Sequence[int], costs: Sequence[float]) -> tuple[str, floa
     return formula, value
 
 
-def _start(num_ranks: int) -> Figure:
-    samples = {arm: start(arm, num_ranks) for arm in ("torchrun", "dstrat")}
-    return Figure(
-        name=f"start of {num_ranks} ranks until all have done a step, above torchrun's",
-        value=samples["dstrat"][0] - samples["torchrun"][0],
-        unit="s",
-        goal=1.0,
-        medians={arm: seconds for arm, (seconds, _) in samples.items()},
-        samples={arm: [seconds] for arm, (seconds, _) in samples.items()},
-        note="; ".join(f"{arm}: {cpu:.2f} s of the processor for each rank" for arm, (_, cpu) in samples.items()),
-    )
+def _start(num_ranks: int) -> Iterator[Figure]:
+    by_hand, cpu_by_hand = start("torchrun", num_ranks)
+    for method in ("popen", "forkserver"):
+        seconds, cpu = start(method, num_ranks)
+        yield Figure(
+            name=f"start of {num_ranks} ranks with {method} until all have done a step, above torchrun's",
+            value=seconds - by_hand,
+            unit="s",
+            goal=1.0,
+            medians={"torchrun": by_hand, method: seconds},
+            samples={"torchrun": [by_hand], method: [seconds]},
+            note=f"processor for each rank: {cpu:.2f} s, and {cpu_by_hand:.2f} s by hand",
+        )
 
 
-def start(arm: str, num_ranks: int) -> tuple[float, float]:
-    """Return the seconds until the last rank has done a step, and those of the processor for each rank."""
+def start(how: str, num_ranks: int) -> tuple[float, float]:
+    """Return the seconds until the last rank has done a step, and those of the processor for each rank.
+
+    Args:
+        how: ``"torchrun"``, or the start method of the strategy.
+        num_ranks: Number of ranks.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "done")
-        arguments = (str(num_ranks), str(out))
-        if arm == "dstrat":
-            command = [sys.executable, HERE / "scaling_start.py", "dstrat", *arguments]
+        if how == "torchrun":
+            command = torchrun(num_ranks, "scaling_start_by_hand.py", str(out))
         else:
-            command = torchrun(num_ranks, "scaling_start.py", "hand", *arguments)
+            command = [sys.executable, str(HERE / "scaling_start.py"), str(num_ranks), how, str(out)]
         begun = time.time()
         run_job(command, patience=170)
         lines = [path.read_text().split() for path in Path(folder).glob("done.*")]
     if len(lines) != num_ranks:
-        raise RuntimeError(f"{arm}: {len(lines)} of {num_ranks} ranks have done a step")
+        raise RuntimeError(f"{how}: {len(lines)} of {num_ranks} ranks have done a step")
     return max(float(moment) for moment, _ in lines) - begun, sum(float(cpu) for _, cpu in lines) / num_ranks

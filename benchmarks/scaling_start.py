@@ -1,39 +1,48 @@
-"""A tiny training of one step, by dstrat or by hand, whose ranks write when the step is done.
+"""A tiny training of one step with the Trainer, whose ranks write when the step is done.
 
-``scaling_start.py dstrat RANKS OUT`` starts its ranks itself, and torchrun starts ``scaling_start.py hand RANKS OUT``.
+``scaling_start.py RANKS METHOD OUT`` starts its ranks with one of the start methods.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from pathlib import Path
 
 import torch
+from scaling_start_by_hand import write
 from torch.utils.data import DataLoader, TensorDataset
 
+import dstrat
+from dstrat_ddp import DDPStrategy
 
-def with_dstrat(num_ranks: int, out: Path) -> None:
-    """Train one step with the Trainer."""
-    import dstrat
 
-    class Net(dstrat.TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
+class Net(dstrat.TrainModule):
+    """A linear layer."""
 
-        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-            return self.layer(batch[0]).square().mean()
+    def __init__(self, out: Path) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.out = out
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        """Return the mean of the squared outputs."""
+        loss: torch.Tensor = self.layer(batch[0]).square().mean()
+        return loss
 
-        def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:  # noqa: ARG002
-            write(out, self.trainer.global_rank)
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:  # noqa: ARG002
+        """Write that the step is done."""
+        write(self.out, self.trainer.global_rank)
+
+
+def main(num_ranks: int, start_method: str, out: Path) -> None:
+    """Train one step."""
+    torch.set_num_threads(1)
     trainer = dstrat.Trainer(
-        strategy="ddp",
+        strategy=DDPStrategy(start_method=start_method),
         accelerator="cpu",
         devices=num_ranks,
         max_steps=1,
@@ -42,28 +51,8 @@ def with_dstrat(num_ranks: int, out: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Net(), DataLoader(TensorDataset(torch.rand(num_ranks, 4)), batch_size=1))
-
-
-def by_hand(out: Path) -> None:
-    """Train one step with torch alone."""
-    torch.distributed.init_process_group("gloo")
-    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    net(torch.rand(1, 4)).square().mean().backward()
-    optimizer.step()
-    write(out, torch.distributed.get_rank())
-    torch.distributed.destroy_process_group()
-
-
-def write(out: Path, rank: int) -> None:
-    """Write when the first step of a rank is done, and what of the processor it has used."""
-    Path(f"{out}.{rank}").write_text(f"{time.time()} {sum(os.times()[:2])}")
+    trainer.fit(Net(out), DataLoader(TensorDataset(torch.rand(num_ranks, 4)), batch_size=1))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if sys.argv[1] == "dstrat":
-        with_dstrat(int(sys.argv[2]), Path(sys.argv[3]))
-    else:
-        by_hand(Path(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -26,6 +26,10 @@ def add_up(factor):
     return {"sum": tensor, "threads": torch.get_num_threads()}
 
 
+def has_compiler():
+    return "torch._dynamo" in sys.modules
+
+
 def get_stuck():
     """Rank 1 never comes to the second meeting."""
     rank = open_group(4.0)

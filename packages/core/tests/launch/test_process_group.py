@@ -57,6 +57,17 @@ def test_forked_ranks_compute_after_the_parent_has_used_its_threads(tmp_path, ra
     assert WarmProgram(tmp_path / "script.py").run() == "True\n"
 
 
+def test_fork_server_has_imported_what_every_first_optimizer_imports(tmp_path, rank_functions):
+    """It takes each rank as long as the import of torch, which a fork server is there to save."""
+    (tmp_path / "script.py").write_text(
+        "import rank_functions\n"
+        "from dstrat.launch.local import LocalLauncher\n"
+        "if __name__ == '__main__':\n"
+        "    print(LocalLauncher(num_processes=1, start_method='forkserver').launch(rank_functions.has_compiler))\n"
+    )
+    assert WarmProgram(tmp_path / "script.py").run() == "True\n"
+
+
 def test_job_on_two_machines_is_started_on_each_by_hand(tmp_path, rank_functions):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

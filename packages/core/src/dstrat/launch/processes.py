@@ -56,10 +56,11 @@ def start_spawned(job: Job, local_rank: int) -> RankProcess:
 def start_served(job: Job, local_rank: int) -> RankProcess:
     """Let multiprocessing's fork server start a rank that runs the function in the job's folder."""
     context = multiprocessing.get_context("forkserver")
-    # Has no effect if the server runs already.  The first optimizer imports torch._dynamo, which takes long.
+    # Has no effect if the server runs already.
     # The first handler that is registered with atexit runs last, so the server's own comes first.
-    loaded = [name for name in ("torch", "torch._dynamo", __name__) if name in sys.modules]
-    context.set_forkserver_preload(["dstrat.launch.fork_server", *loaded])
+    # torch._dynamo takes as long to import as torch, and each rank would import it with its first optimizer.
+    libraries = ["torch", "torch._dynamo"] if "torch" in sys.modules else []
+    context.set_forkserver_preload(["dstrat.launch.fork_server", *libraries, __name__])
     # The environment is passed, because the server may have been started with another one.
     arguments = (job.folder, job.rank_environment(local_rank), os.getpid())
     process = context.Process(target=_run_served, args=arguments)
