@@ -433,11 +433,12 @@ def builds(session: nox.Session) -> None:
 
 @nox.session
 def clusters(session: nox.Session) -> None:
-    """Jobs on SLURM, Open MPI, torchrun, Ray and hosts in network namespaces, all on this machine (minutes).
+    """Jobs on SLURM, Open MPI, torchrun, Ray, torchft and hosts in network namespaces, on this machine (minutes).
 
     What is not installed is skipped, with the command that installs it.  Other arguments go to pytest.
     """
-    arguments = pytest_arguments(session, ROOT / "tests" / "clusters", by_default=())
+    folders = (ROOT / "tests" / "clusters", ROOT / "packages" / "torchft" / "tests")
+    arguments = pytest_arguments(session, *folders, by_default=())
     run(session, workspace(), "pytest", "-m", "clusters", *arguments, OMP_NUM_THREADS="1")
     if not session.posargs:  # Ray Train and Tune are among what users install too
         run_beside_others(session, "-m", "clusters", str(ROOT / "packages" / "ray" / "tests"))

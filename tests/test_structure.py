@@ -47,6 +47,7 @@ CLEAN = (
     "dstrat_lightning",
     "dstrat_ray",
     "dstrat_torchao",
+    "dstrat_torchft",
     "dstrat_transformers",
     "dstrat_xla",
 )

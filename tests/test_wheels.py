@@ -19,7 +19,7 @@ import dstrat
 
 families = (
     "bagua", "ddp", "deepspeed", "fairscale", "fsdp", "hivemind", "horovod", "hpu", "ipu", "lightning",
-    "ray", "torchao", "transformers",
+    "ray", "torchao", "torchft", "transformers",
 )
 for package in (dstrat, *(importlib.import_module(f"dstrat_{family}") for family in families)):
     assert package.__file__.startswith(sys.prefix), package.__file__

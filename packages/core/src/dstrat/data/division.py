@@ -49,19 +49,20 @@ def is_divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
         reason = "has an iterable dataset, which dstrat divides only inside a dstrat.ShardedIterableDataset"
     else:
         return not isinstance(sampler_of(loader), DistributedSampler | RankSampler)
-    if strategy.is_global_zero and strategy.distributed_sampler_kwargs.get("num_replicas", 1) > 1:
+    share = strategy.training_sampler_kwargs if purpose == "training" else strategy.distributed_sampler_kwargs
+    if strategy.is_global_zero and share.get("num_replicas", 1) > 1:
         _log.warning(
             "the %s loader %s: unless it divides itself by rank, each of the %d processes reads all of it",
             purpose,
             reason,
-            strategy.world_size,
+            max(strategy.world_size, share["num_replicas"]),
         )
     return False
 
 
 def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[Any]:
     """Return the loader with this process's shard of the samples; all shards are of the same length."""
-    share = strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    share = strategy.training_sampler_kwargs or {"num_replicas": 1, "rank": 0}
     if isinstance(loader.dataset, ShardedIterableDataset):
         return with_attributes(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=True))
     if loader.batch_sampler is not None and not _groups_samples(loader):

@@ -25,7 +25,7 @@ from dstrat.data.sharded_dataset import ShardedIterableDataset
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from dstrat.interfaces.strategy import Strategy
 
@@ -51,12 +51,14 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
         loader = CombinedLoader(loader, "max_size_cycle")
     _check_same(loader, "training", strategy)
     _check_not_empty(loader, "the training loader")
-    agrees = distribute and (keeps_order or _shares_data(strategy))
+    # Several jobs may share the data, too, of which each has one process.
+    is_shared = _shares_data(strategy) or strategy.training_sampler_kwargs.get("num_replicas", 1) > 1
+    agrees = distribute and (keeps_order or is_shared)
 
     def divided(leaf: Any) -> Any:
         is_divided = agrees and is_divisible(leaf, "training", strategy)
         leaf = divide_training(leaf, strategy) if is_divided else _for_all_workers(leaf)
-        return _with_worker_seeds(leaf, strategy)
+        return _with_worker_seeds(leaf, strategy.training_sampler_kwargs)
 
     loader = _map_loaders(loader, divided)
     _check_not_empty(loader, f"the part of the training data of rank {strategy.global_rank}")
@@ -90,7 +92,7 @@ def prepare_evaluation_loader(
         loader = _map_loaders(loader, lambda leaf: divide_evaluation(leaf, strategy, repeat_to=repeat_to))
     else:
         loader = _map_loaders(loader, _for_all_workers)
-    loader = _map_loaders(loader, lambda leaf: _with_worker_seeds(leaf, strategy))
+    loader = _map_loaders(loader, lambda leaf: _with_worker_seeds(leaf, strategy.distributed_sampler_kwargs))
     if records_indices:
         loader = record_batches(loader)
     return strategy.process_evaluation_dataloader(loader), agrees and strategy.distributed_sampler_kwargs[
@@ -116,9 +118,9 @@ def _for_all_workers(loader: Any) -> Any:
     return with_attributes(loader, dataset=dataset)
 
 
-def _with_worker_seeds(loader: Any, strategy: Strategy) -> Any:
+def _with_worker_seeds(loader: Any, share: Mapping[str, int]) -> Any:
     """Return the loader with worker seeds that differ from those of the first process."""
-    rank = strategy.distributed_sampler_kwargs.get("rank", 0)  # the same where processes read the same data
+    rank = share.get("rank", 0)  # the same where processes read the same data
     if rank == 0 or not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return loader
     return with_attributes(loader, worker_init_fn=WorkerSeeds(rank, loader.worker_init_fn))

@@ -87,6 +87,19 @@ class TrainerLike(Protocol):
         """Create the optimizers of the module in its present state, on its device, and their schedulers."""
 
 
+class RunningTraining(Protocol):
+    """Protocol of the training of this process, whose state a strategy exchanges with other jobs."""
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state: module, optimizers, schedulers, counters, the order of the data, callbacks.
+
+        Tensors are the training's own, not copies.  It may be called in another thread during a backward pass.
+        """
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Load a state of another job, before the first batch; the training goes on at its batch."""
+
+
 # Compiled training steps: forward and backward passes and optimizer steps in one call
 
 
@@ -314,6 +327,14 @@ class Strategy(ABC):
         return {}
 
     @property
+    def training_sampler_kwargs(self) -> dict[str, int]:
+        """``num_replicas`` and ``rank`` for a sampler of training data; by default as for evaluation.
+
+        They differ where several jobs train on one data set together, and each evaluates by itself.
+        """
+        return self.distributed_sampler_kwargs
+
+    @property
     def replicas_per_process(self) -> int:
         """Number of batches of a loader that this process joins to one batch: one for each replica of the module.
 
@@ -399,6 +420,15 @@ class Strategy(ABC):
         optimization = trainer.configure_optimizers()
         self.optimizers = list(optimization.optimizers)
         self.lr_schedulers = list(optimization.schedulers)
+
+    def join_training(self, training: RunningTraining) -> None:
+        """Take over the state of other jobs that train together with this one, before the first batch of a fit.
+
+        A Trainer calls it after the setup, and after a checkpoint was restored; by default there are no other jobs.
+
+        Args:
+            training: Captures and restores the state of this process.
+        """
 
     def on_exception(self, exception: BaseException) -> None:
         """Release everything for which peers would wait; called after an error, before :meth:`teardown`."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dstrat_torchao import Float8Precision as Float8Precision
     from dstrat_torchao import QuantizedWeightsPrecision as QuantizedWeightsPrecision
     from dstrat_torchao import TransformerEnginePrecision as TransformerEnginePrecision
+    from dstrat_torchft import TorchFTStrategy as TorchFTStrategy
     from dstrat_xla import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
     from dstrat_xla import SingleTPUStrategy as SingleTPUStrategy
     from dstrat_xla import TPUAccelerator as TPUAccelerator
@@ -124,6 +125,7 @@ _STRATEGIES = {
     "model_parallel": "dstrat-fsdp",
     "single_tpu": "dstrat-xla",
     "single_xla": "dstrat-xla",
+    "torchft_ddp": "dstrat-torchft",
     "tpu_spawn": "dstrat-xla",
     "tpu_spawn_debug": "dstrat-xla",
     "xla": "dstrat-xla",
@@ -172,6 +174,7 @@ _STRATEGY_CLASSES = {
     "SingleHPUStrategy": "dstrat-hpu",
     "SingleTPUStrategy": "dstrat-xla",
     "TPUSpawnStrategy": "dstrat-xla",
+    "TorchFTStrategy": "dstrat-torchft",
     "XLAFSDPStrategy": "dstrat-xla",
     "XLASPMDStrategy": "dstrat-xla",
     "XLAStrategy": "dstrat-xla",

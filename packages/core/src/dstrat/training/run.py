@@ -13,7 +13,7 @@ from dstrat.interfaces.strategy import log_out_of_memory
 from dstrat.training.anomaly import watched_fit
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint.path import resolve_checkpoint
-from dstrat.training.checkpoint.restore import CheckpointRestore
+from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
 from dstrat.training.contexts import numerics
 from dstrat.training.hooks import HookRunner, hook_of, overrides
 from dstrat.training.loggers.defaults import agree_on_folders
@@ -169,6 +169,8 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_p
     log_hyperparameters(trainer)
     if restoration is not None:
         restoration.finish()
+    if trainer.is_fitting:
+        strategy.join_training(LiveTraining(trainer))
 
 
 def _fit(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:

@@ -15,6 +15,7 @@ from dstrat.checkpoint.strategy_state import (
     read_values,
     restore_optimization,
 )
+from dstrat.data.resume import shared_seeds
 from dstrat.errors import CheckpointError
 from dstrat.training.loops.position import Position, reshard_rank_states
 
@@ -31,6 +32,8 @@ _BATCHES_DROPPED = (
     "was saved between the batches of one optimizer step, which are left out, as their gradients cannot be taken"
 )
 _GRADIENTS_DROPPED = "has gradients that the module had not cleared, which are left out, as they cannot be taken"
+
+_OTHER_JOB = "the state of another job"
 
 _log = logging.getLogger(__name__)
 
@@ -194,6 +197,54 @@ def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
             callback.load_state_dict(states[callback.state_key])
     if trainer.datamodule is not None and "datamodule" in checkpoint:
         trainer.datamodule.load_state_dict(checkpoint["datamodule"])
+
+
+# The state of a running training, which jobs that train together exchange in memory
+
+
+class LiveTraining:
+    """The training of this process, as :class:`~dstrat.interfaces.strategy.RunningTraining`.
+
+    It has what a checkpoint has that is continued by another number of ranks: random numbers and running means of
+    logged values belong to a process, and start anew.
+
+    Args:
+        trainer: In a fit, after the strategy's setup; of a strategy that replicates the state.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state; no collective, so that a single rank of a job can be captured."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        strategy, beginning = trainer.strategy, loop.data.beginning
+        return {
+            "state_dict": strategy.module.state_dict(),
+            "optimizer_states": [optimizer.state_dict() for optimizer in strategy.optimizers],
+            "lr_schedulers": [config.scheduler.state_dict() for config in strategy.lr_schedulers],
+            "precision": strategy.precision_plugin.state_dict(),
+            "strategy": {"name": type(strategy).__name__, "state": strategy.state_dict()},
+            "loops": loop.state_dict(),
+            "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
+            "datamodule": trainer.datamodule.state_dict() if trainer.datamodule else {},
+            "order": {
+                "generators": [] if beginning is None else beginning.generators,
+                "beginning": None if beginning is None else beginning.state_dict(),
+                "validation": [shared_seeds(loader) for loader in loop.validation_loaders],
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Load a state of another job, before the first batch."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        trainer.strategy.load_module_state_dict(state["state_dict"])
+        _restore_states(trainer, state)
+        restore_optimization(trainer.strategy, state, _OTHER_JOB)
+        loop.load_state_dict(state["loops"])
+        if state["order"]["beginning"] is not None:  # None before the first epoch
+            of_this_process = dict.fromkeys(("random", "device_random", "logged", "place", "gradients"))
+            loop.load_rank_state({**of_this_process, **state["order"]})
 
 
 # Defaults for a converted checkpoint

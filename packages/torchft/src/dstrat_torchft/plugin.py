@@ -1,0 +1,22 @@
+"""Record of the strategy of this distribution."""
+
+from __future__ import annotations
+
+from dstrat.plugins.component import Component, hookimpl
+
+_TORCHFT = Component(
+    kind="strategy",
+    alias="torchft_ddp",
+    target="dstrat_torchft.strategy:TorchFTStrategy",
+    summary="torchft: replica groups that train together, of which any may die and join again",
+    requires=("torchft>=0.2,<0.3",),
+    uses_torch_distributed=True,
+    drives_several_devices=False,
+    starts_processes=True,
+)
+
+
+@hookimpl
+def dstrat_components() -> list[Component]:
+    """Return the alias of the family."""
+    return [_TORCHFT]

@@ -1,0 +1,317 @@
+"""Replica groups of a training: quorum, averages over the groups, and votes on steps, by torchft's Manager."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from dstrat.errors import LaunchError, PeerError
+from dstrat_torchft.internals import (
+    Manager,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    StateTransport,
+    servers_on,
+    silence_known_warnings,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
+    from datetime import timedelta
+
+    from torch import Tensor
+
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+"""Environment variable with the address of the lighthouse; torchft's name."""
+GROUP, NUM_GROUPS = "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"
+"""Environment variables with the number of this group, from 0, and how many there are; torchft's names."""
+
+_PROBE = 2.0  # seconds in which a lighthouse accepts a connection
+_PAUSE = 0.5  # seconds before the lighthouse is asked again for groups that are not there yet
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaOptions:
+    """Settings of a replica group.
+
+    Attributes:
+        lighthouse: URL of the lighthouse.
+        group: Number of this group, from 0.
+        num_groups: Number of groups that share the data.
+        min_replica_size: Fewest groups with which a step is taken.
+        timeout: Longest wait for the other groups within a step, and for the state of another group.
+        quorum_timeout: Longest wait for the lighthouse, and for as many groups as are needed.
+        hostname: Name under which other machines reach this one; None takes the loopback if the lighthouse is there.
+    """
+
+    lighthouse: str
+    group: int
+    num_groups: int
+    min_replica_size: int
+    timeout: timedelta
+    quorum_timeout: timedelta
+    hostname: str | None = None
+
+    @property
+    def address(self) -> str:
+        """The name under which other groups reach this one."""
+        return self.hostname or self.bind_address or socket.gethostname()
+
+    @property
+    def bind_address(self) -> str | None:
+        """The address to which servers of this group bind: the loopback if the lighthouse is there; None for all."""
+        return "127.0.0.1" if urlsplit(self.lighthouse).hostname in _LOOPBACK else None
+
+
+class Replicas:
+    """The replica groups, seen from one rank of a group.
+
+    A step is :meth:`start`, which asks the lighthouse in the background, :meth:`wait`, :meth:`average` and
+    :meth:`commit`.  Ranks of a group call these together, and get the same answers.
+
+    Args:
+        options: The settings.
+        rank: Rank of this process in its group.
+        world_size: Number of ranks of the group.
+        backend: Backend of torch.distributed, ``"gloo"`` or ``"nccl"``.
+        share: Returns the object of rank 0 of the group on all of its ranks; collective.
+        capture: Returns the state of the training, for a group that joins; called in another thread.
+
+    Raises:
+        LaunchError: The lighthouse cannot be reached.
+    """
+
+    def __init__(
+        self,
+        options: ReplicaOptions,
+        *,
+        rank: int,
+        world_size: int,
+        backend: str,
+        share: Callable[[Any], Any],
+        capture: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.options = options
+        self._received: Mapping[str, Any] | None = None
+        self._refused_since = math.inf
+        self._quorum: Future[None] | None = None
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dstrat_quorum")
+        # All ranks hear of it: one that raised alone would leave the others waiting.
+        if not share(_accepts_connections(options.lighthouse)):
+            self._executor.shutdown()
+            raise LaunchError(
+                f"no lighthouse answers at {options.lighthouse}: start one there with `torchft_lighthouse "
+                f"--min_replicas {options.min_replica_size}`, or let `python -m dstrat_torchft` start lighthouse and "
+                f"groups; the address is that of lighthouse=... or {LIGHTHOUSE}"
+            )
+        silence_known_warnings()
+        self._store = _open_store(options) if rank == 0 else None
+        port = share(None if self._store is None else self._store.port)
+        store_address = share(options.address)
+        kind = ProcessGroupNCCL if backend == "nccl" else ProcessGroupGloo
+        try:
+            with servers_on(options.bind_address):
+                self._manager = Manager(
+                    pg=kind(timeout=options.timeout),
+                    load_state_dict=self._receive,
+                    state_dict=capture,
+                    min_replica_size=options.min_replica_size,
+                    # A group that joins takes part in the first step, with the state that it has received before.
+                    use_async_quorum=False,
+                    timeout=options.timeout,
+                    quorum_timeout=options.quorum_timeout,
+                    connect_timeout=options.quorum_timeout,
+                    rank=rank,
+                    world_size=world_size,
+                    store_addr=store_address,
+                    store_port=port,
+                    lighthouse_addr=options.lighthouse,
+                    replica_id=f"group_{options.group}",
+                    hostname=options.address,
+                    checkpoint_transport=StateTransport(
+                        timeout=options.timeout, hostname=options.address, address=options.bind_address
+                    ),
+                )
+        except (RuntimeError, TimeoutError) as error:
+            self._executor.shutdown()
+            raise LaunchError(f"torchft's Manager did not start: {error}") from error
+
+    @property
+    def current_step(self) -> int:
+        """Number of steps that the groups have taken."""
+        return int(self._manager.current_step())
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups in the latest quorum."""
+        return int(self._manager.num_participants())
+
+    @property
+    def has_quorum(self) -> bool:
+        """Whether a quorum was asked for that no vote has ended yet."""
+        return self._quorum is not None
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counters of torchft."""
+        return dict(self._manager.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Load the counters of torchft."""
+        self._manager.load_state_dict(dict(state))
+
+    # A step
+
+    def start(self) -> None:
+        """Ask the lighthouse which groups take the next step, in the background."""
+        # torchft's own background mode leaves a group that joins out of its first step.
+        self._quorum = self._executor.submit(self._manager.start_quorum)
+
+    def wait(self) -> Mapping[str, Any] | None:
+        """Wait for the quorum, and return the state of another group if this one was behind.
+
+        Raises:
+            PeerError: The lighthouse does not answer, or other groups are not there in time.
+        """
+        assert self._quorum is not None  # noqa: S101 - start has been called
+        try:
+            self._quorum.result()
+        except Exception as error:  # torchft's extension raises whatever its server has returned
+            raise PeerError(self._describe_no_quorum(error)) from error
+        received, self._received = self._received, None
+        return received
+
+    def join(self) -> Mapping[str, Any] | None:
+        """Ask for the first quorum, and return the state of another group; None if this one has the newest.
+
+        At the very beginning all groups are waited for, as long as the lighthouse may take; then those that are there
+        begin.
+
+        Raises:
+            PeerError: As of :meth:`wait`.
+        """
+        deadline = time.monotonic() + self.options.quorum_timeout.total_seconds()
+        while True:
+            self.start()
+            state = self.wait()
+            if self.current_step or self.num_groups >= self.options.num_groups:
+                return state
+            if time.monotonic() > deadline:
+                _logger.warning(
+                    "replica group %d begins with %d of %d groups, as the others did not come within "
+                    "quorum_timeout=%g s",
+                    self.options.group,
+                    self.num_groups,
+                    self.options.num_groups,
+                    self.options.quorum_timeout.total_seconds(),
+                )
+                return state
+            time.sleep(_PAUSE)
+
+    def average(self, tensor: Tensor) -> None:
+        """Average a tensor over the groups, in place; after an error its values mean nothing, and no vote passes."""
+        self._manager.allreduce(tensor).wait()
+
+    def commit(self) -> bool:
+        """Return whether the step is taken, as all ranks of this group agree.
+
+        Raises:
+            PeerError: The step was refused for too long.
+        """
+        self._quorum = None
+        try:
+            if self._manager.should_commit():
+                self._refused_since = math.inf
+                return True
+        except (RuntimeError, TimeoutError) as error:
+            raise PeerError(
+                f"the ranks of replica group {self.options.group} did not vote on a step: {error}"
+            ) from error
+        self._after_refusal()
+        return False
+
+    def _after_refusal(self) -> None:
+        options, error, present = self.options, self._manager.errored(), self.num_groups
+        limit = options.quorum_timeout.total_seconds()
+        self._refused_since = min(self._refused_since, time.monotonic())
+        is_too_long = time.monotonic() - self._refused_since > limit
+        if present < options.min_replica_size:
+            if is_too_long:
+                raise PeerError(
+                    f"replica group {options.group} has waited for min_replica_size={options.min_replica_size} groups "
+                    f"for quorum_timeout={limit:g} s, and {present} of them came to the lighthouse "
+                    f"{options.lighthouse}: start the others, or lower min_replica_size"
+                )
+            time.sleep(_PAUSE)
+            return
+        if is_too_long:
+            raise PeerError(
+                f"step {self.current_step + 1} was refused for quorum_timeout={limit:g} s, at last because of: "
+                f"{_first_line(error)}"
+            )
+        _logger.warning(
+            "step %d is repeated with the groups that are left: %s", self.current_step + 1, _first_line(error)
+        )
+
+    def _receive(self, state: Mapping[str, Any]) -> None:
+        self._received = state  # loaded by the main thread, as this one runs beside the forward pass
+
+    def _describe_no_quorum(self, error: Exception) -> str:
+        options = self.options
+        if not _accepts_connections(options.lighthouse):
+            return (
+                f"the lighthouse {options.lighthouse} does not answer any more ({_first_line(error)}): start it again, "
+                "and then this group, which continues from its checkpoint, or from the state of a group that runs"
+            )
+        return (
+            f"replica group {options.group} got no quorum from the lighthouse {options.lighthouse} within "
+            f"quorum_timeout={options.quorum_timeout.total_seconds():g} s ({_first_line(error)}): it waits for as many "
+            "groups as its --min_replicas says; start the others, or raise quorum_timeout"
+        )
+
+    def close(self, *, waits: bool) -> None:
+        """Leave the other groups.
+
+        Args:
+            waits: Whether requests that are under way are waited for.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._manager.shutdown(wait=waits)
+        self._executor.shutdown(wait=waits)
+        self._store = None
+
+
+def _open_store(options: ReplicaOptions) -> dist.TCPStore:
+    """Open the store over which the ranks of this group, and groups that communicate with it, meet."""
+    with socket.socket() as listener:
+        listener.bind((options.bind_address or "", 0))
+        port = listener.getsockname()[1]
+        # Given a socket, torch does not listen on every address.
+        return dist.TCPStore(
+            options.address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+
+def _accepts_connections(lighthouse: str) -> bool:
+    url = urlsplit(lighthouse)
+    try:
+        with socket.create_connection((url.hostname or "", url.port or 80), timeout=_PROBE):
+            return True
+    except OSError:
+        return False
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,129 @@
+"""One replica group, as a program; rank 0 prints a JSON line for each batch and one at the end."""
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dstrat import Callback, Trainer, TrainModule, seed_everything
+from dstrat_torchft import TorchFTStrategy
+
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets, indices = batch
+        self.indices = indices.tolist()
+        return nn.functional.mse_loss(self.layers(inputs), targets)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def loader(count):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 8, generator=generator)
+    targets = torch.tanh(inputs @ torch.linspace(-1, 1, 8).unsqueeze(1))
+    return DataLoader(TensorDataset(inputs, targets, torch.arange(count)), batch_size=8, shuffle=True)
+
+
+def checksum(module, optimizer):
+    state = [module.state_dict(), optimizer.state_dict()["state"]]
+    digest = hashlib.sha256()
+    for tensor in _tensors(state):
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+class Report(Callback):
+    """Prints the progress, and slows the training down."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        line = {
+            "pid": os.getpid(),
+            "time": time.time(),
+            "step": trainer.global_step,
+            "common": getattr(trainer.strategy, "current_step", None),
+            "groups": getattr(trainer.strategy, "num_live_groups", None),
+            "loss": float(outputs["loss"]),
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "scheduled": trainer.strategy.lr_schedulers[0].scheduler.last_epoch,
+            "epoch": trainer.current_epoch,
+            "indices": module.indices,
+            "state": checksum(module, trainer.optimizers[0]),
+        }
+        if trainer.is_global_zero:
+            print(json.dumps(line), flush=True)
+        time.sleep(self.seconds)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", default="torchft_ddp")
+    parser.add_argument("--group", type=int)
+    parser.add_argument("--groups", type=int)
+    parser.add_argument("--lighthouse")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--seconds", type=float, default=0.0, help="after a batch")
+    parser.add_argument("--min-replica-size", type=int, default=1)
+    parser.add_argument("--quorum-timeout", type=float, default=20.0)
+    parser.add_argument("--max-restarts", type=int, default=0)
+    arguments = parser.parse_args()
+    seed_everything(3, verbose=False)
+    torch.set_num_threads(1)
+    strategy = arguments.strategy
+    if strategy == "torchft_ddp":
+        strategy = TorchFTStrategy(
+            lighthouse=arguments.lighthouse,
+            replica_group=arguments.group,
+            num_replica_groups=arguments.groups,
+            min_replica_size=arguments.min_replica_size,
+            replica_timeout=timedelta(seconds=20),
+            quorum_timeout=timedelta(seconds=arguments.quorum_timeout),
+        )
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=arguments.devices,
+        max_steps=arguments.steps,
+        max_epochs=-1,
+        max_restarts=arguments.max_restarts,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Report(arguments.seconds)],
+    )
+    net = Net()
+    trainer.fit(net, loader(arguments.samples))
+    if trainer.is_global_zero:
+        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()[:16]
+        print(json.dumps({"final": digest}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""Replica groups as programs of their own: they train together, die, and join again."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchft", reason="needs torchft")
+
+from packages.torchft.tests.lighthouse import running_lighthouse
+from tests.warm_program import WarmProgram
+
+PROGRAM = Path(__file__).with_name("group_program.py")
+
+
+class Group:
+    """A replica group, whose output is a file."""
+
+    def __init__(self, folder, *command, name, **environ):
+        self.path = folder / f"{name}.txt"
+        self.environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+        with self.path.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                env=self.environ,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self):
+        return self.path.read_text()
+
+    @property
+    def rows(self):
+        return [json.loads(row) for row in re.findall(r'\{"pid".*?\}', self.text)]
+
+    @property
+    def final(self):
+        return re.search(r'"final": "(\w+)"', self.text)[1]
+
+    def wait_for(self, condition, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not condition(self):
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+
+    def kill_rank(self):
+        """Kill the rank that prints, and return when."""
+        os.kill(self.rows[-1]["pid"], signal.SIGKILL)
+        return time.time()
+
+    def end(self, seconds=90):
+        assert self.process.wait(seconds) == 0, self.text
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a group; all that are left are killed after the test."""
+    groups = []
+
+    def start_one(number, of, address, *arguments, name=None):
+        variables = {"REPLICA_GROUP_ID": str(number), "NUM_REPLICA_GROUPS": str(of), "TORCHFT_LIGHTHOUSE": address}
+        groups.append(Group(tmp_path, PROGRAM, *arguments, name=name or f"group-{number}", **variables))
+        return groups[-1]
+
+    yield start_one
+    for group in groups:
+        group.kill()
+
+
+def has_reached(step):
+    return lambda group: bool(group.rows) and group.rows[-1]["step"] >= step
+
+
+def check_counters(group):
+    """Check that no step is left out or counted twice, by the Trainer, the schedulers and torchft."""
+    rows = group.rows
+    assert [row["step"] for row in rows] == list(range(rows[0]["step"], rows[-1]["step"] + 1))
+    assert all(row["step"] == row["common"] == row["scheduled"] for row in rows)
+
+
+def check_same_states(*groups):
+    """Check that weights and optimizers are the same to the last bit after each step that both have taken."""
+    states = [{row["step"]: (row["state"], row["lr"]) for row in group.rows} for group in groups]
+    common = set.intersection(*map(set, states))
+    assert common
+    assert [step for step in common if len({state[step] for state in states}) > 1] == []
+
+
+def test_two_groups_train_together():
+    with running_lighthouse(min_replicas=2) as (_, address):
+        programs = [
+            WarmProgram(PROGRAM, "--group", str(number), "--groups", "2", "--lighthouse", address, "--steps", "6")
+            for number in range(2)
+        ]
+        outputs = [program.run() for program in programs]
+    rows = [[json.loads(row) for row in re.findall(r'\{"pid".*?\}', output)] for output in outputs]
+    states, losses, steps = ([[row[key] for row in group] for group in rows] for key in ("state", "loss", "common"))
+    assert steps == [[1, 2, 3, 4, 5, 6]] * 2
+    assert states[0] == states[1]
+    assert losses[0] != losses[1]
+    assert not {index for row in rows[0] for index in row["indices"]} & {i for row in rows[1] for i in row["indices"]}
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_two_groups_train_as_two_ranks_of_ddp(start, tmp_path):
+    with running_lighthouse(min_replicas=2) as (_, address):
+        groups = [start(number, 2, address, "--steps", 6) for number in range(2)]
+        ddp = Group(tmp_path, PROGRAM, "--strategy", "ddp", "--devices", 2, "--steps", 6, name="ddp")
+        for group in (*groups, ddp):
+            group.end()
+    check_same_states(*groups, ddp)
+    assert [row["loss"] for row in groups[0].rows] == [row["loss"] for row in ddp.rows]
+    assert {group.final for group in groups} == {ddp.final}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_a_group_that_is_killed_costs_the_other_no_batch_and_joins_again(start, victim):
+    with running_lighthouse() as (_, address):
+        arguments = ("--steps", 150, "--seconds", 0.1)
+        groups = [start(number, 2, address, *arguments) for number in range(2)]
+        killed, survivor = groups[victim], groups[1 - victim]
+        killed.wait_for(has_reached(15))
+        killed.kill_rank()
+        killed.process.wait(30)
+        begun = survivor.rows[-1]["step"]
+        joined = start(victim, 2, address, *arguments, name="joined")
+        for group in (survivor, joined):
+            group.end()
+    for group in (killed, survivor, joined):
+        check_counters(group)
+    assert survivor.rows[0]["step"] == 1
+    assert joined.rows[0]["step"] > begun
+    check_same_states(killed, survivor)
+    check_same_states(survivor, joined)
+    assert survivor.final == joined.final
+    assert {row["groups"] for row in survivor.rows} == {1, 2}
+    indices = [index for group in (killed, survivor, joined) for row in group.rows for index in row["indices"]]
+    assert len(indices) == len(set(indices))  # each sample is read at most once
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_one_of_three_groups_that_dies_leaves_the_others_with_the_same_weights(start):
+    with running_lighthouse() as (_, address):
+        groups = [start(number, 3, address, "--steps", 60, "--seconds", 0.05) for number in range(3)]
+        groups[1].wait_for(has_reached(20))
+        groups[1].kill_rank()
+        for group in (groups[0], groups[2]):
+            group.end()
+            check_counters(group)
+    check_same_states(groups[0], groups[2])
+    assert groups[0].final == groups[2].final
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_a_group_of_two_ranks_ends_with_one_of_them_and_joins_again_by_itself(start):
+    with running_lighthouse() as (_, address):
+        arguments = ("--steps", 200, "--seconds", 0.1, "--devices", 2, "--max-restarts", 2)
+        other, pair = (start(number, 2, address, *arguments) for number in range(2))
+        pair.wait_for(has_reached(10))
+        pair.kill_rank()
+        for group in (other, pair):
+            group.end()
+    check_counters(other)
+    check_same_states(other, pair)
+    assert other.final == pair.final
+    assert "was killed by SIGKILL" in pair.text
+    assert len({row["pid"] for row in pair.rows}) == 2
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_a_group_waits_for_as_many_as_are_needed_without_taking_a_step(start):
+    with running_lighthouse() as (_, address):
+        arguments = ("--steps", 60, "--seconds", 0.1, "--min-replica-size", 2, "--quorum-timeout", 60)
+        survivor, killed = (start(number, 2, address, *arguments) for number in range(2))
+        killed.wait_for(has_reached(10))
+        killed.kill_rank()
+        killed.process.wait(30)
+        time.sleep(6)  # several quorums, of one group
+        taken = survivor.rows[-1]["step"]
+        joined = start(1, 2, address, *arguments, name="joined")
+        for group in (survivor, joined):
+            group.end()
+    check_counters(survivor)
+    assert taken == killed.rows[-1]["step"]
+    assert joined.rows[0]["step"] == taken + 1  # no step was taken without it
+    check_same_states(survivor, joined)
+    assert {row["groups"] for row in survivor.rows} == {2}
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_too_few_groups_are_an_error_that_says_what_was_waited_for(start):
+    with running_lighthouse() as (_, address):
+        group = start(0, 2, address, "--min-replica-size", 2, "--quorum-timeout", 4)
+        assert group.process.wait(60) != 0
+    assert "waited for min_replica_size=2 groups for quorum_timeout=4 s, and 1 of them came" in group.text
+    assert group.rows == []
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_a_lighthouse_that_waits_for_more_groups_is_named(start):
+    with running_lighthouse(min_replicas=2) as (_, address):
+        group = start(0, 2, address, "--quorum-timeout", 4)
+        assert group.process.wait(60) != 0
+    assert f"got no quorum from the lighthouse {address} within quorum_timeout=4 s" in group.text
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_a_lighthouse_that_dies_ends_the_groups_with_its_address(start):
+    with running_lighthouse() as (lighthouse, address):
+        groups = [
+            start(number, 2, address, "--steps", 10000, "--seconds", 0.1, "--quorum-timeout", 5) for number in range(2)
+        ]
+        groups[0].wait_for(has_reached(5))
+        lighthouse.kill()
+        for group in groups:
+            assert group.process.wait(60) != 0
+    assert any(f"the lighthouse {address} does not answer any more" in group.text for group in groups)
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_a_paused_group_fails_with_its_distance_and_joins_again_by_itself(start):
+    with running_lighthouse() as (_, address):
+        arguments = ("--steps", 200, "--seconds", 0.1, "--max-restarts", 2)
+        running, paused = (start(number, 2, address, *arguments) for number in range(2))
+        paused.wait_for(has_reached(10))
+        rank = paused.rows[-1]["pid"]
+        os.kill(rank, signal.SIGSTOP)
+        running.wait_for(has_reached(paused.rows[-1]["step"] + 20))
+        os.kill(rank, signal.SIGCONT)
+        for group in (running, paused):
+            group.end()
+    check_counters(running)
+    assert re.search(r"is \d+ steps behind the others", paused.text)
+    check_same_states(running, paused)
+    assert running.final == paused.final
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_groups_with_different_numbers_of_ranks_are_an_error(start):
+    with running_lighthouse() as (_, address):
+        groups = [start(0, 2, address), start(1, 2, address, "--devices", 2)]
+        deadline = time.monotonic() + 60
+        while not any("so start all with as many devices" in group.text for group in groups):
+            assert time.monotonic() < deadline, [group.text for group in groups]
+            time.sleep(0.1)
+
+
+# The command
+
+
+def run_command(tmp_path, *arguments):
+    return Group(tmp_path, "-m", "dstrat_torchft", *arguments, name="command")
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_the_command_starts_a_killed_group_again(tmp_path):
+    command = run_command(tmp_path, "--heartbeat-timeout", 2, PROGRAM, "--steps", 150, "--seconds", 0.1)
+    try:
+        command.wait_for(has_reached(15))
+        command.kill_rank()
+        command.end()
+    finally:
+        command.kill()
+    assert re.search(r"replica group \d was killed by SIGKILL; restart 1 of 3", command.text)
+    assert re.search(r"replica group \d has joined after step \d+", command.text)
+    assert len({row["pid"] for row in command.rows}) == 3
+    states = {}
+    for row in command.rows:
+        states.setdefault(row["step"], set()).add(row["state"])
+    assert [step for step, each in states.items() if len(each) > 1] == []
+    assert len(set(re.findall(r'"final": "(\w+)"', command.text))) == 1
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_command(tmp_path, number):
+    command = run_command(tmp_path, PROGRAM, "--steps", 10000, "--seconds", 0.1)
+    try:
+        command.wait_for(has_reached(3))
+        command.process.send_signal(number)
+        code = command.process.wait(60)
+        assert code == (-number if number == signal.SIGKILL else 128 + number)
+        pids = {row["pid"] for row in command.rows}
+        deadline = time.monotonic() + 20
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        command.kill()
+
+
+def test_the_command_refuses_more_groups_than_it_starts(capsys):
+    from dstrat_torchft.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["--groups", "2", "--min-groups", "3", "train.py"])
+    assert "--min-groups 3 is more than --groups 2" in capsys.readouterr().err
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_groups_that_always_fail_end_the_command(tmp_path):
+    program = tmp_path / "fails.py"
+    program.write_text("raise SystemExit(3)")
+    command = run_command(tmp_path, "--max-restarts", 1, program)
+    assert command.process.wait(60) == 1
+    assert command.text.count("has exited with code 3; not started again: --max-restarts 1") == 2

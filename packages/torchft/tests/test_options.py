@@ -1,0 +1,115 @@
+"""Options of the strategy, and the division of the data."""
+
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("torchft", reason="needs torchft")
+
+from packages.torchft.tests.lighthouse import free_port
+
+from dstrat import Trainer, TrainModule
+from dstrat.errors import LaunchError, MisuseError, RequestError
+from dstrat.interfaces.strategy import Parts
+from dstrat_torchft import TorchFTStrategy
+
+
+class Line(TrainModule):
+    def __init__(self, optimizer=torch.optim.SGD):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.optimizer = optimizer
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), lr=0.1)
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+
+
+def trainer(**options):
+    return Trainer(
+        strategy=TorchFTStrategy(**options),
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lighthouse": "192.0.2.1:29510"}, "is no URL"),
+        ({"replica_group": 2, "num_replica_groups": 2}, "count from 0"),
+        ({"replica_group": -1}, "count from 0"),
+        ({"num_replica_groups": 2, "min_replica_size": 3}, "can never be reached"),
+        ({"min_replica_size": 0}, "can never be reached"),
+        ({"quorum_timeout": timedelta()}, "is no time to wait"),
+        ({"replica_timeout": timedelta(seconds=-1)}, "is no time to wait"),
+    ],
+)
+def test_an_impossible_option_is_refused(options, message):
+    with pytest.raises(RequestError, match=message):
+        TorchFTStrategy(**options)
+
+
+def test_a_variable_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("REPLICA_GROUP_ID", "first")
+    with pytest.raises(RequestError, match="REPLICA_GROUP_ID='first' is no number"):
+        TorchFTStrategy()
+
+
+def test_groups_divide_the_training_data_only(monkeypatch):
+    monkeypatch.setenv("REPLICA_GROUP_ID", "1")
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "3")
+    strategy = TorchFTStrategy()
+
+    class Cluster:
+        world_size, global_rank = 2, 1
+
+    strategy.receive(Parts(cluster_environment=Cluster()))
+    assert strategy.training_sampler_kwargs == {"num_replicas": 6, "rank": 3}
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
+
+
+def test_a_missing_address_of_a_lighthouse_is_named(monkeypatch):
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(RequestError, match=r"needs the address of a lighthouse: .*torchft_lighthouse"):
+        trainer().fit(Line(), loader())
+
+
+def test_a_lighthouse_that_does_not_answer_is_named():
+    address = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(LaunchError, match=f"no lighthouse answers at {address}: start one"):
+        trainer(lighthouse=address).fit(Line(), loader())
+
+
+def test_lbfgs_is_refused_for_several_groups():
+    with pytest.raises(MisuseError, match="LBFGS decides by the loss"):
+        trainer(lighthouse="http://127.0.0.1:1", num_replica_groups=2).fit(Line(torch.optim.LBFGS), loader())
+
+
+def test_an_evaluation_needs_no_lighthouse(monkeypatch):
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+
+    class Evaluated(Line):
+        def validation_step(self, batch, batch_idx):
+            self.log("loss", self.training_step(batch, batch_idx))
+
+    assert "loss" in trainer().validate(Evaluated(), loader())[0]
+
+
+def test_an_address_that_other_machines_need_is_not_the_loopback():
+    local, remote = (TorchFTStrategy(lighthouse=f"http://{host}:1").options for host in ("localhost", "192.0.2.1"))
+    assert (local.address, local.bind_address) == ("127.0.0.1", "127.0.0.1")
+    assert (remote.address, remote.bind_address) == (socket.gethostname(), None)
