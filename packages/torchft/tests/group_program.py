@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, Trainer, TrainModule, seed_everything
 from dstrat_torchft import TorchFTStrategy
+from dstrat_torchft.replicas import Replicas
 
 
 class Net(TrainModule):
@@ -79,9 +80,23 @@ class Report(Callback):
         time.sleep(self.seconds)
 
 
+def refuse_at(step):
+    """Let this group vote against a step, after its gradients were averaged with those of the others."""
+    commit, refused = Replicas.commit, []
+
+    def commit_unless_refused(replicas):
+        if replicas.current_step + 1 == step and not refused:
+            refused.append(step)
+            replicas._manager.report_error(RuntimeError("refused for a test"))
+        return commit(replicas)
+
+    Replicas.commit = commit_unless_refused
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="torchft_ddp")
+    parser.add_argument("--refuse-at", type=int, default=-1, help="a step, once")
     parser.add_argument("--group", type=int)
     parser.add_argument("--groups", type=int)
     parser.add_argument("--lighthouse")
@@ -93,6 +108,7 @@ def main():
     parser.add_argument("--quorum-timeout", type=float, default=20.0)
     parser.add_argument("--max-restarts", type=int, default=0)
     arguments = parser.parse_args()
+    refuse_at(arguments.refuse_at)
     seed_everything(3, verbose=False)
     torch.set_num_threads(1)
     strategy = arguments.strategy

@@ -129,6 +129,25 @@ def test_two_groups_train_as_two_ranks_of_ddp(start, tmp_path):
     assert {group.final for group in groups} == {ddp.final}
 
 
+@pytest.mark.clusters
+@pytest.mark.slow
+@pytest.mark.parametrize("refusing", [(0,), (1,), (0, 1)])
+def test_a_refused_step_advances_nothing_and_is_taken_with_the_same_batches(start, tmp_path, refusing):
+    with running_lighthouse(min_replicas=2) as (_, address):
+        groups = []
+        for number in range(2):
+            # Learning rates change after this step: a group that gets the state of another one changes its own.
+            refuses = ("--refuse-at", 10) if number in refusing else ()
+            groups.append(start(number, 2, address, "--steps", 15, *refuses))
+        ddp = Group(tmp_path, PROGRAM, "--strategy", "ddp", "--devices", 2, "--steps", 15, name="ddp")
+        for group in (*groups, ddp):
+            group.end()
+    for group in groups:
+        check_counters(group)
+    check_same_states(*groups, ddp)
+    assert {group.final for group in groups} == {ddp.final}
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.clusters
 @pytest.mark.slow
