@@ -20,7 +20,7 @@ class TestTorchFT(StrategySuite):
     alias = "torchft_ddp"
     world_sizes = (1, 2)
     environ: ClassVar = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{PORT}"}
-    pytestmark = (pytest.mark.clusters, pytest.mark.slow)
+    pytestmark: ClassVar = [pytest.mark.clusters, pytest.mark.slow]
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -18,6 +18,7 @@ from packages.torchft.tests.lighthouse import running_lighthouse
 from tests.warm_program import WarmProgram
 
 PROGRAM = Path(__file__).with_name("group_program.py")
+OWN_LOOP = PROGRAM.with_name("own_loop_program.py")
 
 
 class Group:
@@ -72,9 +73,9 @@ def start(tmp_path):
     """Start a group; all that are left are killed after the test."""
     groups = []
 
-    def start_one(number, of, address, *arguments, name=None):
+    def start_one(number, of, address, *arguments, program=PROGRAM, name=None):
         variables = {"REPLICA_GROUP_ID": str(number), "NUM_REPLICA_GROUPS": str(of), "TORCHFT_LIGHTHOUSE": address}
-        groups.append(Group(tmp_path, PROGRAM, *arguments, name=name or f"group-{number}", **variables))
+        groups.append(Group(tmp_path, program, *arguments, name=name or f"group-{number}", **variables))
         return groups[-1]
 
     yield start_one
@@ -288,6 +289,22 @@ def test_groups_with_different_numbers_of_ranks_are_an_error(start):
         while not any("so start all with as many devices" in group.text for group in groups):
             assert time.monotonic() < deadline, [group.text for group in groups]
             time.sleep(0.1)
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_a_group_joins_again_in_a_loop_of_ones_own(start):
+    with running_lighthouse() as (_, address):
+        groups = [start(number, 2, address, 120, program=OWN_LOOP) for number in range(2)]
+        groups[1].wait_for(lambda group: bool(group.rows) and group.rows[-1]["groups"] == 2 and has_reached(15)(group))
+        groups[1].kill_rank()
+        groups[1].process.wait(30)
+        joined = start(1, 2, address, 120, program=OWN_LOOP, name="joined")
+        for group in (groups[0], joined):
+            group.end()
+    check_same_states(groups[0], joined)
+    assert [row["step"] for row in groups[0].rows] == list(range(1, 121))
+    assert joined.rows[-1]["step"] == 120
 
 
 # The command
