@@ -6,12 +6,13 @@ import json
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import Callback, Trainer, TrainModule, seed_everything
+from dstrat import Callback, ModelCheckpoint, Trainer, TrainModule, seed_everything
 from dstrat_torchft import TorchFTStrategy
 from dstrat_torchft.replicas import Replicas
 
@@ -106,6 +107,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.0, help="after a batch")
     parser.add_argument("--min-replica-size", type=int, default=1)
     parser.add_argument("--quorum-timeout", type=float, default=20.0)
+    parser.add_argument("--folder", type=Path, help="of checkpoints, from which the training goes on")
     parser.add_argument("--max-restarts", type=int, default=0)
     arguments = parser.parse_args()
     refuse_at(arguments.refuse_at)
@@ -121,6 +123,10 @@ def main():
             replica_timeout=timedelta(seconds=20),
             quorum_timeout=timedelta(seconds=arguments.quorum_timeout),
         )
+    checkpoints = []
+    if arguments.folder is not None:
+        folder = arguments.folder / os.environ["REPLICA_GROUP_ID"]
+        checkpoints.append(ModelCheckpoint(dirpath=folder, every_n_train_steps=5, save_top_k=-1))
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -129,13 +135,13 @@ def main():
         max_epochs=-1,
         max_restarts=arguments.max_restarts,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=arguments.folder is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Report(arguments.seconds)],
+        callbacks=[Report(arguments.seconds), *checkpoints],
     )
     net = Net()
-    trainer.fit(net, loader(arguments.samples))
+    trainer.fit(net, loader(arguments.samples), resume="auto" if checkpoints else None)
     if trainer.is_global_zero:
         digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()[:16]
         print(json.dumps({"final": digest}), flush=True)

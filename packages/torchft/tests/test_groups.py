@@ -307,6 +307,31 @@ def test_a_group_joins_again_in_a_loop_of_ones_own(start):
     assert joined.rows[-1]["step"] == 120
 
 
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_groups_that_have_all_died_go_on_from_the_checkpoint_with_the_most_steps(start, tmp_path):
+    with running_lighthouse() as (_, address):
+        arguments = ("--steps", 40, "--seconds", 0.1, "--folder", tmp_path / "checkpoints")
+        groups = [start(number, 2, address, *arguments) for number in range(2)]
+        groups[0].wait_for(has_reached(12))
+        groups[0].kill_rank()
+        groups[1].wait_for(has_reached(22))
+        groups[1].kill_rank()
+        for group in groups:
+            group.process.wait(30)
+        again = [start(number, 2, address, *arguments, name=f"again-{number}") for number in range(2)]
+        for group in again:
+            group.end()
+            check_counters(group)
+    assert {group.rows[0]["step"] for group in again} == {21}
+    assert {row["groups"] for group in again for row in group.rows} == {2}
+    check_same_states(*again)
+    assert again[0].final == again[1].final
+    indices = [index for group in (*groups, *again) for row in group.rows for index in row["indices"]]
+    repeated = [index for row in groups[1].rows if row["step"] > 20 for index in row["indices"]]
+    assert len(indices) - len(set(indices)) == len(repeated)  # of the steps after the checkpoint
+
+
 # The command
 
 

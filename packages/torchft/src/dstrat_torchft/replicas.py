@@ -196,8 +196,8 @@ class Replicas:
     def join(self) -> Mapping[str, Any] | None:
         """Ask for the first quorum, and return the state of another group; None if this one has the newest.
 
-        At the very beginning all groups are waited for, as long as the lighthouse may take; then those that are there
-        begin.
+        Where no other group trains yet, all are waited for, as long as the lighthouse may take; then those that are
+        there begin.
 
         Raises:
             PeerError: As of :meth:`wait`.
@@ -206,7 +206,8 @@ class Replicas:
         while True:
             self.start()
             state = self.wait()
-            if self.current_step or self.num_groups >= self.options.num_groups:
+            is_under_way = state is not None and self.current_step > 0
+            if is_under_way or self.num_groups >= self.options.num_groups:
                 return state
             if time.monotonic() > deadline:
                 _logger.warning(
