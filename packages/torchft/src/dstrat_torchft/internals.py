@@ -99,7 +99,10 @@ def _log_nothing(*_: Any) -> None:
 
 
 def silence_known_warnings() -> None:
-    """Leave out what torchft reports of each state that is sent, and on the CPU of each new quorum."""
+    """Leave out what torchft reports of each state that is sent, and on the CPU of each new quorum.
+
+    Of a lost peer it keeps the line, without the stack of torchft's own thread.
+    """
     warnings.filterwarnings(
         "ignore", "The given buffer is not writable", UserWarning, r"torch\.distributed\._serialization"
     )
@@ -109,4 +112,6 @@ def silence_known_warnings() -> None:
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
+    if "got exception" in record.getMessage():
+        record.exc_info = record.exc_text = None
     return "Unable to reset NCCL flight recorder" not in record.getMessage()
