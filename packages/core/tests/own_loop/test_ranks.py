@@ -90,6 +90,43 @@ def test_the_order_that_ranks_share_in_evaluation_is_that_of_the_checkpoint(laun
     assert first == same == resumed != other
 
 
+@pytest.mark.parametrize("begun_by", [1, 2])
+def test_ranks_continue_the_shuffled_order_of_another_number(launch, tmp_path, begun_by):
+    def read(loop, seed, last, path):
+        """Read up to a batch of the second epoch, from the checkpoint if there is one."""
+        torch.manual_seed(seed)
+        loop.setup(nn.Linear(1, 1), lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+        data = DataLoader(range(24), batch_size=4 // loop.strategy.world_size, shuffle=True)
+        batches = loop.training_loader(data)
+        if seed:
+            loop.load_checkpoint(path)
+        seen = []
+        while (batches.epoch, batches.batches_done) < last:
+            for x in batches:
+                seen.append(loop.strategy.all_gather(x).flatten().sort().values.tolist())
+                if (batches.epoch, batches.batches_done) == last:
+                    loop.save_checkpoint(tmp_path / f"{path.name}-{last[1]}")
+                    return seen
+        return seen
+
+    def run(num, *arguments):
+        if num == 2:
+            return launch(read, *arguments)
+        return OwnLoop(dstrat.build(strategy="single_device", accelerator="cpu", devices=1)).launch(read, *arguments)
+
+    def read_in_three_jobs(name, *numbers):
+        path = tmp_path / name
+        first, second, third = numbers
+        begun = run(first, 0, (1, 2), path)
+        moved = run(second, 1, (1, 4), tmp_path / f"{name}-2")
+        return begun + moved + run(third, 2, (3, 0), tmp_path / f"{name}-2-4")
+
+    stayed = read_in_three_jobs("stayed", begun_by, begun_by, begun_by)
+    moved = read_in_three_jobs("moved", begun_by, 3 - begun_by, begun_by)
+    assert moved[:12] == stayed[:12]
+    assert sorted(sample for batch in moved[12:] for sample in batch) == list(range(24))
+
+
 def test_a_loader_that_is_divided_already_is_read_as_it_is(launch):
     def read(loop):
         buckets = type("Buckets", (BatchSampler,), {})

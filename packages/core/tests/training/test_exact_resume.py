@@ -305,25 +305,34 @@ class WritesSamples(Callback):
         self.folder, self.last = folder, last
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.fit_loop.batches_seen > self.last:
-            return
-        with (self.folder / f"samples-{trainer.world_size}-{trainer.global_rank}").open("a") as samples:
-            samples.write("".join(f"{int(value)}\n" for value in batch[1].flatten()))
+        seen = trainer.fit_loop.batches_seen
+        if seen <= self.last:
+            name = f"samples-{seen}-of-{trainer.global_rank}"
+            (self.folder / name).write_text(" ".join(str(int(value)) for value in batch[1].flatten()))
 
 
-def test_one_process_continues_the_shuffled_order_of_two(quiet_trainer, averaging, tmp_path):
-    saved = [tmp_path / "by two", tmp_path / "by one"]
-    options = {"max_epochs": 1, "plugins": [PortableCheckpointIO()]}
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.variant)])
+@pytest.mark.parametrize("devices", [(2, 1, 1), (1, 2, 1), (1, 2, 2)])
+def test_processes_continue_the_shuffled_order_of_another_number(
+    quiet_trainer, averaging, tmp_path, devices, num_workers
+):
+    def fit(folder, *numbers):
+        """Train for an epoch, with another number of processes from batch 2 and from batch 4 on."""
+        folder.mkdir()
+        saved = None
+        for seed, (num, last) in enumerate(zip(numbers, (2, 4, BATCHES), strict=True)):
+            torch.manual_seed(4)
+            data = TensorDataset(torch.rand(24, 4), torch.arange(24.0)[:, None])
+            loader = DataLoader(data, 4 // num, shuffle=True, num_workers=num_workers)
+            torch.manual_seed(seed)
+            path = folder / f"saved-{last}"
+            callbacks = [Saving(path, last, "on_train_batch_end"), WritesSamples(folder, last)]
+            strategy = {"strategy": averaging(), "devices": 2} if num == 2 else {}
+            options = {"max_epochs": 1, "plugins": [PortableCheckpointIO()], **strategy}
+            quiet_trainer(callbacks=callbacks, **options).fit(Net(), loader, ckpt_path=saved)
+            saved = path
+        batches = [sorted(folder.glob(f"samples-{number}-of-*")) for number in range(1, BATCHES + 1)]
+        return [sorted(int(word) for path in paths for word in path.read_text().split()) for paths in batches]
 
-    def loader(batch_size):
-        return DataLoader(TensorDataset(torch.rand(24, 4), torch.arange(24.0)[:, None]), batch_size, shuffle=True)
-
-    def saving(path, at):
-        return [Saving(path, at, "on_train_batch_end"), WritesSamples(tmp_path, at)]
-
-    trainer = quiet_trainer(strategy=averaging(), devices=2, callbacks=saving(saved[0], 2), **options)
-    trainer.fit(Net(), loader(2))
-    quiet_trainer(callbacks=saving(saved[1], 4), **options).fit(Net(), loader(4), ckpt_path=saved[0])
-    quiet_trainer(callbacks=[WritesSamples(tmp_path, BATCHES)], **options).fit(Net(), loader(4), ckpt_path=saved[1])
-    samples = [int(line) for path in tmp_path.glob("samples-*") for line in path.read_text().splitlines()]
-    assert sorted(samples) == list(range(24))
+    begun_by = devices[0]
+    assert fit(tmp_path / "moved", *devices) == fit(tmp_path / "stayed", begun_by, begun_by, begun_by)

@@ -8,6 +8,8 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from typing_extensions import Self
 
@@ -20,8 +22,6 @@ from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-
-    from torch import Generator
 
 
 _log = logging.getLogger(__name__)
@@ -64,6 +64,29 @@ class Beginning:
     def share_order(self, loader: Any) -> None:
         """Set the shuffle seeds of the loader to the saved ones."""
         share_seeds(loader, self.seeds)
+
+    def derive_seed(self, loader: Any, epoch: int) -> None:
+        """Derive the shuffle seed that several processes share from the order that one process has drawn.
+
+        Only that of a single loader of torch: several loaders draw their orders one after the other.
+
+        Args:
+            loader: The loader of this process.
+            epoch: Index of the epoch that began in this state.
+        """
+        order = _order_of(_innermost(loader))
+        if self.seeds == [None] and isinstance(order, ShuffledOrder) and not is_stateful(loader):
+            now = RandomState.capture()
+            self.random.restore()
+            self.seeds = [order.seed_for(_draw_sampler_seed(_innermost(loader)), epoch)]
+            now.restore()
+
+
+def _draw_sampler_seed(loader: DataLoader[Any]) -> int:
+    """Draw the seed by which torch's ``RandomSampler`` shuffles an epoch of a loader."""
+    # A loader draws the seed of its workers first, by a generator of its own if it has one.
+    iter(DataLoader([0], generator=None if loader.generator is None else Generator()))
+    return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
 def shared_seeds(loader: Any) -> list[int | None]:

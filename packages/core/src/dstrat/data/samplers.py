@@ -162,6 +162,11 @@ class ShuffledOrder:
         self._data_source = data_source
         self.seed = seed
 
+    @staticmethod
+    def seed_for(sampler_seed: int, epoch: int) -> int:
+        """Return the seed by which the first reading of an epoch has the order of torch's sampler with its seed."""
+        return (sampler_seed - epoch) % 2**32  # torch's generator on the CPU takes the lower 32 bits
+
     def __call__(self, epoch: int, times_read: int) -> Iterable[int]:
         seed = self.seed + epoch + times_read * _SEEDS_BETWEEN_READINGS
         generator = torch.Generator().manual_seed(seed % 2**32)

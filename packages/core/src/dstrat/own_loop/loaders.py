@@ -49,6 +49,7 @@ class TrainingLoader:
     """
 
     def __init__(self, loader: Any, strategy: Strategy, *, distribute: bool = True) -> None:
+        self._source, self._distribute, self._keeps_order = loader, distribute, False
         self._loader = prepare_training_loader(loader, strategy, distribute=distribute)
         self._strategy = strategy
         self._limit = self._agreed_limit()
@@ -134,16 +135,26 @@ class TrainingLoader:
             state: The state of this rank, or of rank 0 after a change of the world size.
             is_exact: Whether it is of this rank, so that the loader's position can be restored.
         """
-        self._stateful, self._position = (
-            None,
-            state.get("place") if is_exact else None,
-        )  # no "place" in older checkpoints
+        beginning = None if state["beginning"] is None else Beginning.from_state_dict(state["beginning"])
+        self._keep_order(beginning is not None and any(seed is not None for seed in beginning.seeds))
+        # No "place" in older checkpoints.
+        self._stateful, self._position = None, state.get("place") if is_exact else None
         if self._position is not None and not self.batches_done and is_stateful(self._loader):
             restore_end_position(self._loader, self._position)
         set_generator_states(self._loader, state["generators"])
-        if state["beginning"] is not None:
-            self._beginning = Beginning.from_state_dict(state["beginning"])
-            self._beginning.share_order(self._loader)
+        if beginning is not None:
+            beginning.derive_seed(self._loader, self.epoch if self.batches_done else self.epoch - 1)
+            beginning.share_order(self._loader)
+            self._beginning = beginning
+
+    def _keep_order(self, keeps_order: bool) -> None:
+        """Read in the order that several ranks share, also on one rank, which has torch's own otherwise."""
+        if keeps_order == self._keeps_order:
+            return
+        self._keeps_order = keeps_order
+        self._loader = prepare_training_loader(
+            self._source, self._strategy, distribute=self._distribute, keeps_order=keeps_order
+        )
 
 
 class EvaluationLoader:

@@ -223,6 +223,8 @@ class ResumeState:
             restore_end_position(loader, self.position)
         set_generator_states(loader, state["generators"])
         if self.beginning is not None:
+            loop = trainer.fit_loop
+            self.beginning.derive_seed(loader, loop.epoch if loop.batches_done else loop.epoch - 1)
             self.beginning.share_order(loader)
         for validated, seeds in zip(trainer.fit_loop.validation_loaders, state.get("validation") or (), strict=False):
             share_seeds(validated, seeds)
