@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from tests.warm_program import WarmProgram
@@ -105,6 +107,34 @@ def test_second_sigusr1_has_no_effect_while_the_run_ends():
         signal.raise_signal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, previous)
+
+
+LATE = """
+import os, signal
+from dstrat.training.loops.stopping import Interruption
+
+class Late:
+    def __del__(self):  # when Python ends, after its own handlers
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+late = Late()
+with Interruption(10):
+    pass
+os.kill(os.getpid(), signal.SIGUSR1)
+with Interruption(10) as interruption:
+    pass
+os.kill(os.getpid(), signal.SIGUSR1)
+with Interruption(10) as interruption:
+    os.kill(os.getpid(), signal.SIGUSR1)
+assert interruption.requested == signal.SIGUSR1
+print("ended")
+"""
+
+
+def test_sigusr1_after_a_complete_run_ends_no_process():
+    done = subprocess.run([sys.executable, "-c", LATE], check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+    assert done.stderr.count("SIGUSR1 came after the end of the run: there is nothing to save") == 3
 
 
 def test_sigusr1_is_the_users_without_a_deadline():

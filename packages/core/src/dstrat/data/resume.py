@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from typing_extensions import Self
 
 from dstrat.data.combined_loader import CombinedLoader
@@ -85,7 +85,7 @@ class Beginning:
 def _draw_sampler_seed(loader: DataLoader[Any]) -> int:
     """Draw the seed by which torch's ``RandomSampler`` shuffles an epoch of a loader."""
     # A loader draws the seed of its workers first, by a generator of its own if it has one.
-    iter(DataLoader([0], generator=None if loader.generator is None else Generator()))
+    iter(DataLoader(TensorDataset(torch.zeros(1)), generator=None if loader.generator is None else Generator()))
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import signal
 import threading
 import time
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from dstrat.interfaces.strategy import Strategy
+
+_log = logging.getLogger(__name__)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -81,6 +85,8 @@ class Interruption:
             self._is_over = None
         if value is None or self.requested != signal.SIGUSR1:  # which may come again while a checkpoint is saved
             self._restore()
+        if value is None and self._seconds is not None:
+            _outlive_late_preemption()
         if self.requested and value is None:
             _act_on(self.requested)
 
@@ -103,6 +109,20 @@ class Interruption:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+
+def _outlive_late_preemption() -> None:
+    """Keep a SIGUSR1 that comes after a complete run from ending the process; a handler of the user's stays."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        # A function, as processes that the program starts would inherit SIG_IGN, and a later run leaves it alone.
+        signal.signal(signal.SIGUSR1, _log_late_preemption)
+        # Python removes its handlers before it ends, which takes a second where torch is loaded.
+        atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _log_late_preemption(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as above
+    _log.warning("SIGUSR1 came after the end of the run: there is nothing to save, and the program goes on")
 
 
 def _act_on(number: int) -> None:
