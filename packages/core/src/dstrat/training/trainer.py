@@ -126,8 +126,8 @@ class Trainer(RunState):
         max_restarts: How often all ranks of this machine are restarted after one has failed.  Training resumes from the
             newest complete checkpoint of this fit, at the same sample.
         preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler kills the job.  On such a signal the
-            ranks save a checkpoint in the folder of the first ModelCheckpoint, and stop within this time.  Without it
-            SIGUSR1 does not stop a run.
+            ranks save a checkpoint in the folder of the first ModelCheckpoint, and stop within this time; after a
+            complete run SIGUSR1 has no effect.  Without a deadline SIGUSR1 does not stop a run.
 
     Raises:
         DstratError: The request is not possible; the message says what is.
