@@ -33,7 +33,7 @@ def parse():
     parser.add_argument("--deadline", type=float)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a rank waits for others")
     parser.add_argument("--requeue", action="store_true")
-    parser.add_argument("--shuffle", action="store_true", help="one process then has another order than several")
+    parser.add_argument("--shuffle", action="store_true")
     return parser.parse_args()
 
 
@@ -67,7 +67,9 @@ class Diary(Callback):
         self.folder = folder
 
     def on_train_start(self, trainer, module):
-        self.path = self.folder / f"rank-{attempt()}-{trainer.global_rank}.jsonl"
+        # torchrun counts no restart where an agent joins, so that rank 0 counts the files.
+        number = trainer.strategy.broadcast(len(list(self.folder.glob("rank-*-0.jsonl"))))
+        self.path = self.folder / f"rank-{number}-{trainer.global_rank}.jsonl"
         identity = {
             "pid": os.getpid(),
             "host": platform.node(),

@@ -103,17 +103,19 @@ def test_restart_continues_from_the_newest_checkpoint(torchrun, tmp_path, expect
     checks.check_no_survivors(folder)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["", "--shuffle"])
-def test_job_goes_on_with_fewer_ranks_when_an_agent_has_died(torchrun, tmp_path, expected, order):
-    folder = tmp_path / "job"
-    port = checks.free_port()
-    elastic = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d")
+def elastic_agent(torchrun, folder, port, *arguments, is_host):
+    """Start one of one or two agents with a rank each."""
+    elastic = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--monitor-interval=1")
     meet = (f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", "--local-addr=127.0.0.1")
-    job = [str(JOB), str(folder), "--num-nodes=0", "--pause=0.3", *([order] if order else [])]
-    agents = [
-        torchrun(*elastic, *meet, f"--rdzv-conf=is_host={is_host},{LAST_CALL}", *job) for is_host in ("true", "false")
-    ]
+    conf = f"--rdzv-conf=is_host={str(is_host).lower()},{LAST_CALL}"
+    return torchrun(*elastic, *meet, conf, str(JOB), str(folder), "--num-nodes=0", *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [(), ("--shuffle",)])
+def test_job_goes_on_with_fewer_ranks_when_an_agent_has_died(torchrun, tmp_path, expected, order):
+    folder, port = tmp_path / "job", checks.free_port()
+    agents = [elastic_agent(torchrun, folder, port, "--pause=0.3", *order, is_host=host) for host in (True, False)]
     checks.wait_for_step(folder, 5)
     agents[1].kill()  # which torchrun's ranks survive
     for pid in checks.processes_of(folder, parent=agents[1].pid):
@@ -126,6 +128,26 @@ def test_job_goes_on_with_fewer_ranks_when_an_agent_has_died(torchrun, tmp_path,
     assert checks.ranks(folder, last) == [(0, 0, 0)]
     assert checks.read_identities(folder, last)[0]["begin"] >= 4
     if not order:  # one process shuffles by torch's own sampler
+        checks.check_losses(folder, expected)
+    checks.check_samples(folder)
+    checks.check_no_survivors(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [(), ("--shuffle",)])
+def test_job_goes_on_with_more_ranks_when_an_agent_has_joined(torchrun, tmp_path, monkeypatch, expected, order):
+    # Otherwise the first agent does not repeat its address for those that join later.
+    monkeypatch.setitem(ENVIRON, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    folder, port = tmp_path / "job", checks.free_port()
+    first = elastic_agent(torchrun, folder, port, "--pause=2", *order, is_host=True)
+    checks.wait_for_step(folder, 3)
+    second = elastic_agent(torchrun, folder, port, "--pause=2", *order, is_host=False)
+    printed = [finish(agent) for agent in (first, second)]
+    assert [code for code, _, _ in printed] == [0, 0], printed
+    assert checks.ranks(folder, 0) == [(0, 0, 0)]
+    assert sorted(rank for rank, _, _ in checks.ranks(folder, 1)) == [0, 1]
+    assert checks.read_identities(folder, 1)[0]["begin"] >= 2
+    if not order:
         checks.check_losses(folder, expected)
     checks.check_samples(folder)
     checks.check_no_survivors(folder)
