@@ -188,7 +188,8 @@ class WaitingLine(Line):
 
 
 WAITING = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start programs in the background without it
 from dstrat import Trainer
 from packages.ray.tests.test_launcher import OPTIONS, WaitingLine, loader
 

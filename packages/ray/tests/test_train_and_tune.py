@@ -17,6 +17,7 @@ from packages.ray.tests.ray_cluster import OPTIONS, Line, loader, two_machines, 
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.examples.pytorch.torch_linear_example import LinearDataset, train_func
 from ray.train.torch import TorchTrainer
+from ray.tune.integration.ray_train import CHECKPOINT_PATH_KEY, TuneReportCallback
 
 from dstrat import Trainer, TrainModule
 from dstrat.errors import ClusterError, MisuseError, RequestError
@@ -184,6 +185,44 @@ def test_trials_of_ray_tune_report_values_and_checkpoints(cluster, tmp_path):
         module,
         DataLoader(LinearDataset(2, 5, size=400), batch_size=4),
         ckpt_path=Path(best.checkpoint.path, "checkpoint"),
+        verbose=False,
+    )
+    assert measured[0]["loss"] == pytest.approx(best.metrics["loss"], rel=1e-5)
+
+
+def fit_example_on_two_workers(config):
+    """Train a trial on two ranks, which are workers of Ray Train."""
+    TorchTrainer(
+        fit_example,
+        train_loop_config={"lr": config["lr"], "strategy": "ddp", "save": True},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            storage_path=config["folder"],
+            name=f"lr-{config['lr']}",
+            callbacks=[TuneReportCallback()],
+        ),
+    ).fit()
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_trials_of_ray_tune_train_with_ddp_on_two_workers(cluster, tmp_path):
+    space = {"lr": ray.tune.grid_search([1e-2, 1e-5]), "folder": str(tmp_path / "workers")}
+    tuner = ray.tune.Tuner(
+        fit_example_on_two_workers,
+        param_space=space,
+        tune_config=ray.tune.TuneConfig(max_concurrent_trials=1),  # each takes two CPUs and one for itself
+        run_config=ray.tune.RunConfig(storage_path=str(tmp_path), name="trials", verbose=0),
+    )
+    results = tuner.fit()
+    assert not results.errors
+    assert sorted(len(result.metrics_dataframe) for result in results) == [3, 3]
+    best = results.get_best_result("loss", "min")
+    assert (best.config["lr"], best.metrics["epoch"], best.metrics["step"]) == (1e-2, 2, 375)
+    measured = Trainer(strategy="single_device", devices=1, **OPTIONS).validate(
+        Linear(0.0),
+        DataLoader(LinearDataset(2, 5, size=400), batch_size=4),
+        ckpt_path=Path(best.metrics[CHECKPOINT_PATH_KEY], "checkpoint"),
         verbose=False,
     )
     assert measured[0]["loss"] == pytest.approx(best.metrics["loss"], rel=1e-5)
