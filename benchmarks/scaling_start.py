@@ -33,7 +33,7 @@ class Net(dstrat.TrainModule):
         """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:  # noqa: ARG002
+    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
         """Write that the step is done."""
         write(self.out, self.trainer.global_rank)
 

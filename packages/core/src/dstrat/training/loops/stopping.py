@@ -121,7 +121,7 @@ def _outlive_late_preemption() -> None:
         atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
 
 
-def _log_late_preemption(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as above
+def _log_late_preemption(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signal module's signature
     _log.warning("SIGUSR1 came after the end of the run: there is nothing to save, and the program goes on")
 
 
