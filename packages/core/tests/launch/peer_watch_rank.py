@@ -26,16 +26,15 @@ cluster = TorchElasticEnvironment({
     "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank),
 })  # fmt: skip
 
-# A wait that keeps a processor busy, as those for a GPU do: its file says that it is one of torch.distributed.
+# A wait that keeps a processor busy, as those for a GPU do: its file says that it is one of torch.distributed, and all
+# of it is one line, as a wait in native code is.
 WAIT = """
 def wait_busily():
-    while True:
-        time.sleep(0.1)
-        end = time.process_time() + 0.01
-        while time.process_time() < end:
-            pass
+    while True: time.sleep(0.1); sum(range(500_000))
 """
-exec(compile(WAIT, Path(dist.__file__).with_name("wait.py"), "exec"))
+# One function for each of many collectives.
+WAITS = "".join(f"def wait_{index}(end):\n    while time.monotonic() < end: pass\n" for index in range(80))
+exec(compile(WAIT + WAITS, Path(dist.__file__).with_name("wait.py"), "exec"))
 
 open_process_group(cluster, backend="gloo", timeout=timedelta(seconds=600))
 limit = timedelta(seconds=600 if deed == "sleep" else 1)  # a rank that sleeps is not to end as one that hangs
@@ -50,8 +49,14 @@ with watched_for_hangs(**limits, rank=rank, local_rank=local_rank, size=size):
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "work":
+                for index in range(80):
+                    globals()[f"wait_{index}"](time.monotonic() + 0.1)
             case "sleep":
                 with Interruption():
                     print("sleeps", flush=True)
                     time.sleep(600)
+    if deed == "work":
+        dist.barrier()
+        sys.exit()
     wait_busily()  # noqa: F821 - made above

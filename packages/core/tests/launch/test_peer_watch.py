@@ -68,6 +68,10 @@ def test_idle_rank_that_waits_ends_beyond_the_first_ranks(start_ranks):
     assert last.returncode == 1
 
 
+def test_rank_at_work_that_is_met_in_ever_other_collectives_does_not_hang(start_ranks):
+    assert [rank.run(timeout=170) for rank in start_ranks("work", 2, local_size=2)] == ["", ""]
+
+
 @pytest.mark.parametrize("deed", ["stop", "die"])
 def test_rank_that_stops_or_dies_is_named_by_one_of_its_machine(start_ranks, deed):
     ranks = start_ranks(deed, 6, local_size=4)

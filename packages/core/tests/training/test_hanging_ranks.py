@@ -8,14 +8,17 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 from tests.warm_program import WarmProgram
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 
 from dstrat import Callback, Trainer
 from dstrat.errors import RankFailedError
+from dstrat.launch.rank import stack_file, this_rank
 
 from .conftest import Averaging, Line, numbers
 
@@ -45,12 +48,14 @@ def fall_asleep():
 @pytest.fixture
 def fit(tmp_path):
     def fit(callbacks, seconds=60.0, hang_seconds=None):
+        """With ``hang_seconds`` no checkpoint is saved: a busy disk may take longer, and waiting for it is idleness."""
         strategy = Averaging(timeout=timedelta(seconds=seconds))
         if hang_seconds is not None:
             strategy.hang_timeout = timedelta(seconds=hang_seconds)
         trainer = Trainer(
             accelerator="cpu", devices=2, max_epochs=2, strategy=strategy, default_root_dir=tmp_path, logger=False,
             enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+            enable_checkpointing=hang_seconds is None,
         )  # fmt: skip
         trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
 
@@ -96,6 +101,20 @@ def test_rank_that_waits_for_the_work_of_another_without_a_collective_is_no_hang
 
 def test_rank_that_works_for_long_is_no_hang(fit):
     fit(Misbehaves("on_train_epoch_end", 0, lambda: compute(2)), hang_seconds=0.5)
+
+
+def test_rank_at_work_that_is_looked_at_in_a_collective_is_no_hang(fit):
+    # The file says that the function is one of torch.distributed.
+    file = Path(torch.distributed.__file__).with_name("wait.py")
+    code = "def wait_until(is_true):\n    while not is_true(): sum(range(100_000))"
+    exec(compile(code, file, "exec"), globals())
+
+    def work():
+        stacks = stack_file(this_rank().folder, os.getpid())
+        wait_until(lambda: stacks.stat().st_size)  # noqa: F821 - made above
+        compute(3)
+
+    fit(Misbehaves("on_train_epoch_end", 0, work), hang_seconds=0.5)
 
 
 def test_limits_follow_the_timeout_that_is_given():

@@ -48,7 +48,7 @@ class RankState:
     Attributes:
         number: Counts the periods; a rank whose number does not change is unresponsive.
         idle_seconds: How long it has been idle, without progress.
-        waits_in_collective: Whether it waits for its peers in a collective.
+        waits_in_collective: Whether it has waited for its peers in one collective since the period before.
         has_ended: Whether it has left the run.
         machine: Name of the machine and of its process ids, which other ranks there can look up.
         pid: Its process id there.
@@ -110,6 +110,7 @@ class PeerWatch(threading.Thread):
         self._has_beaten = False
         self._last_beat = time.monotonic()
         self._number = 0
+        self._stack = ""  # of the main thread, when it was last looked at
         self._store: Store | None = None
         self._store_failed = False
         self._changes: dict[int, tuple[int, float]] = {}  # last number of each peer, and when it was first seen
@@ -163,17 +164,20 @@ class PeerWatch(threading.Thread):
         stack = traceback.extract_stack(sys._current_frames()[self._main])  # noqa: SLF001 - there is no other way
         files = [frame.filename for frame in reversed(stack)]
         waits_in_collective = waits_for_peers(files, is_busy=idle_seconds < self._limit)
+        # A rank at work may be met in one of its collectives, which will end: it waits if it stays there.
+        previous, self._stack = self._stack, _format(stack)
+        waits_in_collective = waits_in_collective and self._stack == previous
         silent_seconds = time.monotonic() - self._last_beat
         has_stack = silent_seconds > self._limit / 2 and (waits_in_collective or idle_seconds > self._limit / 2)
         self._publish(
             self._state(idle_seconds=idle_seconds, waits_in_collective=waits_in_collective),
-            stack if has_stack else None,
+            self._stack if has_stack else None,
         )
         if self._store is None:
             # A store that failed belonged to a rank that has ended; no peer is at work then.
             limit = self._limit if self._store_failed else self._longest
             if idle_seconds > limit + MARGIN and not waits_in_collective:
-                self._end({self._rank: _format(stack)}, limit)
+                self._end({self._rank: self._stack}, limit)
         # From before the limit, to know since when a peer has not responded.
         elif silent_seconds > 2 * self._timer.period and (
             not waits_in_collective
@@ -182,12 +186,12 @@ class PeerWatch(threading.Thread):
         ):
             self._look_at_peers()
 
-    def _publish(self, state: RankState, stack: traceback.StackSummary | None = None) -> None:
+    def _publish(self, state: RankState, stack: str | None = None) -> None:
         try:
             if (store := self._open_store()) is None:
                 return
             if stack is not None:
-                store.set(f"stack {self._rank}", _format(stack))
+                store.set(f"stack {self._rank}", stack)
             store.set(f"state {self._rank}", json.dumps(asdict(state)))
         except RuntimeError:  # rank 0, which serves the store, may have ended
             self._store, self._store_failed = None, True

@@ -30,6 +30,7 @@ _SETTLE_LOST = 3.0  # seconds
 _SETTLE_TIMEOUT = 0.75  # seconds within which ranks time out one after the other
 _DUMP = 0.5  # seconds for a rank to write its stack
 _REAP = 5.0  # seconds for killed processes to end
+_FIRST_PAUSE = 1.0  # seconds between two inspections of ranks that use a processor, at first
 
 _OUR_FOLDER = str(Path(__file__).parent)
 
@@ -70,7 +71,8 @@ class Supervisor:
         self._deadline = float("inf")
         self._watch = RankWatch(folder, spans_machines=spans_machines)
         self._idle: dict[int, float] = {}  # limits in seconds of ranks that hang, by rank
-        self._next_inspection, self._inspection_pause = 0.0, 1.0
+        self._next_inspection, self._inspection_pause = 0.0, _FIRST_PAUSE
+        self._inspected: dict[int, str] = {}  # main threads' stacks of the last inspection, if all waited
 
     def run(self) -> None:
         """Wait until all ranks have exited with code 0.
@@ -173,9 +175,18 @@ class Supervisor:
             return True
         if time.monotonic() < self._next_inspection:
             return False
-        self._next_inspection = time.monotonic() + self._inspection_pause
-        self._inspection_pause *= 2  # a rank at work is interrupted ever more rarely
-        return all(waits(stack, is_busy=True) for stack in self._stacks_of(busy).values())
+        stacks = self._stacks_of(busy)
+        before, self._inspected = self._inspected, {}
+        if all(waits(stack, is_busy=True) for stack in stacks.values()):
+            # A rank at work may have been met in one of its collectives, which will end: it waits if it stays there.
+            self._inspected = {rank: stack.rpartition("Current thread")[2] for rank, stack in stacks.items()}
+            if self._inspected == before:
+                return True
+            self._next_inspection = time.monotonic() + _FIRST_PAUSE
+        else:
+            self._next_inspection = time.monotonic() + self._inspection_pause
+            self._inspection_pause *= 2  # a rank at work is interrupted ever more rarely
+        return False
 
     # Stop signals
 
