@@ -45,5 +45,5 @@ def test_at_a_prompt_the_notebook_form_trains_and_ddp_says_why_it_cannot(tmp_pat
     assert "chosen: ddp_notebook" in out, err
     assert "trained: 2 True" in out, err
     assert "strategy 'ddp' from dstrat-ddp" in err
-    assert "starts its processes from a script, and here is none (a notebook, a prompt, python -c)" in err
+    assert "starts its processes from a script, and here is none (a notebook, a prompt, python -c, or a worker" in err
     assert "'ddp_notebook'" in err.rsplit("ConflictError", 1)[-1]

@@ -231,6 +231,28 @@ def test_trials_of_ray_tune_train_with_ddp_on_two_workers(cluster, tmp_path):
 # What cannot run
 
 
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_trials_of_ray_tune_that_cannot_start_ranks_themselves_say_what_can(cluster, tmp_path):
+    def fit_on_two_devices(config):
+        options = {**OPTIONS, "default_root_dir": config["folder"], "devices": 2}
+        Trainer(strategy=config["strategy"], **options).fit(Line(), loader(2))
+        ray.tune.report({"done": 1})
+
+    tuner = ray.tune.Tuner(
+        fit_on_two_devices,
+        param_space={"strategy": ray.tune.grid_search(["ddp", "ddp_fork"]), "folder": str(tmp_path)},
+        run_config=ray.tune.RunConfig(storage_path=str(tmp_path), name="trials", verbose=0),
+    )
+    refused, done = tuner.fit()
+    assert re.search(
+        r"strategy 'ddp' .* starts its processes from a script, and here is none \(.* a worker of another program\): run "
+        "a script, ask for devices=1, or choose a strategy that works here",
+        str(refused.error),
+    )
+    assert done.metrics["done"] == 1
+
+
 def test_callback_outside_of_ray_is_refused(tmp_path, recwarn):
     trainer = Trainer(
         strategy="single_device", devices=1, callbacks=[RayReportCallback()], default_root_dir=tmp_path, **OPTIONS

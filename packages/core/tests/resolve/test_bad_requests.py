@@ -391,8 +391,8 @@ def test_the_class_of_an_alias_that_another_strategy_serves_is_refused(strategy,
 def test_a_notebook_is_told_what_works_there(strategy, catalog):
     message = (
         f"strategy '{strategy}' from this process starts its processes from a script, and here is none "
-        "(a notebook, a prompt, python -c): run a script, ask for devices=1, or choose a strategy that works here "
-        "('many_fork', 'pair')"
+        "(a notebook, a prompt, python -c, or a worker of another program): run a script, ask for devices=1, or choose "
+        "a strategy that works here ('many_fork', 'pair')"
     )
     with pytest.raises(ConflictError, match=re.escape(message)):
         make_plan(Request(strategy=strategy, devices=2), catalog=catalog, environ={}, interactive=True)

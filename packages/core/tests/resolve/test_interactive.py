@@ -28,6 +28,14 @@ def test_a_script_in_a_notebooks_kernel_is_interactive(tmp_path):
     assert answer("script.py", cwd=tmp_path) == "True"
 
 
+def test_the_worker_of_an_installed_program_is_interactive(tmp_path):
+    package = tmp_path / "site-packages" / "program"
+    package.mkdir(parents=True)
+    (package / "worker.py").write_text(QUESTION)
+    assert answer(str(package / "worker.py")) == "True"
+    assert answer("-m", "program.worker", cwd=package.parent) == "False"
+
+
 @pytest.mark.parametrize("arguments", [["-c", QUESTION], ["-"], ["-i"]])
 def test_what_no_other_process_could_run_is_interactive(arguments):
     assert answer(*arguments, typed="" if "-c" in arguments else QUESTION + "\n") == "True"

@@ -95,7 +95,7 @@ class Constraints:
         num_nodes: Machines.
         cluster: The cluster environment.
         num_started: How many processes of the job exist already; 1 where dstrat starts them.
-        interactive: Whether this is a notebook or a prompt.
+        interactive: Whether this is a notebook, a prompt, or the worker of another program.
         test_runner: What runs the calling test, such as ``"pytest"``; None outside of tests.
     """
 
@@ -213,7 +213,8 @@ def _no_script(facts: Component, constraints: Constraints) -> Incompatibility | 
     if not constraints.interactive or facts.notebook_safe or not constraints.needs_starting:
         return None
     return Incompatibility(
-        problem="starts its processes from a script, and here is none (a notebook, a prompt, python -c)",
+        problem="starts its processes from a script, and here is none (a notebook, a prompt, python -c, or a worker of "
+        "another program)",
         hint="run a script, ask for devices=1, or choose a strategy that works here",
     )
 

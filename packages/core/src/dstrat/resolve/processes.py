@@ -185,14 +185,18 @@ def _start_method(strategy: Selection[Strategy], world_size: int) -> StartMethod
     )
 
 
-# Detection of a main module that cannot be run a second time: a notebook, a prompt, a test runner.
+# Detection of a main module that cannot be run a second time: a notebook, a prompt, a worker, a test runner.
 
 
+_INSTALLED = {"site-packages", "dist-packages"}  # names of the folders of installed packages
 _RUNNERS = {"_pytest.": "pytest", "unittest.case": "unittest"}
 
 
 def is_interactive() -> bool:
-    """Return whether this is a notebook or a prompt: there is no script that another process could run or import."""
+    """Return whether this is a notebook, a prompt, or the worker of another program.
+
+    There is no script then that another process could run or import.
+    """
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules or not _has_script()
 
 
@@ -211,5 +215,10 @@ def test_runner() -> str | None:
 
 
 def _has_script() -> bool:
-    path = getattr(sys.modules["__main__"], "__file__", None)  # "<stdin>" for what is piped in
-    return path is not None and Path(path).is_file()
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)  # "<stdin>" for what is piped in
+    if path is None or not Path(path).is_file():
+        return False
+    # A file of an installed package is the worker of another program, as those of Ray are; it cannot be run once more.
+    runs_a_module = getattr(main, "__spec__", None) is not None  # python -m
+    return runs_a_module or _INSTALLED.isdisjoint(Path(path).parts)

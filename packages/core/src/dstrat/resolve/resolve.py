@@ -47,7 +47,8 @@ def resolve_request(
         request: What the user asks for.
         catalog: All components; None is the catalog of this process.
         environ: The environment variables; None is those of this process.
-        interactive: Whether this is a notebook or a prompt; None finds out, and whether it is a test.
+        interactive: Whether this is a notebook, a prompt, or the worker of another program; None finds
+            out, and whether it is a test.
 
     Returns:
         The plan, which the same request, catalog and environment always give, and the strategy with all its components:
