@@ -246,8 +246,8 @@ def test_trials_of_ray_tune_that_cannot_start_ranks_themselves_say_what_can(clus
     )
     refused, done = tuner.fit()
     assert re.search(
-        r"strategy 'ddp' .* starts its processes from a script, and here is none \(.* a worker of another program\): run "
-        "a script, ask for devices=1, or choose a strategy that works here",
+        r"strategy 'ddp' .* starts its processes from a script, and here is none \(.* a worker of another program\): "
+        "run a script, ask for devices=1, or choose a strategy that works here",
         str(refused.error),
     )
     assert done.metrics["done"] == 1
