@@ -115,7 +115,7 @@ def launch(
         times: How often.
     """
     adopt_orphans()
-    _be(Path(__file__))
+    _be(is_script=True)
     return [_launch(rank_context, subject, accelerator, devices, fault) for _ in range(times)]
 
 
@@ -130,15 +130,15 @@ def sockets(rank_context: RankContext, subject: Subject, accelerator: str) -> li
 def at_a_prompt(rank_context: RankContext, subject: Subject, accelerator: str, devices: int) -> JobResult:
     """Fit as in a notebook, where there is no script that could be run again."""
     adopt_orphans()
-    _be(None)
+    _be(is_script=False)
     return _launch(rank_context, subject, accelerator, devices, "nothing")
 
 
-def _be(script: Path | None) -> None:
-    """Set ``__main__`` as if this process ran a script, or a prompt where there is none."""
+def _be(*, is_script: bool) -> None:
+    """Set ``__main__`` as if this process ran a script, as this module with ``python -m``; or a prompt without one."""
     main = ModuleType("__main__")
-    if script is not None:
-        main.__file__ = str(script)
+    if is_script:
+        main.__file__, main.__spec__ = __file__, __spec__
     sys.modules["__main__"] = main
 
 
