@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dstrat.builtin.single_device import SingleDeviceStrategy
+from dstrat.errors import MisuseError
+from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat_deepspeed import DeepSpeedStrategy
 
 STAGES = (0, 1, 2, 3)
@@ -256,21 +258,30 @@ class Encoder(nn.Module):
             part.weight.data.fill_(0.25)
 
 
-def create(cluster):
+def opened(cluster):
     module = nn.Module()
     module.automatic_optimization = True
     strategy = DeepSpeedStrategy(stage=3)
     strategy.receive(parts(cluster))
     strategy.connect(module)
     strategy.setup_environment()
+    return module, strategy
+
+
+def state_after_setup(module, strategy):
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
+    strategy.setup(Run(module))
+    strategy.teardown()
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def create(cluster):
+    module, strategy = opened(cluster)
     with strategy.model_sharded_context():
         module.encoder = Encoder()
         sharded = [parameter.numel() for parameter in module.encoder.layer.linear1._parameters.plain().values()]
     left = {parameter.numel() for parameter in module.parameters()}
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
-    strategy.setup(Run(module))
-    strategy.teardown()
-    return sharded, left, {name: value.clone() for name, value in module.state_dict().items()}
+    return sharded, left, state_after_setup(module, strategy)
 
 
 def test_layers_are_sharded_as_they_are_made_and_keep_what_their_parents_set(ranks):
@@ -278,3 +289,71 @@ def test_layers_are_sharded_as_they_are_made_and_keep_what_their_parents_set(ran
     (*sharded, state), (*other, _) = ranks(create)
     assert sharded == other == [[0, 0], {0}]
     torch.testing.assert_close(state, expected, rtol=0, atol=0)
+
+
+class Counts(nn.Module):
+    """A layer whose values are one number, which the resets of all layers count."""
+
+    resets = 0
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 5))
+        self.bias = nn.Parameter(torch.empty(3), requires_grad=False)
+        self.register_buffer("scale", torch.empty(2, device="meta"))
+
+    def reset_parameters(self):
+        Counts.resets += 1
+        for tensor in (self.weight, self.bias, self.scale):
+            nn.init.constant_(tensor, Counts.resets)
+
+
+def create_on_meta(cluster):
+    Counts.resets = 10 * cluster.global_rank
+    module, strategy = opened(cluster)
+    with strategy.model_sharded_context(), parameters_on_meta():
+        module.layers = nn.Sequential(Counts(), Counts(), nn.Linear(3, 2))
+        module.layers[1].weight = module.layers[0].weight
+        module.tied = nn.Linear(5, 3)
+        module.tied.weight = module.layers[0].weight
+        on_meta = all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    left = {parameter.numel() for parameter in module.parameters()}
+    is_shared = module.tied.weight is module.layers[0].weight is module.layers[1].weight
+    trains = [parameter.requires_grad for parameter in module.layers.parameters()]
+    return on_meta, left, is_shared, trains, state_after_setup(module, strategy)
+
+
+def test_layers_without_memory_get_the_values_of_their_resets_on_rank_0_and_stay_shared(ranks):
+    (*facts, state), (*other, _) = ranks(create_on_meta)
+    assert facts == other == [True, {0}, True, [True, False, False, True, True]]
+    assert state["layers.0.bias"].tolist() == [1, 1, 1]
+    assert state["layers.1.bias"].tolist() == [2, 2, 2]
+    assert state["layers.1.scale"].tolist() == [2, 2]
+    assert set(state["layers.0.weight"].flatten().tolist()) != {
+        1
+    }  # the last of the layers that share it, as on one device
+    assert torch.equal(state["tied.weight"], state["layers.1.weight"])
+    assert state["layers.2.weight"].abs().max() > 0
+
+
+class NoReset(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+def create_without_reset(cluster):
+    module, strategy = opened(cluster)
+    with pytest.raises(MisuseError) as caught, strategy.model_sharded_context(), parameters_on_meta():
+        module.layer = NoReset()
+    strategy.on_exception(caught.value)
+    strategy.teardown()
+    return str(caught.value), module.layer.weight.is_meta
+
+
+def test_a_layer_without_memory_and_without_a_reset_is_an_error_that_says_what_to_write(ranks):
+    expected = (
+        "NoReset was made without memory, and nothing computes the first values of its 'weight': give it a method "
+        "reset_parameters(self)"
+    )
+    assert ranks(create_without_reset) == [(expected, True)] * 2

@@ -173,6 +173,7 @@ def little_memory_to_lock():
     user, limits = os.geteuid(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, limits[1]))
     sysconfig.get_config_vars()  # read from files of Python's owner, and kept
+    folder()  # imports what reads versions, for the same reason
     if user == 0:
         os.seteuid(65534)  # which takes the right to lock any amount
     yield

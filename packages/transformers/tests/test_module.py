@@ -122,7 +122,8 @@ def loop_by_hand(cls, config, rows):
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit"])
 def test_first_values_of_a_model_without_memory_are_those_with_memory(name):
-    from dstrat_fsdp.parameters import materialize, parameters_on_meta
+    from dstrat.parallel.meta_device import parameters_on_meta
+    from dstrat_fsdp.parameters import materialize
     from dstrat_transformers.initialization import make_model
 
     cls, config, _ = architectures()[name]
@@ -311,7 +312,7 @@ def test_a_frozen_model_cannot_be_trained():
 
 
 def test_values_that_would_be_lost_are_an_error(tmp_path):
-    from dstrat_fsdp.parameters import parameters_on_meta
+    from dstrat.parallel.meta_device import parameters_on_meta
 
     small.llama().save_pretrained(tmp_path)
     module = HFModule(lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path))

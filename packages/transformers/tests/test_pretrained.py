@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from dstrat import Callback
 from dstrat.errors import MisuseError
-from dstrat_fsdp.parameters import materialize, parameters_on_meta
+from dstrat.parallel.meta_device import parameters_on_meta
+from dstrat_fsdp.parameters import materialize
+from dstrat_transformers import initialization, pretrained
+from dstrat_transformers.initialization import assign
 from dstrat_transformers.pretrained import PretrainedWeights, load_pretrained
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -78,6 +83,33 @@ def test_each_layer_is_read_when_it_is_sharded_and_not_before(tmp_path, monkeypa
     assert read == []
     materialize(model, torch.device("cpu"), lambda layer, name: None)
     assert sorted(read) == sorted(dict(small.llama().named_parameters()))  # each once
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_no_rank_of_stage_3_holds_more_than_a_layer_while_the_model_is_made(tmp_path, monkeypatch, is_new):
+    config = {"num_hidden_layers": 6, "tie_word_embeddings": False}
+    model = small.llama(**config)
+    model.save_pretrained(tmp_path / "weights")
+    held = []
+
+    def watched(layer, name, value):
+        sharded = [each for each in gc.get_objects() if type(each) is torch.nn.Parameter and hasattr(each, "ds_id")]
+        held.append(sum(parameter.numel() for parameter in sharded))  # 0, but for gathered ones
+        assign(layer, name, value)
+
+    class Notes(Callback):
+        def on_fit_start(self, trainer, module):
+            (tmp_path / f"rank-{trainer.global_rank}").write_text(f"{len(held)} {max(held)}")
+
+    monkeypatch.setattr(initialization, "assign", watched)
+    monkeypatch.setattr(pretrained, "assign", watched)
+    factory = partial(LlamaForCausalLM.from_pretrained, tmp_path / "weights")
+    factory = small.new_llama(**config) if is_new else factory
+    small.train(tmp_path / "run", strategy("deepspeed_stage_3"), 2, model=factory, callbacks=[Notes()])
+    for rank in range(2):
+        fills, most = map(int, (tmp_path / f"rank-{rank}").read_text().split())
+        assert fills == len(list(model.parameters()))
+        assert most == 0
 
 
 def test_what_cannot_be_made_sharded_is_an_error_that_says_so(tmp_path):

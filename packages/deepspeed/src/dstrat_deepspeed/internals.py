@@ -299,15 +299,11 @@ def scalars_as_bytes() -> AbstractContextManager[Any]:
     return ReplacedMethod(Tensor.view, view)
 
 
-def after_each_layer(init: Any, watch: Callable[[Module], None]) -> None:
-    """Call a function with each layer at the end of its constructor, after ``deepspeed.zero.Init`` has sharded it."""
-    shard_layer = init._post_init_method  # zero.Init has no public hook
-
-    def shard_and_watch(layer: Module) -> None:
-        shard_layer(layer)
-        watch(layer)
-
-    init._post_init_method = shard_and_watch
+def replace_sharding(init: Any, take: Callable[[Module], None]) -> Callable[[Module], None]:
+    """Call a function with each layer at the end of its constructor; return the one of ``deepspeed.zero.Init``."""
+    shard_layer: Callable[[Module], None] = init._post_init_method  # zero.Init has no public hook
+    init._post_init_method = take
+    return shard_layer
 
 
 def secondary_shard_group(deepspeed: Any) -> Any:

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import swap_tensors
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.meta_device import reset_method
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.nvme import free_buffers
 from dstrat_deepspeed.unused_parameters import is_same_on_all_ranks
@@ -18,6 +21,7 @@ from dstrat_deepspeed.unused_parameters import is_same_on_all_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch import Tensor
     from torch.nn import Module, Parameter
 
 _logger = logging.getLogger(__name__)
@@ -25,16 +29,21 @@ _logger = logging.getLogger(__name__)
 
 @contextmanager
 def sharded_creation(deepspeed: Any, config: dict[str, Any], remote_device: str | None) -> Iterator[None]:
-    """Shard the parameters of each layer that is created in a ``with`` block, at the end of its constructor."""
+    """Shard the parameters of each layer that is created in a ``with`` block, at the end of its constructor.
+
+    Layers on the meta device follow one by one at the end of the block, with the values of their ``reset_parameters``.
+    """
     # DeepSpeed's context loses what the constructor of a parent does to parameters of its children, such as
     # MultiheadAttention to the bias of its output layer.  So a parameter is gathered when it is looked up again, and is
     # sharded at the end of the block with the values that it has on rank 0.
     init: Any = deepspeed.zero.Init(config_dict_or_path=config, remote_device=remote_device)
-    watch = _CreationWatch()
-    internals.after_each_layer(init, watch.watch)
+    watch = _CreationWatch(init)
     with init:
         try:
             yield
+            watch.stop()
+            watch.shard_again()
+            watch.shard_without_memory(init.local_device)
         except BaseException:
             # No collectives: other ranks may still be making layers.  They notice the failure when this rank's process
             # groups close, that is, when nothing refers to them.
@@ -42,8 +51,6 @@ def sharded_creation(deepspeed: Any, config: dict[str, Any], remote_device: str 
             watch.release_groups()
             internals.release_groups(init)
             raise
-        watch.stop()
-        watch.shard_again()
         if not watch.layers and init.param_swapper is not None:
             free_buffers([init.param_swapper])
 
@@ -62,12 +69,18 @@ def shard(deepspeed: Any, module: Module, config: dict[str, Any]) -> None:
 class _CreationWatch:
     """Layers whose constructor has ended: it gathers their parameters on look-up, and shards them again at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, init: Any) -> None:
         self.layers: list[Module] = []
+        self._without_memory: list[Module] = []
         self._gathered: list[Any] = []
+        self._shard = internals.replace_sharding(init, self._take)
 
-    def watch(self, layer: Module) -> None:
-        """Watch the layer's own parameters, not those of its children."""
+    def _take(self, layer: Module) -> None:
+        """Shard the layer's own parameters, not those of its children, and watch them."""
+        if _on_meta(layer):
+            self._without_memory.append(layer)
+            return
+        self._shard(layer)
         if layer._parameters:  # noqa: SLF001 - torch has no hook for the look-up of a parameter
             layer._parameters = _WatchedParameters(layer._parameters, self)  # noqa: SLF001 - the same
             self.layers.append(layer)
@@ -81,7 +94,8 @@ class _CreationWatch:
     def stop(self) -> None:
         """End the watch: look-ups no longer gather."""
         for layer in self.layers:
-            layer._parameters = layer._parameters.plain()  # type: ignore[attr-defined]  # noqa: SLF001 - set in watch
+            if isinstance(layer._parameters, _WatchedParameters):  # noqa: SLF001 - as above
+                layer._parameters = layer._parameters.plain()  # noqa: SLF001 - as above
 
     def release_groups(self) -> None:
         """Remove the parameters' references to the process group; they cannot be used any more."""
@@ -95,6 +109,37 @@ class _CreationWatch:
             if not internals.is_partitioned(parameter):  # DeepSpeed's Module.apply has sharded it already
                 dist.broadcast(parameter.data, 0, group=parameter.ds_process_group)
                 parameter.partition(param_list=[parameter], has_been_updated=True)
+        self._gathered.clear()
+
+    @torch.no_grad()
+    def shard_without_memory(self, device: torch.device) -> None:
+        """Give memory on a device and values to each layer that has none, and shard it before the next; collective.
+
+        Raises:
+            MisuseError: A layer has no ``reset_parameters``.
+        """
+        for layer in self._without_memory:
+            tensors = _on_meta(layer)
+            if not tensors:  # an earlier layer shares them all
+                continue
+            reset = reset_method(layer, list(tensors))
+            for tensor in tensors.values():
+                memory = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                # The same object, which other layers may share.
+                swap_tensors(tensor, nn.Parameter(memory, tensor.requires_grad) if is_parameter else memory)
+            for parameter in layer.parameters(recurse=False):
+                self.gather(parameter)
+            reset()
+            self._shard(layer)
+            self.shard_again()
+
+
+def _on_meta(layer: Module) -> dict[str, Tensor]:
+    """Return a layer's own tensors on the meta device by name, without a look-up that would gather others."""
+    parameters: Any = dict.items(layer._parameters)  # noqa: SLF001 - as in _take
+    tensors = {**dict(parameters), **layer._buffers}  # noqa: SLF001 - as in _take
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.is_meta}
 
 
 class _WatchedParameters(dict[str, "Parameter | None"]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.checkpoint.full_state import copy_full, full_tensor
 from dstrat.errors import MisuseError
+from dstrat.parallel.meta_device import reset_method
 from dstrat_fsdp.state import with_local
 
 if TYPE_CHECKING:
@@ -22,33 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.utils.hooks import RemovableHandle
-
-
-_RESETS = ("reset_parameters", "_reset_parameters")  # torch's own layers have either
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Convert parameters to the meta device when a module registers them; buffers are created as usual.
-
-    So at most one parameter is in memory at a time.  A parameter that replaces a frozen one is frozen too, which
-    torch's tensor parallelism omits.
-    """
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: Module, name: str, param: Any) -> None:
-        if isinstance(param, DTensor):
-            replaced = module._parameters.get(name)  # noqa: SLF001 - getattr raises where it is missing
-            param.requires_grad_(param.requires_grad and (replaced is None or replaced.requires_grad))
-        elif param is not None and not param.is_meta:
-            param = type(param)(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]  # torch's hook for this is global too
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]  # as above
 
 
 def materialize(module: Module, device: torch.device, existing_shard: Callable[[Module, str], Tensor | None]) -> None:
@@ -118,12 +91,7 @@ def _fill(
 
 def _reset_layer(layer: Module, names: list[str], owned: set[str]) -> None:
     """Compute the full values of a layer, and keep this rank's shards of the owned tensors."""
-    reset = next((getattr(layer, name) for name in _RESETS if hasattr(layer, name)), None)
-    if reset is None:
-        raise MisuseError(
-            f"{type(layer).__name__} was made without memory, and nothing computes the first values of its "
-            f"{', '.join(map(repr, names))}: give it a method reset_parameters(self)"
-        )
+    reset = reset_method(layer, names)
     sharded = {name: getattr(layer, name) for name in names}
     for name, tensor in sharded.items():
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=_local(tensor).device)

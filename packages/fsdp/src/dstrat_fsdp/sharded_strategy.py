@@ -18,12 +18,13 @@ from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import load_named_state, named_state
 from dstrat.parallel.collectives import take_from_first_rank
+from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shards
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
 from dstrat_fsdp.mesh import release_mesh
-from dstrat_fsdp.parameters import gather_parameters, materialize, parameters_on_meta, park_shards, unpark_shards
+from dstrat_fsdp.parameters import gather_parameters, materialize, park_shards, unpark_shards
 from dstrat_fsdp.sharded_module import ShardedModule
 from dstrat_fsdp.state import as_shards, load_optimizer
 from dstrat_fsdp.wrap_policy import outermost_layers, running_statistics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat_transformers.models import blocks, is_peft, is_pretrained_model
 
 if TYPE_CHECKING:
@@ -33,7 +35,9 @@ def make_model(factory: Callable[[], Module]) -> Module:
     """
     # Before the function: constructors of layers with memory draw random numbers too, which then count for nothing.
     seed = int(torch.randint(2**31, ()))
-    model = factory()
+    # Only where no values can be lost: another function may load some.
+    with parameters_on_meta() if _is_constructor(factory) and shards_new_layers() else nullcontext():
+        model = factory()
     if not isinstance(model, nn.Module):
         raise MisuseError(f"the function for the model returned a {type(model).__name__}: return a model")
     is_on_meta = any(parameter.is_meta for layer in model.modules() for parameter in direct_parameters(layer).values())
@@ -47,6 +51,18 @@ def make_model(factory: Callable[[], Module]) -> Module:
     if is_pretrained_model(model) and not has_values:
         initialize(model, seed)
     return model
+
+
+def shards_new_layers() -> bool:
+    """Return whether the strategy shards layers as soon as they are made, or makes them without memory."""
+    parameter = direct_parameters(nn.LayerNorm(1))["weight"]  # which draws no random numbers
+    return parameter.is_meta or hasattr(parameter, "ds_id")
+
+
+def _is_constructor(factory: Callable[[], Module]) -> bool:
+    """Return whether a function is ``partial(SomeModel, config)`` or ``partial(AutoModel.from_config, config)``."""
+    function = factory.func if isinstance(factory, partial) else factory
+    return isinstance(function, type) or getattr(function, "__name__", "") in ("from_config", "_from_config")
 
 
 def direct_parameters(layer: Module) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from dstrat.errors import MisuseError
-from dstrat_transformers.initialization import assign, direct_parameters, names_of_parameters
+from dstrat.parallel.meta_device import parameters_on_meta
+from dstrat_transformers.initialization import assign, direct_parameters, names_of_parameters, shards_new_layers
 from dstrat_transformers.models import is_pretrained_model
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ def load_pretrained(factory: Any) -> Module:
     Raises:
         MisuseError: The files have other tensors than the model, or an argument is not possible here.
     """
-    parameter = direct_parameters(nn.Linear(1, 1))["weight"]
-    if not (parameter.is_meta or hasattr(parameter, "ds_id")):  # layers are made whole, with memory
+    if not shards_new_layers():
         model: Module = factory()
         return model
     (name, *more), kwargs = factory.args, dict(factory.keywords)
@@ -60,7 +59,8 @@ def load_pretrained(factory: Any) -> Module:
         )
     download = {key: kwargs.pop(key) for key in _DOWNLOAD if key in kwargs}
     weights = PretrainedWeights(name, download)
-    model = _make(factory.func.__self__, name, kwargs, download, weights)
+    with parameters_on_meta():
+        model = _make(factory.func.__self__, name, kwargs, download, weights)
     weights.fill_model(model)
     return model
 

@@ -436,7 +436,8 @@ class Strategy(ABC):
     def teardown(self) -> None:
         """Unwrap the module, move it to the CPU and close communication."""
         if self._module is not None:
-            self.model = self._module.cpu()
+            # As cpu() does; after an error a layer may be on the meta device, without memory.
+            self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
         self.optimizers, self.lr_schedulers = [], []
         self.precision_plugin.teardown()
         self.accelerator.teardown()

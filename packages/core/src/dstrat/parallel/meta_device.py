@@ -1,0 +1,61 @@
+"""Layers that are made on torch's meta device, without memory, and get their values when a strategy shards them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dstrat.errors import MisuseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.nn import Module
+
+_RESETS = ("reset_parameters", "_reset_parameters")  # torch's own layers have either
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Convert parameters to the meta device when a module registers them; buffers are created as usual.
+
+    So at most one parameter is in memory at a time.  A parameter that replaces a frozen one is frozen too, which
+    torch's tensor parallelism omits.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: Module, name: str, param: Any) -> None:
+        if isinstance(param, DTensor):
+            replaced = module._parameters.get(name)  # noqa: SLF001 - getattr raises where it is missing
+            param.requires_grad_(param.requires_grad and (replaced is None or replaced.requires_grad))
+        elif param is not None and not param.is_meta:
+            param = type(param)(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]  # torch's hook for this is global too
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]  # as above
+
+
+def reset_method(layer: Module, names: Sequence[str]) -> Callable[[], object]:
+    """Return the method that computes a layer's first values.
+
+    Args:
+        layer: A layer that was made on the meta device.
+        names: Its tensors there.
+
+    Raises:
+        MisuseError: The layer has no such method.
+    """
+    method: Callable[[], object] | None = next((getattr(layer, name) for name in _RESETS if hasattr(layer, name)), None)
+    if method is None:
+        raise MisuseError(
+            f"{type(layer).__name__} was made without memory, and nothing computes the first values of its "
+            f"{', '.join(map(repr, names))}: give it a method reset_parameters(self)"
+        )
+    return method
