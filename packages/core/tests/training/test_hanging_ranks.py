@@ -117,6 +117,49 @@ def test_rank_at_work_that_is_looked_at_in_a_collective_is_no_hang(fit):
     fit(Misbehaves("on_train_epoch_end", 0, work), hang_seconds=0.5)
 
 
+RERUN = """
+import os, sys, time, warnings
+sys.path.insert(0, {folder!r})
+from conftest import Averaging, Line, numbers
+from datetime import timedelta
+from torch.utils.data import DataLoader
+from dstrat import Trainer
+
+def wait_for_requests():
+    time.sleep(600)
+
+if os.environ.get("RANK") in {waiting}:
+    wait_for_requests()
+strategy = Averaging(start_method="popen")
+strategy.hang_timeout = timedelta(seconds=4)
+trainer = Trainer(
+    accelerator="cpu", devices=2, strategy=strategy, logger=False, max_epochs=1, enable_progress_bar=False,
+    enable_model_summary=False, enable_checkpointing=False,
+)
+trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("waiting", "who"),
+    [
+        (("1",), "rank 1 of 2 hung: no progress for 4 s, and rank 0 waited."),
+        pytest.param(("0", "1"), "ranks 0, 1 of 2 hung: no progress for 4 s.", marks=pytest.mark.variant),
+    ],
+)
+def test_rank_that_runs_the_script_and_does_not_come_to_the_launch_ends_the_job(tmp_path, waiting, who):
+    script = tmp_path / "serve.py"
+    folder = os.path.dirname(__file__)  # noqa: PTH120 - a string for a program
+    script.write_text(RERUN.format(folder=folder, waiting=waiting))
+    program = WarmProgram(script)
+    _, errors = program.communicate(timeout=90)
+    assert program.returncode == 1
+    assert who in errors
+    assert "has to come to the same call of fit, which this one has not" in errors
+    assert "choose start_method='spawn' or 'forkserver' there" in errors
+    assert "in wait_for_requests" in errors
+
+
 def test_limits_follow_the_timeout_that_is_given():
     assert Averaging().hang_timeout == timedelta(minutes=10)
     assert Averaging().timeout == timedelta(minutes=30)

@@ -138,7 +138,7 @@ class _CreationWatch:
 def _on_meta(layer: Module) -> dict[str, Tensor]:
     """Return a layer's own tensors on the meta device by name, without a look-up that would gather others."""
     parameters: Any = dict.items(layer._parameters)  # noqa: SLF001 - as in _take
-    tensors = {**dict(parameters), **layer._buffers}  # noqa: SLF001 - as in _take
+    tensors = {**dict(parameters), **dict(layer.named_buffers(recurse=False))}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.is_meta}
 
 

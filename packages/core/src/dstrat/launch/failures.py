@@ -18,7 +18,7 @@ from dstrat.errors import LaunchError, PeerError, RankFailedError
 from dstrat.launch.progress import waits_for_peers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from types import FrameType, TracebackType
 
 
@@ -290,21 +290,31 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
     )
 
 
-def hang_error(idle: Mapping[int, float], running: Mapping[int, str], world_size: int) -> RankFailedError:
+def hang_error(
+    idle: Mapping[int, float], running: Mapping[int, str], world_size: int, *, before_launch: Collection[int] = ()
+) -> RankFailedError:
     """Return the error for a job in which some ranks were idle for too long, while their peers waited.
 
     Args:
         idle: Limits in seconds of the idle ranks, by rank.
         running: The stacks of all running ranks, by rank.
         world_size: Number of ranks in the job.
+        before_launch: Ranks that run the script, and have not yet come to the launch that they were started for.
     """
     blocking = [rank for rank in running if rank in idle and not waits(running[rank])]
     hung = blocking or [rank for rank in running if rank in idle] or list(running)
     peers = [rank for rank in running if rank not in hung]
     peers_note = f", and {_ranks(peers)} waited" if peers else ""
     stacks = [f"Stack of rank {rank}:\n\n{running[rank] or _NO_STACK}" for rank in (*hung, *peers)]
+    script_note = ""
+    if hung[0] in before_launch:
+        script_note = (
+            " Each rank runs the script once more (start_method='popen'), and has to come to the same call of fit, "
+            "which this one has not. A program that waits for requests, such as a server or a worker, does not come to "
+            "it by itself: choose start_method='spawn' or 'forkserver' there."
+        )
     message = (
-        f"{_ranks(hung)} of {world_size} hung: no progress for {max(idle.values()):g} s{peers_note}. "
+        f"{_ranks(hung)} of {world_size} hung: no progress for {max(idle.values()):g} s{peers_note}.{script_note} "
         "If this is normal, pass timeout=timedelta(minutes=...) to the strategy."
     )
     return RankFailedError(

@@ -21,6 +21,7 @@ from dstrat.launch.supervisor import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
+    from datetime import timedelta
     from types import TracebackType
 
     from dstrat.launch.recovery import FailedAttempt
@@ -51,6 +52,8 @@ class LocalLauncher(Launcher):
         max_restarts: How often all ranks are started again after one of them has failed.
         recovers_checkpoint: Returns whether a checkpoint is complete, by its path and number of optimizer steps, so
             that an attempt can continue from it; called after an attempt has failed.
+        hang_timeout: How long a rank may be idle before it has come to its launch, where ranks run the script; None
+            for any time.
         preemption_deadline: Seconds within which a scheduler ends the job after SIGTERM or SIGUSR1, which all ranks
             have to stop then; None leaves SIGUSR1 to the program.
 
@@ -72,6 +75,7 @@ class LocalLauncher(Launcher):
         stop_grace: float | None = None,
         max_restarts: int = 0,
         recovers_checkpoint: Callable[[str, int], bool] = path_exists,
+        hang_timeout: timedelta | None = None,
         preemption_deadline: float | None = None,
     ) -> None:
         if start_method not in get_args(StartMethod):
@@ -84,6 +88,7 @@ class LocalLauncher(Launcher):
         stop_grace = preemption_deadline if stop_grace is None else stop_grace
         self.stop_grace = _stop_seconds(environ) if stop_grace is None else stop_grace
         self.max_restarts, self.recovers_checkpoint = max_restarts, recovers_checkpoint
+        self.hang_timeout = hang_timeout
         self.stop_signals = stop_signals(includes_preemption=preemption_deadline is not None)
         self.failed_attempts: list[FailedAttempt] = []
 
@@ -167,6 +172,7 @@ class LocalLauncher(Launcher):
             interrupts=interrupts,
             grace=self.grace,
             stop_grace=self.stop_grace,
+            limit_before_launch=self._limit_before_launch(job),
         )
         try:
             for local_rank in range(self.num_processes):
@@ -177,6 +183,12 @@ class LocalLauncher(Launcher):
             rank = f"local rank {len(ranks)} of {self.num_processes}"
             raise LaunchError(f"{rank} cannot be started: {error}{_hint(error)}") from None
         supervisor.run()
+
+    def _limit_before_launch(self, job: Job) -> float | None:
+        # Ranks of other machines, for which those of this one may wait, are not seen from here.
+        if self.hang_timeout is None or not self.reruns_the_script or job.num_nodes > 1:
+            return None
+        return self.hang_timeout.total_seconds()
 
     def _write_function(self, job: Job, call: partial[T]) -> None:
         try:

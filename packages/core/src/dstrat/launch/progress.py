@@ -257,6 +257,11 @@ def progress_file(folder: Path, pid: int) -> Path:
     return folder / f"progress-{pid}"
 
 
+def launched_file(folder: Path, pid: int) -> Path:
+    """Return the path of a file that exists once a rank that runs the script has come to the launch it is for."""
+    return folder / f"launched-{pid}"
+
+
 class _ProgressFile:
     """File of a rank that dstrat has started, whose modification time is that of the last beat."""
 
@@ -282,11 +287,14 @@ class RankWatch:
     Args:
         folder: The job's folder.
         spans_machines: Whether the job has ranks on other machines, which may be at work unseen.
+        limit_before_launch: How many seconds a rank may be idle while it runs the script up to its launch; None for
+            any number.
     """
 
-    def __init__(self, folder: Path, *, spans_machines: bool) -> None:
+    def __init__(self, folder: Path, *, spans_machines: bool, limit_before_launch: float | None = None) -> None:
         self._folder = folder
         self._spans_machines = spans_machines
+        self._limit_before_launch = limit_before_launch
         self._timers: dict[int, IdleTimer] = {}
         self._beats: dict[int, int] = {}
         self._next_look = 0.0
@@ -320,13 +328,20 @@ class RankWatch:
                 limit, longest = map(float, path.read_text().split())
                 self._timers[pid] = IdleTimer(longest + _PATIENCE if self._spans_machines else limit)
         except OSError:  # no file: it is in no run
-            self._timers.pop(pid, None)
-            return False
+            if self._limit_before_launch is None or not self.is_before_launch(pid):
+                self._timers.pop(pid, None)
+                return False
+            self._timers.setdefault(pid, IdleTimer(self._limit_before_launch))
+            return True
         if self._beats.get(pid) != time_ns:
             self._beats[pid] = time_ns
             self._timers[pid].restart()
             return False
         return True
+
+    def is_before_launch(self, pid: int) -> bool:
+        """Return whether a rank runs the script, and has not yet come to its launch."""
+        return self._limit_before_launch is not None and not launched_file(self._folder, pid).exists()
 
 
 def waits_for_peers(innermost_files: Iterable[str], *, is_busy: bool = False) -> bool:

@@ -46,6 +46,8 @@ class Supervisor:
         interrupts: Collects the signals to stop.
         grace: Seconds between SIGTERM and SIGKILL.
         stop_grace: Seconds for the ranks to stop after their current step, after the first signal to stop.
+        limit_before_launch: Seconds for which ranks that run the script may be idle before they come to their launch;
+            None for any number, and for ranks that run no script.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Supervisor:
         interrupts: Interrupts,
         grace: float,
         stop_grace: float,
+        limit_before_launch: float | None = None,
     ) -> None:
         self.processes = processes
         self.folder = folder
@@ -69,8 +72,9 @@ class Supervisor:
         self.stop_signal: signal.Signals | None = None
         self._max_signals = 1  # received here, after which the ranks are ended at once
         self._deadline = float("inf")
-        self._watch = RankWatch(folder, spans_machines=spans_machines)
+        self._watch = RankWatch(folder, spans_machines=spans_machines, limit_before_launch=limit_before_launch)
         self._idle: dict[int, float] = {}  # limits in seconds of ranks that hang, by rank
+        self._before_launch: set[int] = set()  # ranks that run the script, and had not come to their launch then
         self._next_inspection, self._inspection_pause = 0.0, _FIRST_PAUSE
         self._inspected: dict[int, str] = {}  # main threads' stacks of the last inspection, if all waited
 
@@ -167,6 +171,7 @@ class Supervisor:
         idle = {process.rank: limits[process.pid] for process in running if process.pid in limits}
         if idle and self._all_wait([process for process in running if process.rank not in idle]):
             self._idle = idle
+            self._before_launch = {process.rank for process in running if self._watch.is_before_launch(process.pid)}
         return bool(self._idle)
 
     def _all_wait(self, busy: list[RankProcess]) -> bool:
@@ -320,7 +325,7 @@ class Supervisor:
         error: LaunchError | None = None
         failures = self._failures()
         if self._idle and not failures:
-            error = hang_error(self._idle, stacks, self.world_size)
+            error = hang_error(self._idle, stacks, self.world_size, before_launch=self._before_launch)
         if failures:
             well = [end for end in self.ends.values() if not end.is_failure]
             error = failure_error([*failures, *well], stacks, self.world_size)

@@ -169,7 +169,7 @@ def _compose(
     environ: Mapping[str, str],
 ) -> Strategy:
     if launcher is None:
-        launcher = _launcher(plan, cluster, checkpoint_io, environ)
+        launcher = _launcher(plan, strategy, cluster, checkpoint_io, environ)
     else:
         launcher.receive(processes_per_node=plan.processes_per_node, num_nodes=plan.num_nodes)
     strategy.receive(
@@ -230,7 +230,7 @@ def _precision_plugin(precision: Selection[Precision], strategy: Strategy, accel
 
 
 def _launcher(
-    plan: Plan, cluster: ClusterEnvironment, checkpoint_io: CheckpointIO, environ: Mapping[str, str]
+    plan: Plan, strategy: Strategy, cluster: ClusterEnvironment, checkpoint_io: CheckpointIO, environ: Mapping[str, str]
 ) -> Launcher | None:
     if plan.start_method is not None:
         from dstrat.checkpoint.formats import recover_checkpoint  # slow to import; most plans need none
@@ -246,6 +246,7 @@ def _launcher(
             environ=environ,
             max_restarts=plan.max_restarts,
             recovers_checkpoint=partial(recover_checkpoint, io=checkpoint_io),
+            hang_timeout=strategy.hang_timeout,
             preemption_deadline=plan.preemption_deadline,
         )
     if plan.started_by == "cluster":
