@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 
+import pytest
+
+from dstrat.errors import LaunchError
 from dstrat.launch.local import LocalLauncher
 
 
@@ -29,3 +33,26 @@ def test_a_forked_rank_does_not_free_the_garbage_of_its_parent(tmp_path):
     assert not (tmp_path / "freed").exists()
     LocalLauncher(num_processes=2, start_method="fork").launch(gc.collect)
     assert gc.isenabled()
+
+
+def launch_in_daemon(start_method, pipe):
+    try:
+        pipe.send(LocalLauncher(num_processes=1, start_method=start_method).launch(os.getppid))
+    except LaunchError as error:
+        pipe.send(str(error))
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_a_daemon_of_multiprocessing_is_told_what_can_start_ranks_there(start_method):
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=launch_in_daemon, args=(start_method, theirs), daemon=True)
+    process.start()
+    assert ours.poll(60)
+    message = ours.recv()
+    process.join()
+    assert message == (
+        f"start_method='{start_method}' cannot be used in a daemon process of multiprocessing, such as a worker of a "
+        "Pool, of a DataLoader or of Celery's prefork pool, which may have no children of that kind: choose "
+        "start_method='spawn', or train in the main process"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import weakref
@@ -152,6 +153,8 @@ class LocalLauncher(Launcher):
             script = command.rerun_command(sys.orig_argv, sys.argv, sys.modules["__main__"])
             external.save(job.folder)
             return partial(processes.start_script, job, script=script)
+        if self.start_method in ("fork", "forkserver"):
+            _refuse_daemon(self.start_method)
         if self.start_method == "fork":
             _refuse_cuda()
             return partial(processes.start_forked, job, call=call, interrupts=interrupts, watchdog=watchdog)
@@ -232,6 +235,15 @@ def _pickle_error(call: partial[Any], start_method: str, error: Exception) -> La
         f"{describe_unpicklable(objects)} cannot be pickled ({error}): make it where it is used, define it at the "
         "top of a module, or choose start_method='fork' or 'popen'"
     )
+
+
+def _refuse_daemon(start_method: str) -> None:
+    if multiprocessing.current_process().daemon:
+        raise LaunchError(
+            f"start_method={start_method!r} cannot be used in a daemon process of multiprocessing, such as a worker of "
+            "a Pool, of a DataLoader or of Celery's prefork pool, which may have no children of that kind: choose "
+            "start_method='spawn', or train in the main process"
+        )
 
 
 def _refuse_cuda() -> None:
