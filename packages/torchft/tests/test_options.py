@@ -15,6 +15,7 @@ from dstrat import Trainer, TrainModule
 from dstrat.errors import LaunchError, MisuseError, RequestError
 from dstrat.interfaces.strategy import Parts
 from dstrat_torchft import TorchFTStrategy
+from dstrat_torchft.__main__ import main
 
 
 class Line(TrainModule):
@@ -113,3 +114,13 @@ def test_an_address_that_other_machines_need_is_not_the_loopback():
     local, remote = (TorchFTStrategy(lighthouse=f"http://{host}:1").options for host in ("localhost", "192.0.2.1"))
     assert (local.address, local.bind_address) == ("127.0.0.1", "127.0.0.1")
     assert (remote.address, remote.bind_address) == (socket.gethostname(), None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--max-restarts", "-1"], "-1 is not 0 or more"), (["--groups", "0"], "0 is not 1 or more")],
+)
+def test_numbers_of_the_command_that_cannot_be_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit):
+        main([*options, "train.py"])
+    assert message in capsys.readouterr().err

@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--groups", type=_positive, default=2, metavar="N", help="number of groups (default: 2)")
     parser.add_argument(
-        "--max-restarts", type=int, default=3, metavar="N", help="how often each group is started again (default: 3)"
+        "--max-restarts", type=_count, default=3, metavar="N", help="how often each group is started again (default: 3)"
     )
     parser.add_argument(
         "--min-groups", type=_positive, default=1, metavar="N", help="fewest groups that train (default: 1)"
@@ -191,6 +191,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return number
 
 
