@@ -345,10 +345,11 @@ class NoReset(nn.Module):
 def create_without_reset(cluster):
     module, strategy = opened(cluster)
     with pytest.raises(MisuseError) as caught, strategy.model_sharded_context(), parameters_on_meta():
-        module.layer = NoReset()
+        module.first, module.layer = Counts(), NoReset()
     strategy.on_exception(caught.value)
     strategy.teardown()
-    return str(caught.value), module.layer.weight.is_meta
+    # Other ranks notice the failure when nothing refers to the process groups any more.
+    return str(caught.value), module.layer.weight.is_meta, hasattr(module.first.weight, "ds_process_group")
 
 
 def test_a_layer_without_memory_and_without_a_reset_is_an_error_that_says_what_to_write(ranks):
@@ -356,4 +357,4 @@ def test_a_layer_without_memory_and_without_a_reset_is_an_error_that_says_what_t
         "NoReset was made without memory, and nothing computes the first values of its 'weight': give it a method "
         "reset_parameters(self)"
     )
-    assert ranks(create_without_reset) == [(expected, True)] * 2
+    assert ranks(create_without_reset) == [(expected, True, False)] * 2

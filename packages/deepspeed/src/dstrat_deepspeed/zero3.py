@@ -67,7 +67,7 @@ def shard(deepspeed: Any, module: Module, config: dict[str, Any]) -> None:
 
 
 class _CreationWatch:
-    """Layers whose constructor has ended: it gathers their parameters on look-up, and shards them again at the end."""
+    """Layers that are sharded: their parameters are gathered on look-up, and sharded again at the end."""
 
     def __init__(self, init: Any) -> None:
         self.layers: list[Module] = []
@@ -132,6 +132,7 @@ class _CreationWatch:
                 self.gather(parameter)
             reset()
             self._shard(layer)
+            self.layers.append(layer)
             self.shard_again()
 
 
