@@ -53,6 +53,24 @@ def test_another_version_than_required_is_missing(site):
     ]
 
 
+def test_what_was_missing_is_looked_for_again(site):
+    site.add("acme", site.component("acme", requires=("engine>=1.0",)))
+    code = """
+from importlib.metadata import MetadataPathFinder
+import os
+catalog = get_catalog()
+offer = catalog.find("strategy", "acme")
+before = attempt(catalog.check_requirements, offer)
+os.mkdir("engine-1.5.dist-info")
+open("engine-1.5.dist-info/METADATA", "w").write("Name: engine\\nVersion: 1.5\\n")
+MetadataPathFinder().invalidate_caches()
+[before, attempt(catalog.check_requirements, offer)]
+"""
+    before, after = site.ask(code)
+    assert before.startswith("MissingRequirementError")
+    assert after is None
+
+
 def test_markers_are_evaluated(site):
     assert check(site, "engine; python_version < '3'", "wheels ; python_version > '3'") == [
         ["wheels ; python_version > '3'"],

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import AmbiguousAliasError, InvalidComponentError, PluginError
 from dstrat.plugins.component import KINDS, Component, Kind
 from dstrat.plugins.discovery import discover
+from dstrat.plugins.facts import declares_all, with_class_facts
 from dstrat.plugins.not_found import miss
 from dstrat.plugins.offer import (
     CORE,
@@ -33,6 +34,8 @@ from dstrat.plugins.settings import DISABLE, PREFER, STRICT, PluginSettings, nor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dstrat.errors import CatalogError
+
 
 class Catalog:
     """All components of the installed distributions, and those registered in this process.
@@ -50,6 +53,9 @@ class Catalog:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.settings = PluginSettings.from_environ(environ)
         self._registered: tuple[Offer, ...] = ()
+        self._satisfied: set[Offer] = set()
+        self._loaded: dict[Offer, type[Any]] = {}
+        self._facts: dict[Offer, Component] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -65,6 +71,31 @@ class Catalog:
             for plugin in self._plugins
             for component in plugin.components
         )
+        self._index()
+
+    def _index(self) -> None:
+        """Sort all offers by kind and name; called whenever one comes or goes."""
+        offers = sorted(
+            (*self._registered, *self._installed),
+            key=lambda offer: (offer.component.alias, normalized(offer.owner)),  # the same on every rank
+        )
+        self._by_kind = {kind: [offer for offer in offers if offer.component.kind == kind] for kind in KINDS}
+        self._by_name: dict[tuple[Kind, str], list[Offer]] = {}
+        for offer in offers:
+            for name in offer.names:
+                self._by_name.setdefault((offer.component.kind, name), []).append(offer)
+        preferred = self.settings.preferred
+        self._visible = {
+            kind: tuple(
+                offer
+                for alias, group in groupby(of_kind, key=lambda offer: offer.component.alias)
+                for offer in visible(list(group), preferred.get(alias))
+            )
+            for kind, of_kind in self._by_kind.items()
+        }
+        # A requirement or a class that was missing is looked for again; what was there is not.
+        for cache in (self._satisfied, self._loaded, self._facts):
+            cache.clear()
 
     @property
     def plugins(self) -> tuple[Plugin, ...]:
@@ -87,7 +118,7 @@ class Catalog:
         """
         self._check_strict()
         alias, at, owner = name.partition("@")
-        candidates = [candidate for candidate in self._all(kind) if alias in candidate.names]
+        candidates = self._by_name.get((kind, alias), [])
         if at:
             offer = of_owner(kind, alias, owner, candidates)
         elif candidates:
@@ -95,8 +126,7 @@ class Catalog:
         else:
             offer = None
         if offer is None:
-            names = {other: self._names(other) for other in KINDS}
-            raise miss(kind, alias, names, self._plugins, [candidate.component for candidate in self._all(kind)])
+            raise self._miss(kind, alias)
         return offer
 
     def find_default(self, kind: Kind, alias: str) -> Offer:
@@ -105,8 +135,7 @@ class Catalog:
         A plugin that offers the same alias does not change the default.
         """
         self._check_strict()
-        candidates = [offer for offer in self._all(kind) if alias in offer.names]
-        offers = visible(candidates, self.settings.preferred.get(alias))
+        offers = visible(self._by_name.get((kind, alias), []), self.settings.preferred.get(alias))
         return offers[0] if len(offers) == 1 else self.find(kind, f"{alias}@{CORE}")
 
     def offers(self, kind: Kind) -> tuple[Offer, ...]:
@@ -118,9 +147,7 @@ class Catalog:
             PluginError: Strict mode is on, and a plugin does not work.
         """
         self._check_strict()
-        by_alias = groupby(self._all(kind), key=lambda offer: offer.component.alias)
-        preferred = self.settings.preferred
-        return tuple(offer for alias, group in by_alias for offer in visible(list(group), preferred.get(alias)))
+        return self._visible[kind]
 
     def load(self, offer: Offer) -> type[Any]:
         """Import and return the class of an offered component.
@@ -129,7 +156,20 @@ class Catalog:
             MissingRequirementError: It cannot be imported, and something that it requires is missing.
             BrokenComponentError: It cannot be imported, or is not a complete class of its kind.
         """
-        return load_class(offer)
+        if offer not in self._loaded:
+            self._loaded[offer] = load_class(offer)
+        return self._loaded[offer]
+
+    def facts(self, offer: Offer) -> Component:
+        """Return the record of an offered component, completed by its class, which is imported only if it must be.
+
+        Raises:
+            CatalogError: The class is needed, and cannot be used.
+        """
+        if offer not in self._facts:
+            record = offer.component
+            self._facts[offer] = record if declares_all(record) else with_class_facts(record, self.load(offer))
+        return self._facts[offer]
 
     def missing_requirements(self, offer: Offer) -> tuple[str, ...]:
         """Return the requirements of a component that no installed distribution satisfies."""
@@ -137,7 +177,9 @@ class Catalog:
 
     def check_requirements(self, offer: Offer) -> None:
         """Raise MissingRequirementError, with the install command, unless all requirements are satisfied."""
-        check_requirements(offer)
+        if offer not in self._satisfied:
+            check_requirements(offer)
+            self._satisfied.add(offer)
 
     def register(self, component: Component, *, override: bool = False) -> Offer:
         """Add a component to this process.
@@ -152,14 +194,15 @@ class Catalog:
         """
         offer = Offer(component=component, owner=THIS_PROCESS, version="")
         for name in offer.names:
-            existing = next((other for other in self._all(component.kind) if name in other.names), None)
-            if existing is not None and not override:
+            existing = self._by_name.get((component.kind, name))
+            if existing and not override:
                 raise InvalidComponentError(
-                    f"{kind_label(component.kind)} {name!r} is offered already, by {existing.owner_label}: "
+                    f"{kind_label(component.kind)} {name!r} is offered already, by {existing[0].owner_label}: "
                     "choose another name, or pass override=True to replace it in this process"
                 )
         load_class(offer)
         self._registered = (*self._registered_except(component.kind, component.alias), offer)
+        self._index()
         return offer
 
     def unregister(self, kind: Kind, alias: str) -> None:
@@ -176,6 +219,7 @@ class Catalog:
                 f"or set {DISABLE}={offer.owner}"
             )
         self._registered = self._registered_except(kind, offer.component.alias)
+        self._index()
 
     def find_adapter(self, cls: type) -> AdapterOffer | None:
         """Return what converts objects of another library's class; None where no plugin does.
@@ -211,21 +255,24 @@ class Catalog:
         """A short digest of :attr:`fingerprint_lines`, for comparing the catalogs of two processes."""
         return digest(self.fingerprint_lines)
 
-    def _all(self, kind: Kind) -> list[Offer]:
-        offers = (offer for offer in (*self._registered, *self._installed) if offer.component.kind == kind)
-        return sorted(offers, key=lambda offer: (offer.component.alias, normalized(offer.owner)))
-
     def _registered_except(self, kind: Kind, alias: str) -> tuple[Offer, ...]:
         return tuple(
             offer for offer in self._registered if (offer.component.kind, offer.component.alias) != (kind, alias)
         )
 
-    def _names(self, kind: Kind) -> set[str]:
-        return {name for offer in self._all(kind) for name in (*offer.names, *offer.component.groups)}
+    def _miss(self, kind: Kind, alias: str) -> CatalogError:
+        """Return the error for an alias that nobody offers."""
+        names = {
+            other: {name for offer in offers for name in (*offer.names, *offer.component.groups)}
+            for other, offers in self._by_kind.items()
+        }
+        return miss(kind, alias, names, self._plugins, [offer.component for offer in self._by_kind[kind]])
 
     def _check_strict(self) -> None:
+        if not self.settings.strict:
+            return
         broken = [f"{plugin.label} ({plugin.reason})" for plugin in self._plugins if plugin.is_broken]
-        if broken and self.settings.strict:
+        if broken:
             raise PluginError(
                 f"{STRICT} is on, and these plugins do not work: {'; '.join(broken)}. "
                 f"Repair or uninstall them, or name them in {DISABLE}"
@@ -286,7 +333,7 @@ def choose(kind: Kind, alias: str, candidates: Sequence[Offer], preferred: str |
         AmbiguousAliasError: Several distributions offer it and none is preferred, or the preferred one does not.
     """
     offers = visible(candidates, preferred)
-    if offers[0].owner == THIS_PROCESS:
+    if offers[0].owner == THIS_PROCESS or (len(candidates) == 1 and preferred is None):
         return offers[0]
     label = f"{kind_label(kind)} {alias!r}"
     if preferred is not None and normalized(offers[0].owner) != preferred:

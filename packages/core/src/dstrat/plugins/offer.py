@@ -40,7 +40,7 @@ def owner_label(distribution: str, version: str) -> str:
     return f"{distribution} {version}".rstrip()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)  # equal by identity, so that offers can be keys
 class Offer:
     """A component, and the distribution that offers it.
 

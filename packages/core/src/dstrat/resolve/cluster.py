@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.plugins.catalog import Catalog
+    from dstrat.plugins.offer import Offer
     from dstrat.resolve.request import Requested
     from dstrat.resolve.selection import Selection
 
@@ -42,12 +43,12 @@ def choose_cluster(
             cls = load_offer(offer, catalog)
         except DstratError:  # nobody requested this one; `dstrat doctor` reports it
             continue
-        with reading_environment(offer.title):
+        with reading_environment(offer):
             evidence = cls.evidence(environ)
             if evidence is not None:
                 return select_offer(offer, catalog, environ, reason=evidence)
     local = catalog.find_default("cluster_environment", LOCAL)
-    with reading_environment(local.title):
+    with reading_environment(local):
         return select_offer(local, catalog, environ, reason="nothing else started this process")
 
 
@@ -57,7 +58,7 @@ def num_started(cluster: Selection[ClusterEnvironment]) -> int:
     Raises:
         ClusterError: The environment does not say.
     """
-    with reading_environment(cluster.title):
+    with reading_environment(cluster):
         return cluster.instance.world_size if cluster.instance.creates_processes_externally else 1
 
 
@@ -67,12 +68,12 @@ def check_cluster(cluster: Selection[ClusterEnvironment], *, processes_per_node:
     Raises:
         ClusterError: It contradicts that, or itself.
     """
-    with reading_environment(cluster.title):
+    with reading_environment(cluster):
         cluster.instance.validate(num_devices=processes_per_node, num_nodes=num_nodes)
 
 
 @contextmanager
-def reading_environment(title: str) -> Iterator[None]:
+def reading_environment(source: Offer | Selection[ClusterEnvironment]) -> Iterator[None]:
     """Turn whatever a cluster environment raises over variables that it did not expect into a ClusterError.
 
     Passing it over instead might start the whole job once more in each of its processes.
@@ -83,6 +84,6 @@ def reading_environment(title: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ClusterError(
-            f"{title} cannot make sense of the environment variables ({type(error).__name__}: {error}): "
+            f"{source.title} cannot make sense of the environment variables ({type(error).__name__}: {error}): "
             "correct them, or give another cluster environment as a plugin"
         ) from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dstrat.errors import ClusterError, ConflictError, RequestError
 from dstrat.plugins.component import NO_BACKEND, Component
-from dstrat.plugins.facts import accelerator_facts, declares_all, strategy_facts, with_class_facts
+from dstrat.plugins.facts import accelerator_facts, strategy_facts
 from dstrat.resolve.cluster import LOCAL
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.plugins.catalog import Catalog
-    from dstrat.plugins.offer import Offer
     from dstrat.resolve.selection import Selection
 
 
@@ -32,16 +30,6 @@ def facts_of(strategy: Selection[Strategy]) -> Component:
     cls = type(strategy.instance)
     facts = strategy_facts(cls, strategy.instance.start_method)
     return Component(kind="strategy", alias="unregistered", target=cls, summary="", **facts)
-
-
-def facts_of_offer(offer: Offer, catalog: Catalog) -> Component:
-    """Return the facts of an offered strategy; its class is imported where its record does not declare all of them.
-
-    Raises:
-        CatalogError: The class is needed, and cannot be used.
-    """
-    record = offer.component
-    return record if declares_all(record) else with_class_facts(record, catalog.load(offer))
 
 
 def max_devices(facts: Component) -> int | None:

@@ -116,7 +116,11 @@ def select(kind: Kind, value: object, catalog: Catalog, *arguments: Any, source:
     if isinstance(value, interface):
         return _unlisted(kind, value, catalog)
     if isinstance(value, type) and issubclass(value, interface):
-        return _unlisted(kind, _construct(f"{kind_label(kind)} {value.__name__}", value, *arguments), catalog)
+        try:
+            instance = value(*arguments)
+        except TypeError as error:
+            raise _construction_error(f"{kind_label(kind)} {value.__name__}", error) from error
+        return _unlisted(kind, instance, catalog)
     raise RequestError(
         f"{source} is of the type {type(value).__name__}: "
         f"give an alias, a subclass of {interface.__name__} or an instance of one"
@@ -140,13 +144,8 @@ def _unlisted(kind: Kind, instance: Any, catalog: Catalog) -> Selection[Any]:
     return Selection(kind=kind, name=cls.__name__, instance=instance, record=record)
 
 
-def _construct(title: str, cls: type[T], *arguments: Any, **options: Any) -> T:
-    try:
-        return cls(*arguments, **options)
-    except TypeError as error:
-        raise MisuseError(
-            f"{title} cannot be constructed ({error}): construct it yourself, and give the instance"
-        ) from error
+def _construction_error(title: str, error: TypeError) -> MisuseError:
+    return MisuseError(f"{title} cannot be constructed ({error}): construct it yourself, and give the instance")
 
 
 # What the catalog offers
@@ -159,12 +158,17 @@ def select_offer(offer: Offer, catalog: Catalog, *arguments: Any, reason: str = 
         CatalogError: A requirement is missing, or its class cannot be used.
         MisuseError: The class cannot be constructed.
     """
+    component = offer.component
     cls = load_offer(offer, catalog)
+    try:
+        instance = cls(*arguments, **component.options)
+    except TypeError as error:
+        raise _construction_error(offer.title, error) from error
     return Selection(
-        kind=offer.component.kind,
-        name=offer.component.alias,
-        instance=_construct(offer.title, cls, *arguments, **offer.component.options),
-        record=with_class_facts(offer.component, cls),
+        kind=component.kind,
+        name=component.alias,
+        instance=instance,
+        record=catalog.facts(offer),
         catalog_name=offer.full_alias,
         owner=offer.owner_label,
         reason=reason,

@@ -12,7 +12,6 @@ from dstrat.resolve.compatibility import (
     accelerator_problem,
     device_type_of,
     facts_of,
-    facts_of_offer,
     incompatibility,
     max_devices,
 )
@@ -186,7 +185,7 @@ def _automatic(catalog: Catalog, constraints: Constraints) -> Selection[Strategy
     candidates: list[tuple[Offer, Incompatibility | None]] = []
     for offer in automatic_offers("strategy", catalog):
         try:
-            facts = facts_of_offer(offer, catalog)
+            facts = catalog.facts(offer)
         except DstratError:  # its class is needed for a fact, and cannot be imported
             if offer.component.starts_processes is constraints.needs_processes:
                 candidates.append((offer, None))  # if nothing else fits, selecting it raises the reason
@@ -268,7 +267,7 @@ def _package_of(strategy: Selection[Any]) -> str:
 
 def _is_usable(offer: Offer, catalog: Catalog, fits: Callable[[Component], bool]) -> bool:
     try:
-        return fits(facts_of_offer(offer, catalog)) and not catalog.missing_requirements(offer)
+        return fits(catalog.facts(offer)) and not catalog.missing_requirements(offer)
     except DstratError:  # its class or its requirements are wrong, which is an error where it is requested
         return False
 

@@ -249,10 +249,10 @@ class _Cases:
         return self._catalog.offers("strategy")
 
     def _strategy(self, offer: Offer) -> Strategy:
-        from dstrat.resolve.compatibility import facts_of_offer, incompatibility
+        from dstrat.resolve.compatibility import incompatibility
         from dstrat.resolve.selection import select_offer
 
-        problem = incompatibility(facts_of_offer(offer, self._catalog), self._constraints)
+        problem = incompatibility(self._catalog.facts(offer), self._constraints)
         if problem is not None:
             raise ConflictError(f"{offer.title} {problem.problem}: {problem.hint}")
         strategy: Strategy = select_offer(offer, self._catalog).instance
