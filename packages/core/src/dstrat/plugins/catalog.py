@@ -93,7 +93,7 @@ class Catalog:
             )
             for kind, of_kind in self._by_kind.items()
         }
-        # A requirement or a class that was missing is looked for again; what was there is not.
+        # Only successes are cached, so that a requirement that is installed later is found.
         for cache in (self._satisfied, self._loaded, self._facts):
             cache.clear()
 
@@ -222,7 +222,7 @@ class Catalog:
         self._index()
 
     def find_adapter(self, cls: type) -> AdapterOffer | None:
-        """Return what converts objects of another library's class; None where no plugin does.
+        """Return the conversion of objects of another library's class; None where no plugin has one.
 
         Of several the one for the nearest base class counts.
 

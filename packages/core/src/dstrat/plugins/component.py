@@ -198,7 +198,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tombstone:
-    """An alias that is no longer offered, and what replaces it.
+    """An alias that is no longer offered, and its replacement.
 
     Attributes:
         kind: Kind of the component.
@@ -271,7 +271,7 @@ hookimpl = pluggy.HookimplMarker("dstrat")
 
 @hookspec
 def dstrat_components() -> Sequence[Component | Tombstone | Adapter]:
-    """Return the components that this plugin offers, the aliases that it has retired, and what it converts.
+    """Return the components of this plugin, the aliases that it has retired, and its conversions.
 
     Called once per process.  The module that implements it must not import torch or a backend.
     """

@@ -115,7 +115,7 @@ def _reject_repetitions(plugins: Iterable[Plugin]) -> Iterator[Plugin]:
 
 
 _FILE = "entry_points.txt"
-_GROUP_PREFIX = "dstrat."
+_GROUP_PREFIX = "dstrat."  # of every version of the API: a plugin for another one is reported, not ignored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +153,7 @@ def read_declarations() -> Iterator[Declaration]:
 
 def _declares_plugins(candidate: Distribution) -> bool:
     try:
-        return f"[{_GROUP_PREFIX}" in (candidate.read_text(_FILE) or "")
+        return f"[{_GROUP_PREFIX}" in (candidate.read_text(_FILE) or "")  # parsing would take several times as long
     except (OSError, ValueError):  # unreadable
         return False
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from dstrat.plugins.component import Kind
 
-    # For type checkers, which cannot ask a plugin what it has; without the package they take a class for Any.
+    # For type checkers, which cannot load plugins; without the package, they take a class for Any.
     from dstrat_bagua import BaguaStrategy as BaguaStrategy
     from dstrat_colossalai import ColossalAILowLevelZeroStrategy as ColossalAILowLevelZeroStrategy
     from dstrat_colossalai import ColossalAIStrategy as ColossalAIStrategy

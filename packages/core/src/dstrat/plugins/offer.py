@@ -91,7 +91,7 @@ class Plugin:
         traceback: For a failed plugin, the traceback as text.
         components: Its components.
         tombstones: The aliases that it has retired.
-        adapters: What it converts of other libraries.
+        adapters: Its conversions of other libraries' objects.
         seconds: How long it took to load.
         imported_torch: Whether loading it imported torch, which makes every listing slow.
     """
@@ -127,7 +127,7 @@ class Plugin:
 def missing_requirements(offer: Offer) -> tuple[str, ...]:
     """Return the requirements of a component that no installed distribution satisfies, as in its record.
 
-    A requirement whose marker is false is not missing; a text that is no requirement is.
+    A requirement whose marker is false is not missing; a text that cannot be parsed is.
     """
     return tuple(text for text in offer.component.requires if _is_missing(text, offer))
 
@@ -286,7 +286,7 @@ class AdapterOffer:
     plugin: Plugin
 
     def convert(self, value: object) -> Any:
-        """Return what the plugin makes of an object.
+        """Return the object that the plugin makes of another library's.
 
         Raises:
             BrokenComponentError: The plugin's function cannot be imported.

@@ -161,7 +161,7 @@ class _StrategyRegistry(_Registry):
 
         Raises:
             InvalidComponentError: The alias is in use or invalid, or a fact does not exist.
-            BrokenComponentError: The class does not implement what every strategy must.
+            BrokenComponentError: The class lacks an abstract method of its interface.
             MisuseError: It is not a class.
         """
         return self._register(name, strategy, description, override, facts, init_params)

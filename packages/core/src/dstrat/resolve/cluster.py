@@ -27,7 +27,7 @@ def choose_cluster(
     """Choose the cluster environment.
 
     Args:
-        requested: What the user requested; None takes the first for which there is evidence, or else the local one.
+        requested: The user's; None takes the first for which there is evidence, or else the local one.
         catalog: All components.
         environ: The environment variables.
 
@@ -40,7 +40,7 @@ def choose_cluster(
         return select_requested("cluster_environment", requested, catalog, environ)
     for offer in automatic_offers("cluster_environment", catalog):
         try:
-            cls = load_offer(offer, catalog)
+            cls = load_offer(offer, catalog)  # not constructed: only the one with evidence reads the environment
         except DstratError:  # nobody requested this one; `dstrat doctor` reports it
             continue
         with reading_environment(offer):
@@ -63,7 +63,7 @@ def num_started(cluster: Selection[ClusterEnvironment]) -> int:
 
 
 def check_cluster(cluster: Selection[ClusterEnvironment], *, processes_per_node: int, num_nodes: int) -> None:
-    """Check the environment against what is to run.
+    """Check the environment against the processes and machines of the plan.
 
     Raises:
         ClusterError: It contradicts that, or itself.
@@ -74,15 +74,13 @@ def check_cluster(cluster: Selection[ClusterEnvironment], *, processes_per_node:
 
 @contextmanager
 def reading_environment(source: Offer | Selection[ClusterEnvironment]) -> Iterator[None]:
-    """Turn whatever a cluster environment raises over variables that it did not expect into a ClusterError.
-
-    Passing it over instead might start the whole job once more in each of its processes.
-    """
+    """Turn any error of a cluster environment over variables that it did not expect into a ClusterError."""
     try:
         yield
     except DstratError:
         raise
     except Exception as error:
+        # Passing over this cluster environment instead might start the whole job once more in each of its processes.
         raise ClusterError(
             f"{source.title} cannot make sense of the environment variables ({type(error).__name__}: {error}): "
             "correct them, or give another cluster environment as a plugin"

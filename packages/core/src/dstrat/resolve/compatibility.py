@@ -55,7 +55,7 @@ def accelerator_problem(facts: Component, accelerator: Selection[Accelerator]) -
     # A strategy that is written for some accelerators runs on one without a record.
     if facts.accelerators and accelerator.names and not accelerator.names & {*facts.accelerators}:
         return f"cannot run on accelerator {accelerator.name!r}, only on {listed(facts.accelerators)}"
-    declared = accelerator_facts(accelerator.instance)
+    declared = accelerator_facts(accelerator.instance)  # of the instance: a class may decide by its arguments
     if facts.uses_torch_distributed and not declared["supports_torch_distributed"]:
         return (
             f"communicates through torch.distributed, which does not support accelerator {accelerator.name!r} "
@@ -84,7 +84,7 @@ class Constraints:
         cluster: The cluster environment.
         num_started: How many processes of the job exist already; 1 where dstrat starts them.
         interactive: Whether this is a notebook, a prompt, or the worker of another program.
-        test_runner: What runs the calling test, such as ``"pytest"``; None outside of tests.
+        test_runner: The runner of the calling test, such as ``"pytest"``; None outside of tests.
     """
 
     accelerator: Selection[Accelerator]
@@ -113,7 +113,7 @@ class Incompatibility:
 
     Attributes:
         problem: The reason, following the strategy's name.
-        hint: What to do.
+        hint: A remedy, such as another option.
         error: The type of exception for it.
     """
 
@@ -207,6 +207,7 @@ def _no_script(facts: Component, constraints: Constraints) -> Incompatibility | 
     )
 
 
+# The first rule that applies is the error: hardware and processes that exist come before options that can be changed.
 _RULES: tuple[Callable[[Component, Constraints], Incompatibility | None], ...] = (
     _other_accelerator,
     _too_many_processes,

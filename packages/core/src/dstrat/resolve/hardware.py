@@ -36,7 +36,7 @@ def choose_accelerator(
     """Choose the accelerator.
 
     Args:
-        requested: What the user requested; None takes the best that is available.
+        requested: The user's; None takes the best that is available.
         catalog: All components.
         strategy: The strategy that the user requested, on which the automatic choice depends; None fits all.
 
@@ -103,6 +103,7 @@ def _available(catalog: Catalog) -> str:
 def _best(
     requested: str, offers: Sequence[Offer], catalog: Catalog, strategy: RequestedStrategy | None
 ) -> Selection[Accelerator]:
+    # All of them, not only up to the first that fits: the reason and the error name the others.
     candidates = [(selection, _absence(selection.instance)) for selection in usable(offers, catalog)]
     available = [selection for selection, absence in candidates if absence is None]
     for selection in available:
@@ -180,7 +181,7 @@ def choose_devices(
     """Choose the devices.
 
     Args:
-        requested: What the user requested; None takes as many as there are processes, or else all devices.
+        requested: The user's; None takes as many as there are processes, or else all devices.
         accelerator: The hardware.
         num_started: How many processes of the job exist already; 1 where dstrat starts them.
         num_nodes: Number of machines.
@@ -193,6 +194,7 @@ def choose_devices(
     if requested is not None:
         return _requested_devices(requested, accelerator)
     facts = None if strategy is None else facts_of(strategy)
+    # Processes that exist already decide: with more devices some would be idle, with fewer some would be shared.
     if num_started > 1 and (facts is None or facts.starts_processes):
         if num_started % num_nodes:
             raise ClusterError(f"{num_started} processes were started, which num_nodes={num_nodes} cannot share evenly")
@@ -241,7 +243,7 @@ def choose_precision(
     """Choose the precision.
 
     Args:
-        requested: What the user requested; None is ``"32-true"``.
+        requested: The user's; None is ``"32-true"``.
         accelerator: The hardware.
         catalog: All components.
 

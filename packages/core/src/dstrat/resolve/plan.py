@@ -17,7 +17,7 @@ class PlanRow:
     """One row of a plan.
 
     Attributes:
-        subject: What had to be decided, such as ``"accelerator"``.
+        subject: The decision, such as ``"accelerator"``.
         value: The decision, such as ``"cpu"``.
         reason: Why, a few words.
         owner: The distribution that offers it, such as ``"dstrat 0.1.0"``; empty for a class of the user.

@@ -62,7 +62,7 @@ def choose_launch(
 
     Args:
         strategy: The strategy.
-        constraints: What was decided before.
+        constraints: The other choices.
         launcher: The plugin that starts the processes; None without one.
         max_restarts: How often all ranks are to be started again after one of them has failed.
 
@@ -201,10 +201,8 @@ def is_interactive() -> bool:
 
 
 def test_runner() -> str | None:
-    """Return what runs the test that calls this function, ``"pytest"`` or ``"unittest"``; None outside of tests.
-
-    The stack tells: a script that a test has started, or one that only imports pytest, is a script.
-    """
+    """Return the runner of the test that calls this function, ``"pytest"`` or ``"unittest"``; None outside of tests."""
+    # By the stack, not by sys.modules: a script that a test has started, or one that only imports pytest, is a script.
     frame = sys._getframe()  # noqa: SLF001 - traceback.walk_stack would resolve each frame's source
     name = None
     while frame.f_back is not None:
@@ -216,7 +214,7 @@ def test_runner() -> str | None:
 
 def _has_script() -> bool:
     main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)  # "<stdin>" for what is piped in
+    path = getattr(main, "__file__", None)  # "<stdin>" for a script from a pipe
     if path is None or not Path(path).is_file():
         return False
     # A file of an installed package is the worker of another program, as those of Ray are; it cannot be run once more.

@@ -26,10 +26,9 @@ T = TypeVar("T")
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
     """Let a function run in one process of the job alone; in the others it does nothing and returns None.
 
-    It may be called before a run, in it, or after it.  The rank is that of torch's process group where there is one,
-    and otherwise what torchrun, a scheduler or dstrat itself has put into the environment.  A rank that runs the script
-    again up to the launch that it was started for leaves out what has been done there.  Where dstrat starts the ranks
-    on several machines, each machine's first process counts before the launch.
+    It may be called before a run, in it, or after it.  The rank is that of torch's process group if there is one, and
+    otherwise that of the environment variables of torchrun, a scheduler or dstrat.  Where dstrat starts the ranks on
+    several machines, the first process of each machine counts until the launch.
 
     The function must not communicate with the other ranks, which are not in it.
     """
@@ -45,7 +44,7 @@ def rank_zero_info(message: object, *args: object) -> None:
     """Log a message in one process of the job alone; print it to stderr where the program has not set up logging.
 
     Args:
-        message: What to say, with ``%s`` and the like for the arguments.
+        message: The text, with ``%s`` and the like for the arguments.
         *args: The arguments.
     """
     if not is_rank_zero():
@@ -69,12 +68,13 @@ def rank_zero_warn(message: str | Warning, stacklevel: int = 4, category: type[W
 
 
 def is_rank_zero(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this is the process that does what is done once for the job.
+    """Return whether this is the process that works for the whole job.
 
     Raises:
         ClusterError: The environment variables make no sense.
     """
     rank = this_rank()
+    # A rank that runs the script again repeats the lines before its launch, which the first process has run already.
     if external.is_replaying() or (rank is not None and rank.imports_main):
         return False
     distributed = sys.modules.get("torch.distributed")  # which is not there where nobody has opened a group

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What the user asks for, as written: each component as an alias, a class or an instance.
+    """Arguments of a user, as written: each component as an alias, a class or an instance.
 
     Nothing is checked here; :func:`~dstrat.resolve.resolve_request` does.
 
@@ -74,7 +74,7 @@ class Requested:
     """A component that the user requested.
 
     Attributes:
-        value: An alias, a class or an instance; for devices whatever the user wrote.
+        value: An alias, a class or an instance; devices may be of any type.
         source: Where the user wrote it, as in ``"precision='16-mixed'"`` or ``"DDPStrategy(checkpoint_io=...)"``.
         in_strategy: Whether the strategy's constructor received it.
     """
@@ -90,8 +90,8 @@ def requested_components(
     """Return the components that the user requested, by subject.
 
     Args:
-        request: What the user asks for.
-        strategy: The strategy that runs, whose constructor may have received components; None is not selected yet.
+        request: The user's request.
+        strategy: The strategy of the run, as its constructor may have received components; None is not selected yet.
         catalog: Where the aliases of plugins are looked up.
 
     Raises:
@@ -165,7 +165,7 @@ def _is_known(kind: Kind, alias: str, catalog: Catalog) -> bool:
         raise
     except UnknownAliasError:
         return False
-    except CatalogError:  # says more when it is raised where the part is looked up
+    except CatalogError:  # its message says more where the component is looked up
         return True
     return True
 

@@ -1,4 +1,4 @@
-"""Resolution of a request: one pass that decides what will run and composes the strategy."""
+"""Resolution of a request: one pass that makes the plan and composes the strategy."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def resolve_request(
     environ: Mapping[str, str] | None = None,
     interactive: bool | None = None,
 ) -> tuple[Plan, Strategy]:
-    """Decide what will run, and construct it; no device is touched and no process started.
+    """Make the plan and construct its components; no device is touched and no process started.
 
     Args:
-        request: What the user asks for.
+        request: The user's request.
         catalog: All components; None is the catalog of this process.
         environ: The environment variables; None is those of this process.
         interactive: Whether this is a notebook, a prompt, or the worker of another program; None finds
@@ -77,7 +77,7 @@ def make_plan(
 def _decide(
     request: Request, catalog: Catalog | None, environ: Mapping[str, str] | None, *, interactive: bool | None
 ) -> tuple[Plan, Callable[[], Strategy]]:
-    """Return the plan, and what composes the strategy that it needs."""
+    """Return the plan, and a function that composes its strategy."""
     catalog = get_catalog() if catalog is None else catalog
     environ = os.environ if environ is None else environ
     num_nodes = _checked_num_nodes(request.num_nodes)
@@ -85,6 +85,7 @@ def _decide(
     strategy = None if wanted is None else wanted.selection
     requested = requested_components(request, strategy, catalog)
     wanted = None if wanted is None else wanted.with_arguments(requested)
+    # Before the devices: in a job that a scheduler has started, the number of processes decides how many there are.
     cluster = choose_cluster(requested.get("cluster environment"), catalog, environ)
     started = num_started(cluster)
     accelerator = choose_accelerator(requested.get("accelerator"), catalog, wanted)
@@ -144,6 +145,7 @@ def _decide(
         max_restarts=launch.max_restarts if launcher is None else request.max_restarts,
         preemption_deadline=request.preemption_deadline,
     )
+    # A plan can be made without composing, which changes a strategy that the user has constructed.
     return plan, partial(
         _compose,
         plan,
@@ -236,7 +238,7 @@ def _launcher(
         from dstrat.checkpoint.formats import recover_checkpoint  # slow to import; most plans need none
         from dstrat.launch.local import LocalLauncher
 
-        if plan.num_nodes > 1:  # what the user has set comes first; the cluster environment knows the rest
+        if plan.num_nodes > 1:  # variables that the user has set come first
             address = {"MASTER_ADDR": cluster.main_address, "MASTER_PORT": str(cluster.main_port)}
             environ = {**address, "NODE_RANK": str(cluster.node_rank), **environ}
         return LocalLauncher(

@@ -92,7 +92,7 @@ class Selection(Generic[T]):
         return replace(self, reason=reason)
 
 
-# What the user wrote
+# Selection by alias, class or instance
 
 
 def select(kind: Kind, value: object, catalog: Catalog, *arguments: Any, source: str) -> Selection[Any]:
@@ -100,7 +100,7 @@ def select(kind: Kind, value: object, catalog: Catalog, *arguments: Any, source:
 
     Args:
         kind: The kind of component.
-        value: What the user wrote.
+        value: The argument.
         catalog: Where aliases are looked up.
         *arguments: For the constructor, unless the user constructed it.
         source: Where the user wrote it, for error messages, as in ``"strategy='ddp'"``.
@@ -148,7 +148,7 @@ def _construction_error(title: str, error: TypeError) -> MisuseError:
     return MisuseError(f"{title} cannot be constructed ({error}): construct it yourself, and give the instance")
 
 
-# What the catalog offers
+# Selection among the offers of the catalog
 
 
 def select_offer(offer: Offer, catalog: Catalog, *arguments: Any, reason: str = "") -> Selection[Any]:

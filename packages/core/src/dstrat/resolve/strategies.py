@@ -162,7 +162,7 @@ def choose_strategy(
     Args:
         requested: The one that the user requested; None takes the best that fits.
         catalog: All components.
-        constraints: What it has to fit.
+        constraints: The other choices, which it has to fit.
 
     Raises:
         ConflictError: It does not fit, or none does.
