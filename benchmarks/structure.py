@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import statistics
 import sys
 import tempfile
+import tokenize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PACKAGES = Path(__file__).resolve().parents[1] / "packages"
+DIRECTIVE = re.compile(r"#\s*(noqa|type:|fmt:|pragma)[^-]*")  # what follows a dash is a reason
+RELATIVE = re.compile(r"\b(what|whatever|whose|of which)\b", re.IGNORECASE)
 CLAUSE = re.compile(r"(what|how|where|when|whether|who|whose|which|why)\b", re.IGNORECASE)
 
 
@@ -29,6 +33,18 @@ def modules(package: str = "*") -> dict[Path, str]:
 def imports(tree: ast.AST) -> Iterator[ast.stmt]:
     """Give every import statement of a module."""
     yield from (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def comments(text: str) -> int:
+    """Return the number of lines with a comment that is for people, not only for a linter or a type checker."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(token.type == tokenize.COMMENT and DIRECTIVE.fullmatch(token.string) is None for token in tokens)
+
+
+def docstrings(tree: ast.AST) -> str:
+    """Return all docstrings of a module, joined."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return "\n".join(ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented))
 
 
 def lines_of_code(text: str) -> int:
@@ -46,7 +62,8 @@ def size() -> dict[str, Any]:
     texts = modules()
     trees = {path: ast.parse(text) for path, text in texts.items()}
     lengths = {path: len(text.splitlines()) for path, text in texts.items()}
-    docstrings = [ast.get_docstring(tree) or "" for tree in trees.values()]
+    titles = [ast.get_docstring(tree) or "" for tree in trees.values()]
+    documentation = "\n".join(map(docstrings, trees.values()))
     code = sum(map(lines_of_code, texts.values()))
     imported = sum((n.end_lineno or n.lineno) - n.lineno + 1 for tree in trees.values() for n in imports(tree))
     deepspeed = [len(text.splitlines()) for text in modules("deepspeed").values()]
@@ -58,8 +75,12 @@ def size() -> dict[str, Any]:
         "source lines": sum(lengths.values()),
         "lines of code": code,
         "import lines per 100 lines of code": round(100 * imported / code, 1),
+        "comments per 100 lines of code": round(100 * sum(map(comments, texts.values())) / code, 1),
+        "'what', 'whose', 'of which' per 1,000 words of docstrings": round(
+            1000 * len(RELATIVE.findall(documentation)) / len(re.findall(r"\w+", documentation)), 1
+        ),
         "module docstrings that begin with a clause, %": round(
-            100 * sum(bool(CLAUSE.match(text)) for text in docstrings) / len(texts), 1
+            100 * sum(bool(CLAUSE.match(text)) for text in titles) / len(texts), 1
         ),
         "deepspeed modules": len(deepspeed),
         "deepspeed lines": sum(deepspeed),
@@ -129,4 +150,4 @@ def paths() -> dict[str, Any]:
 
 if __name__ == "__main__":
     for name, value in {**size(), **paths()}.items():
-        print(f"{name:48} {value:>10,}")
+        print(f"{name:60} {value:>10,}")
